@@ -1,0 +1,77 @@
+"""Models and tokenizers of a few thousand parameters, made on the spot: no test needs a network or a GPU."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy processes on two cores are ten times slower without
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = Path(__file__).resolve().parent / "golden"
+
+
+def load_golden(name: str):
+    """One file of recorded numbers; tests/golden/README.md says where they come from."""
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
+
+
+def build_tokenizer():
+    """A byte-level tokenizer without merges: 256 bytes and four special tokens, one token per byte of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def build_llama(seed: int, vocab_size: int, **changes):
+    """A random Llama of some ten thousand parameters, its weights large enough that logits differ clearly."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, tokenizer) -> str:
+    """Folder of a tiny Llama with its tokenizer."""
+    return _save(tmp_path_factory.mktemp("tiny_model"), tokenizer, seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory, tokenizer) -> str:
+    """Folder of a second Llama, like `tiny_model` but for its weights."""
+    return _save(tmp_path_factory.mktemp("other_model"), tokenizer, seed=1)
+
+
+def _save(folder: Path, tokenizer, seed: int) -> str:
+    build_llama(seed, len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

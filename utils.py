@@ -1,0 +1,252 @@
+"""What every program shares: reading and writing files, the rank of this process, special tokens. No torch."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+CHUNK = 1 << 20  # characters or bytes read at a time
+BLANKS = re.compile(r"\s*")
+logger = logging.getLogger(__name__)
+
+
+class BadRecordError(ValueError):
+    """An unreadable or invalid record of a file; the message starts with the file and the line."""
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def open_text(path: str | os.PathLike):
+    """Open a UTF-8 file, with or without a byte order mark, with any line ending; FileNotFoundError names the path."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    return open(path, encoding="utf-8-sig")
+
+
+def iter_records(path: str | os.PathLike, *, skip_bad: bool = False) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", object) for every object of a JSON list or JSONL file, in constant memory.
+
+    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over).
+    `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, with a warning each.
+
+    Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
+    a list that is cut off, and a record that is not an object.
+    """
+    try:
+        with open_text(path) as file:
+            first = _first_character(file)
+            if not first:
+                raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
+            if first == "[":
+                yield from _iter_list(path, file, skip_bad)
+            else:
+                yield from _iter_lines(path, file, skip_bad)
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"{path}:{_undecodable_line(path)}: not UTF-8 ({error.reason})") from None
+
+
+def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
+    """Every object of a JSON list or JSONL file; errors as in `iter_records`."""
+    return [record for _, record in iter_records(path)]
+
+
+def _first_character(file) -> str:
+    """The first character that is not blank, or "" if there is none; the file is wound back to its start."""
+    first = ""
+    while not first and (chunk := file.read(CHUNK)):
+        first = chunk.lstrip()[:1]
+    file.seek(0)
+    return first
+
+
+def _undecodable_line(path) -> int:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return number
+
+
+def _iter_lines(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            yield where, _as_object(json.loads(line), where)
+        except json.JSONDecodeError as error:
+            _fault(f"{where}: not a JSON object on one line ({error.msg}, column {error.colno})", skip_bad)
+        except BadRecordError as error:
+            _fault(str(error), skip_bad)
+
+
+def _iter_list(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
+    reader = _JSONListReader(path, file)
+    try:
+        reader.take("[")
+        if reader.peek() == "]":
+            return
+        separator = ","
+        while separator == ",":
+            yield reader.element()
+            separator = reader.take(",]")
+    except BadRecordError as error:
+        _fault(f"{error} (the rest of the file is lost)" if skip_bad else str(error), skip_bad)
+
+
+def _as_object(record, where: str) -> dict:
+    if not isinstance(record, dict):
+        raise BadRecordError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _fault(message: str, skip_bad: bool) -> None:
+    if not skip_bad:
+        raise BadRecordError(message)
+    logger.warning("skipped: %s", message)
+
+
+class _JSONListReader:
+    """Takes the elements of one large JSON list off a file, holding a chunk of it at a time."""
+
+    def __init__(self, path, file):
+        self.path, self.file, self.decoder = path, file, json.JSONDecoder()
+        self.buffer, self.position, self.line, self.at_end = "", 0, 1, False
+
+    def peek(self) -> str:
+        """Pass over blanks; the next character, or "" at the end of the file."""
+        while True:
+            blanks = BLANKS.match(self.buffer, self.position)
+            self._advance(blanks.end())
+            if self.position < len(self.buffer):
+                return self.buffer[self.position]
+            if self.at_end:
+                return ""
+            self._fill()
+
+    def take(self, expected: str) -> str:
+        """Take one character, which must be one of `expected`."""
+        found = self.peek()
+        if not found:
+            raise BadRecordError(f"{self.path}:{self.line}: the JSON list has no end; was the file cut off?")
+        if found not in expected:
+            raise BadRecordError(f"{self.path}:{self.line}: expected one of {expected!r}, found {found!r}")
+        self._advance(self.position + 1)
+        return found
+
+    def element(self) -> tuple[str, dict]:
+        """Take one element of the list."""
+        self.peek()
+        where = f"{self.path}:{self.line}"
+        while True:
+            try:
+                record, end = self.decoder.raw_decode(self.buffer, self.position)
+                break
+            except json.JSONDecodeError as error:
+                if self.at_end:
+                    raise BadRecordError(f"{where}: not JSON, or the file was cut off here ({error.msg})") from None
+                self._fill()
+        self._advance(end)
+        return where, _as_object(record, where)
+
+    def _advance(self, position: int) -> None:
+        self.line += self.buffer.count("\n", self.position, position)
+        self.position = position
+
+    def _fill(self) -> None:
+        rest = self.buffer[self.position :]
+        more = self.file.read(max(CHUNK, len(rest)))  # at least doubles, so that one huge element stays linear
+        self.buffer, self.position, self.at_end = rest + more, 0, not more
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a file that a reader finds whole or not at all: through a temporary file beside it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: str | os.PathLike, value) -> None:
+    """Write `value` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def alpaca_to_row(example: dict) -> dict:
+    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
+
+    The one place that knows how an instruction is laid out. Raises ValueError where a text is missing.
+    """
+    for key in ("instruction", "output"):
+        if not isinstance(example.get(key), str):
+            raise ValueError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
+    prompt = f"### Instruction: {example['instruction']}"
+    if example.get("input"):
+        prompt += f"\n\n### Input: {example['input']}"
+    return {"prompt": prompt + "\n\n### Response: ", "target": example["output"], "type": "sft"}
+
+
+def file_digest(paths: Iterable[str | os.PathLike]) -> str:
+    """SHA-256 over the contents of the files, in the order given."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """The number of this process among those of the launch, 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """How many processes the launch has, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def set_up_logging() -> None:
+    """Log to standard error: everything from rank 0, warnings from the others."""
+    who = f"rank {rank()} " if world_size() > 1 else ""
+    logging.basicConfig(
+        level=logging.INFO if rank() == 0 else logging.WARNING,
+        format=f"%(asctime)s {who}%(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def ensure_pad_token(tokenizer) -> None:
+    """Give a tokenizer without PAD its EOS for padding. The vocabulary is never resized: that would break the KL.
+
+    Raises ValueError for a tokenizer with neither.
+    """
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has neither a PAD nor an EOS token")
+    tokenizer.pad_token = tokenizer.eos_token
