@@ -1,0 +1,305 @@
+"""Training rows: from JSON and JSONL files, over token ids, to padded batches.
+
+    files -> load_rows -> texts -> encode_rows -> token ids -> RowDataset -> SPAGCollator -> batch
+
+data/README.md describes the rows field by field.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import utils
+
+IGNORE_INDEX = -100  # label of a token that is not scored
+ROLES = {"attacker": 1, "defender": 2}  # a row of any other role, or of none, is 0
+FORMAT_VERSION = 1  # part of every cache key: raise it when the encoding changes
+ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
+
+
+# --- one row -------------------------------------------------------------------------------------------------------
+
+
+def normalize_row(record: dict) -> dict:
+    """Bring one raw record to query, target, weight, reward, is_sft, role.
+
+    Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
+    only a `type` equal to "sft" makes an SFT row.
+
+    Raises ValueError for a missing or non-text query or target, and for a weight or reward that is no finite number.
+    """
+    if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
+        record = record | utils.alpaca_to_row(record)
+    return {
+        "query": _text(record, "query", "prompt"),
+        "target": _text(record, "target", "answer"),
+        "weight": _number(record, "weight"),
+        "reward": _number(record, "reward"),
+        "is_sft": record.get("type") == "sft",
+        "role": ROLES.get(str(record.get("role")), 0),
+    }
+
+
+def _text(record: dict, name: str, other_name: str) -> str:
+    key = name if name in record else other_name
+    if key not in record:
+        raise ValueError(
+            f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
+            "'instruction' and 'output')"
+        )
+    if not isinstance(record[key], str):
+        raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+    return record[key]
+
+
+def _number(record: dict, name: str) -> float:
+    value = record.get(name, 1.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"'{name}' must be a finite number, got {value!r}")
+    return float(value)
+
+
+def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
+
+    Query and target are tokenized separately and without special tokens. Labels mask BOS and query by their length,
+    never by token id, so that PAD may equal EOS. No BOS is put where the tokenizer has none.
+
+    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and where they stand in the example
+    also `role` and `ref_logprob`.
+    Raises ValueError for a bad row (see `normalize_row`) and for a tokenizer without EOS.
+    """
+    encoded = _encode_with_lengths(example, tokenizer)
+    kept = {name: encoded[name] for name in ("input_ids", "labels", "weight", "reward", "is_sft")}
+    if "role" in example:
+        kept["role"] = encoded["role"]
+    if "ref_logprob" in example:
+        kept["ref_logprob"] = example["ref_logprob"]
+    return kept
+
+
+def _encode_with_lengths(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """One row as ENCODED_FEATURES has it: the ids, and the lengths that tell what the cut did."""
+    row = normalize_row(example)
+    prompt, target = _token_ids(row, tokenizer)
+    limit = tokenizer.model_max_length
+    kept = slice(limit) if tokenizer.truncation_side == "right" else slice(-limit, None)
+    labels = ([IGNORE_INDEX] * len(prompt) + target)[kept]
+    return {
+        "input_ids": (prompt + target)[kept],
+        "labels": labels,
+        "weight": row["weight"],
+        "reward": row["reward"],
+        "is_sft": row["is_sft"],
+        "role": row["role"],
+        "full_length": len(prompt) + len(target),
+        "target_length": len(target),
+        "scored_length": sum(label != IGNORE_INDEX for label in labels[1:]),
+    }
+
+
+def _token_ids(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids of [BOS] + query, and of target + [EOS]."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
+    query, target = (
+        tokenizer(row[name], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        for name in ("query", "target")
+    )
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return bos + query, target + [tokenizer.eos_token_id]
+
+
+# --- files to rows -------------------------------------------------------------------------------------------------
+
+TEXT_FEATURES = datasets.Features(
+    {
+        "query": datasets.Value("large_string"),
+        "target": datasets.Value("large_string"),
+        "weight": datasets.Value("float32"),
+        "reward": datasets.Value("float32"),
+        "type": datasets.Value("string"),
+        "role": datasets.Value("string"),
+        "where": datasets.Value("string"),
+    }
+)
+ENCODED_FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "labels": datasets.Sequence(datasets.Value("int32")),
+        "weight": datasets.Value("float32"),
+        "reward": datasets.Value("float32"),
+        "is_sft": datasets.Value("bool"),
+        "role": datasets.Value("int8"),
+        "where": datasets.Value("string"),
+        "full_length": datasets.Value("int32"),  # tokens before the cut
+        "target_length": datasets.Value("int32"),  # with EOS, before the cut
+        "scored_length": datasets.Value("int32"),  # labels that a token before them predicts
+    }
+)
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """What became of the rows of a file."""
+
+    rows: int
+    sft_rows: int
+    truncated: int
+    long_targets: int
+    empty_targets: int
+    dropped: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.long_targets} "
+            f"with a target longer than that, {self.empty_targets} with an empty target, {self.dropped} dropped"
+        )
+
+
+def load_rows(paths: list[str], cache_dir: str | None = None) -> datasets.Dataset:
+    """Read and check the rows of JSON and JSONL files into a memory-mapped Dataset of texts.
+
+    Raises FileNotFoundError, and ValueError that names file and line for anything that is not a valid row.
+    """
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, paths, utils.file_digest(paths)]).encode()).hexdigest()
+    try:
+        return datasets.Dataset.from_generator(
+            _iter_texts, features=TEXT_FEATURES, gen_kwargs={"paths": paths}, cache_dir=cache_dir, fingerprint=key
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ from None
+
+
+def _iter_texts(paths: list[str]) -> Iterator[dict]:
+    for path in paths:
+        for where, record in utils.iter_records(path):
+            try:
+                row = normalize_row(record)
+            except ValueError as error:
+                raise utils.BadRecordError(f"{where}: {error}") from None
+            kind = "sft" if row.pop("is_sft") else "game"
+            yield row | {"type": kind, "role": str(record.get("role", "")), "where": where}
+
+
+def encode_rows(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, drop_unscored: bool = False, processes: int = 1
+) -> tuple[datasets.Dataset, RowCounts]:
+    """Encode all rows, once: the result is cached on disk under what it depends on.
+
+    A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
+    first of them, or, with `drop_unscored`, left out and counted.
+    """
+    key = hashlib.sha256(f"{rows._fingerprint} {tokenizer_digest(tokenizer)}".encode()).hexdigest()
+    encoded = rows.map(
+        partial(_encode_with_lengths, tokenizer=tokenizer),
+        remove_columns=["query", "target", "type"],
+        features=ENCODED_FEATURES,
+        num_proc=max(1, min(processes, len(rows) // ROWS_PER_PROCESS)),
+        new_fingerprint=key,
+        desc="encoding",
+    )
+    columns = encoded.with_format("numpy")
+    full, target, scored = (columns[name][:] for name in ("full_length", "target_length", "scored_length"))
+    unscored = np.flatnonzero(scored == 0)
+    if len(unscored) and not drop_unscored:
+        raise ValueError(
+            f"{encoded[int(unscored[0])]['where']}: cutting to max_length {tokenizer.model_max_length} leaves nothing "
+            f"of the target to learn from ({len(unscored)} such rows). Use --truncation_side left, a larger "
+            "--max_length, or --drop_unscored_rows True"
+        )
+    if len(unscored):
+        encoded = encoded.select(np.flatnonzero(scored > 0))
+    counts = RowCounts(
+        rows=len(encoded),
+        sft_rows=int(columns["is_sft"][:].sum()),
+        truncated=int((full > tokenizer.model_max_length).sum()),
+        long_targets=int((target > tokenizer.model_max_length).sum()),
+        empty_targets=int((target == 1).sum()),
+        dropped=len(unscored),
+    )
+    return encoded, counts
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over everything of a tokenizer that the encoding of a row depends on."""
+    parts = [
+        FORMAT_VERSION,
+        sorted(tokenizer.get_vocab().items()),
+        type(tokenizer).__name__,
+        [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+        [tokenizer.model_max_length, tokenizer.truncation_side, tokenizer.padding_side],
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# --- rows to batches -----------------------------------------------------------------------------------------------
+
+
+class RowDataset(torch.utils.data.Dataset):
+    """Encoded rows, each with the reference model's log-probability once that is known."""
+
+    def __init__(self, rows: datasets.Dataset):
+        self.rows = rows.select_columns(["input_ids", "labels", "weight", "reward", "is_sft", "role"])
+        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        columns = self.rows[indices]
+        batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if self.ref_logprobs is not None:
+            for example, index in zip(batch, indices, strict=True):
+                example["ref_logprob"] = float(self.ref_logprobs[index])
+        return batch
+
+
+class SPAGCollator:
+    """Pad encoded rows to the longest of them, on the tokenizer's padding side.
+
+    Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64), and of shape (batch,):
+    weights, rewards, sft_mask (float32), and where the rows have them ref_logprobs (float32) and roles (int64).
+    Raises ValueError for an empty batch.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        utils.ensure_pad_token(tokenizer)
+        self.pad_token_id = tokenizer.pad_token_id
+        self.pad_left = tokenizer.padding_side == "left"
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        if not examples:
+            raise ValueError("cannot make a batch of no rows")
+        batch = {
+            "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
+            "labels": self._pad([example["labels"] for example in examples], IGNORE_INDEX),
+            "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
+            "weights": torch.tensor([example["weight"] for example in examples], dtype=torch.float32),
+            "rewards": torch.tensor([example["reward"] for example in examples], dtype=torch.float32),
+            "sft_mask": torch.tensor([example["is_sft"] for example in examples], dtype=torch.float32),
+        }
+        if "ref_logprob" in examples[0]:
+            logprobs = [example["ref_logprob"] for example in examples]
+            batch["ref_logprobs"] = torch.tensor(logprobs, dtype=torch.float32)
+        if all("role" in example for example in examples):
+            batch["roles"] = torch.tensor([example["role"] for example in examples])
+        return batch
+
+    def _pad(self, sequences: list[list[int]], value: int) -> torch.Tensor:
+        padded = torch.full((len(sequences), max(map(len, sequences))), value)
+        for row, ids in zip(padded, sequences, strict=True):
+            row[len(row) - len(ids) if self.pad_left else 0 :][: len(ids)] = torch.tensor(ids)
+        return padded
