@@ -248,7 +248,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 class RowDataset(torch.utils.data.Dataset):
     """Encoded rows, each with the reference model's log-probability once that is known."""
 
-    def __init__(self, rows: datasets.Dataset):
+    def __init__(self, rows: datasets.Dataset, counts: RowCounts):
+        self.counts = counts
+        columns = rows.with_format("numpy")
+        self.key = rows._fingerprint  # of the data, the tokenizer, max_length and sides
+        self.lengths: np.ndarray = columns["full_length"][:]  # (rows,) tokens before the cut
+        self.is_sft: np.ndarray = columns["is_sft"][:]  # (rows,)
         self.rows = rows.select_columns(["input_ids", "labels", "weight", "reward", "is_sft", "role"])
         self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
 

@@ -114,9 +114,7 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer):
     paths = [write_rows(tmp_path / "a.json", ROWS, False), write_rows(tmp_path / "b.jsonl", ROWS, True)]
     rows = load_rows(paths, cache_dir=str(tmp_path / "cache"))
     encoded, counts = encode_rows(rows, tokenizer)
-    assert counts == dataloaders.RowCounts(
-        rows=6, sft_rows=2, truncated=0, long_targets=0, empty_targets=2, dropped=0
-    )
+    assert counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, long_targets=0, empty_targets=2, dropped=0)
     expected = [encode_example(row, tokenizer) for row in ROWS * 2]
     for stored, direct in zip(encoded, expected, strict=True):
         assert {name: stored[name] for name in direct} == direct
@@ -137,7 +135,9 @@ def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenize
 
 def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=4, truncation_side="right")
-    path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}], True)
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}], True
+    )
     rows = load_rows([path], cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"a\.jsonl:2: .*--drop_unscored_rows"):
         encode_rows(rows, tokenizer)

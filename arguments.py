@@ -1,0 +1,304 @@
+"""Every setting of train.py: what each method takes and refuses, and the flags of older transformers.
+
+The Trainer's own settings are inherited; the ones below are this project's. Settings come from the command line, or
+from a YAML file named first, over which the command line wins:
+
+    train.py configs/x.yaml --learning_rate 1e-5
+"""
+
+import dataclasses
+import difflib
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import datasets
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+import utils
+
+# What each method takes, with the paper's values as defaults. An argument that a method does not list is refused.
+REFERENCE = {"ref_model_name_or_path": None, "ref_logprobs": "precompute", "loss_normalization": "micro_batch"}
+METHOD_ARGUMENTS = {
+    "SFT": {},
+    "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
+    "OfflinePO": {"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
+}
+LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
+
+logger = logging.getLogger(__name__)
+
+
+def _help(text: str, **metadata):
+    return field(default=metadata.pop("default", None), metadata={"help": text, **metadata})
+
+
+@dataclass
+class SPAGArguments(TrainingArguments):
+    """Settings of one training run. Raises ValueError that lists everything that is wrong with them."""
+
+    # Method. None means: the method's default, from METHOD_ARGUMENTS.
+    train_method: str | None = _help("SFT, SFTwithKL (imitation) or OfflinePO (self-play).")
+    lm_kl_coeff: float | None = _help("beta: weight of the KL to the reference model.")
+    lm_sft_coeff: float | None = _help("alpha: weight of the SFT rows' loss beside the game rows' (OfflinePO).")
+    clip_range: float | None = _help("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.")
+    detach_kl: bool | None = _help("Keep the gradient out of the KL inside OfflinePO's advantage.")
+    loss_normalization: str | None = _help(
+        "Rows are counted per micro_batch (as released), or per optimizer step over all ranks.",
+        choices=["micro_batch", "step"],
+    )
+    ref_logprobs: str | None = _help(
+        "The reference's log-probabilities: precompute them before the first step, or online, by a second model.",
+        choices=["precompute", "online"],
+    )
+
+    # Models.
+    model_name_or_path: str | None = _help("Folder or hub name of the model to train.")
+    ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
+    attn_implementation: str = _help("Attention kernel, e.g. sdpa, eager, flash_attention_2.", default="sdpa")
+    trust_remote_code: bool = _help("Run model code that comes with the weights (Baichuan2 needs it).", default=False)
+    lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
+    lora_alpha: float | None = _help("LoRA scale, divided by the rank.")
+    lora_dropout: float | None = _help("Dropout before the adapters.")
+    lora_target_modules: list[str] | None = _help("Names of the layers that get adapters; default: peft's choice.")
+    lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
+
+    # Data.
+    train_data_path: list[str] | None = _help("JSON or JSONL files of rows; data/README.md has the format.")
+    eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
+    max_length: int = _help("Tokens of a row at most.", default=2048)
+    padding_side: str = _help(
+        "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
+    )
+    truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
+    drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
+    encoding_processes: int | None = _help("Processes that encode the rows; default: up to 8 of the cores.")
+    cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
+    show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
+
+    # Flags of older transformers; each is handed over to its present name.
+    evaluation_strategy: str | None = _help("Old name of --eval_strategy.")
+    warmup_ratio: float | None = _help("Old name of a --warmup_steps below 1.")
+    logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
+    overwrite_output_dir: bool = _help("Delete the checkpoints of an earlier run in the output folder.", default=False)
+    no_cuda: bool = _help("Old name of --use_cpu.", default=False)
+    save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
+    group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
+
+    def __post_init__(self):
+        if problems := find_problems(self):
+            raise ValueError("\n".join(problems))
+        taken = METHOD_ARGUMENTS[self.train_method] | (LORA_ARGUMENTS if self.lora_rank else {})
+        for name, default in taken.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        if self.lora_rank and "ref_model_name_or_path" in taken:
+            self.ref_model_name_or_path = self.model_name_or_path
+        if self.cache_dir is None:
+            self.cache_dir = str(datasets.config.HF_DATASETS_CACHE)
+        self._hand_over_old_flags()
+        self._settle_without_gpu()
+        self.remove_unused_columns = False  # the collator takes what it needs
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # every parameter takes part in every step
+        super().__post_init__()
+
+    def _hand_over_old_flags(self) -> None:
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        if self.warmup_ratio is not None:
+            self.warmup_steps = self.warmup_ratio
+        if self.logging_dir is not None:
+            os.environ["TENSORBOARD_LOGGING_DIR"] = self.logging_dir
+        if self.group_by_length:
+            self.train_sampling_strategy = "group_by_length"
+        if self.gradient_checkpointing and hasattr(self, "activation_checkpointing"):
+            self.activation_checkpointing = True  # its name since transformers 5.23
+        self.use_cpu = self.use_cpu or self.no_cuda
+
+    def _settle_without_gpu(self) -> None:
+        """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.use_cpu and (self.tf32 or self.bf16):
+            if utils.rank() == 0:
+                logger.warning("no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU")
+            self.tf32 = None
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """The device of this process.
+
+        On a CPU the Trainer sets up accelerate without DeepSpeed; here DeepSpeed is put on top of the same gloo group.
+        """
+        device = super()._setup_devices
+        self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
+        if self.deepspeed and self.use_cpu:
+            import deepspeed
+            from accelerate.utils import DistributedType
+
+            if not torch.distributed.is_initialized():  # a single process without torchrun
+                alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+                for name, value in alone.items():
+                    os.environ.setdefault(name, value)
+                torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+            self.distributed_state.distributed_type = DistributedType.DEEPSPEED
+        return device
+
+
+def parse_arguments(argv: list[str]) -> SPAGArguments:
+    """Read the command line, and the YAML file that may stand first in it.
+
+    Raises ValueError that lists all problems: unknown flags, missing files, arguments the method does not use.
+    """
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        argv = _yaml_to_flags(argv[0]) + argv[1:]
+    parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, prog="train.py", description=__doc__)
+    namespace, unknown = parser.parse_known_args(argv)
+    problems = [_unknown_flag(flag) for flag in unknown if flag.startswith("--")]
+    problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
+    try:
+        arguments = SPAGArguments(**vars(namespace))
+    except ValueError as error:
+        problems += str(error).split("\n")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return arguments
+
+
+def _yaml_to_flags(path: str) -> list[str]:
+    with utils.open_text(path) as file:
+        settings = yaml.safe_load(file)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected settings, one 'name: value' a line")
+    flags = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *map(str, values)] if value is not None else []
+    return flags
+
+
+def _unknown_flag(flag: str) -> str:
+    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
+    close = difflib.get_close_matches(flag.split("=")[0], known, n=1)
+    return f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+
+def find_problems(args) -> list[str]:
+    """All that is wrong with the settings and can be told before anything is loaded, a line each."""
+    return [*_method_problems(args), *_value_problems(args), *_path_problems(args), *_output_problems(args)]
+
+
+def _method_problems(args) -> list[str]:
+    methods = ", ".join(METHOD_ARGUMENTS)
+    if args.train_method not in METHOD_ARGUMENTS:
+        given = "is missing" if args.train_method is None else f"{args.train_method} is unknown"
+        return [f"--train_method {given}; it is one of {methods}"]
+    taken = METHOD_ARGUMENTS[args.train_method]
+    problems = [
+        f"--{name} is not used by {args.train_method}"
+        for name in sorted(set().union(*METHOD_ARGUMENTS.values()) - set(taken))
+        if getattr(args, name) is not None
+    ]
+    if args.lora_rank is None:
+        problems += [f"--{name} needs --lora_rank" for name in LORA_ARGUMENTS if getattr(args, name) is not None]
+        if "ref_model_name_or_path" in taken and args.ref_model_name_or_path is None:
+            problems.append(
+                f"--ref_model_name_or_path is missing; {args.train_method} compares with a reference model"
+            )
+    elif args.ref_model_name_or_path not in (None, args.model_name_or_path):
+        problems.append("--ref_model_name_or_path: with --lora_rank the reference is the model without its adapters")
+    if args.label_smoothing_factor:
+        problems.append("--label_smoothing_factor is not used by any method")
+    return problems
+
+
+def _value_problems(args) -> list[str]:
+    problems = []
+    for name in ("lm_kl_coeff", "lm_sft_coeff", "clip_range"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            problems.append(f"--{name} must be a number of at least 0, got {value}")
+    if args.max_length < 2:
+        problems.append(f"--max_length must be at least 2, got {args.max_length}")
+    if args.lora_rank is not None and args.lora_rank < 1:
+        problems.append(f"--lora_rank must be at least 1, got {args.lora_rank}")
+    if not args.save_safetensors:
+        problems.append("--save_safetensors False: weights are always saved as safetensors")
+    if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
+        problems.append(f"--warmup_ratio must be at least 0 and below 1, got {args.warmup_ratio}")
+    if args.warmup_ratio is not None and args.warmup_steps:
+        problems.append("--warmup_ratio and --warmup_steps are two names of one setting; give one")
+    return problems
+
+
+def _path_problems(args) -> list[str]:
+    problems = [
+        f"--{name} is missing" for name in ("model_name_or_path", "train_data_path") if not getattr(args, name)
+    ]
+    for path in [*(args.train_data_path or []), *(args.eval_data_path or [])]:
+        if not os.path.isfile(path):
+            problems.append(f"{path}: no such file")
+    for name in ("model_name_or_path", "ref_model_name_or_path"):
+        path = getattr(args, name)
+        looks_local = path and (os.path.isabs(path) or path.startswith(".") or path.count("/") > 1)
+        if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
+            problems.append(f"--{name} {path}: no model folder (it has no config.json)")
+    strategy = args.evaluation_strategy or args.eval_strategy
+    if getattr(strategy, "value", strategy) != "no" and not args.eval_data_path:
+        problems.append("--eval_strategy needs --eval_data_path")
+    if isinstance(args.deepspeed, str):
+        problems += _deepspeed_problems(args.deepspeed)
+    return problems
+
+
+def _deepspeed_problems(path: str) -> list[str]:
+    try:
+        with utils.open_text(path) as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        return [f"--deepspeed {path}: {error}"]
+    if "scheduler" in config:
+        return [f"--deepspeed {path}: its 'scheduler' block would overrule --lr_scheduler_type; take it out"]
+    return []
+
+
+def _output_problems(args) -> list[str]:
+    if args.show_examples:
+        return []
+    if not args.output_dir:
+        return ["--output_dir is missing"]
+    resume = str(args.resume_from_checkpoint or "False")
+    overwrite = args.overwrite_output_dir
+    if resume not in ("True", "False"):
+        return (
+            [] if utils.is_complete(resume) else [f"--resume_from_checkpoint {resume}: not a whole checkpoint folder"]
+        )
+    if resume == "True" and overwrite:
+        return ["--resume_from_checkpoint and --overwrite_output_dir exclude each other"]
+    held = [*Path(args.output_dir).glob("checkpoint-*"), *Path(args.output_dir).glob("*.safetensors")]
+    if held and not overwrite and (resume == "False" or not list(Path(args.output_dir).glob("checkpoint-*"))):
+        return [
+            f"--output_dir {args.output_dir} holds an earlier run ({held[0].name}): choose another folder, "
+            "--resume_from_checkpoint True or --overwrite_output_dir True"
+        ]
+    return []
+
+
+def checkpoint_to_resume(args: SPAGArguments) -> str | None:
+    """The checkpoint folder that --resume_from_checkpoint means: a path, the last whole one, or None."""
+    resume = str(args.resume_from_checkpoint or "False")
+    if resume == "True":
+        return utils.last_complete_checkpoint(args.output_dir)
+    return None if resume == "False" else resume

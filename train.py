@@ -1,0 +1,174 @@
+"""Train a model by SFT, by imitation (SFTwithKL) or by self-play (OfflinePO).
+
+    torchrun --nproc_per_node=8 train.py --train_method OfflinePO --model_name_or_path M --ref_model_name_or_path M \
+        --train_data_path rows.json --output_dir DIR --deepspeed configs/default_offload_opt_param.json --bf16 True
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+
+import utils
+from arguments import SPAGArguments, checkpoint_to_resume, parse_arguments
+from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, encode_rows, load_rows
+from trainers import TRAIN_METHODS
+
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(args: SPAGArguments):
+    """The model's tokenizer with this run's length and sides."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.model_name_or_path,
+        model_max_length=args.max_length,
+        padding_side=args.padding_side,
+        truncation_side=args.truncation_side,
+        trust_remote_code=args.trust_remote_code,
+    )
+    utils.ensure_pad_token(tokenizer)
+    return tokenizer
+
+
+def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset:
+    """Read, check and encode rows: the first process of each machine does, the others find its result."""
+    processes = args.encoding_processes or max(1, min(8, (os.cpu_count() or 1) // max(1, args.world_size)))
+    with args.main_process_first(desc="encoding rows"):
+        rows = load_rows(paths, args.cache_dir)
+        encoded, counts = encode_rows(rows, tokenizer, drop_unscored=args.drop_unscored_rows, processes=processes)
+    logger.info("%s: %s", ", ".join(paths), counts)
+    return RowDataset(encoded, counts)
+
+
+def check_models(args: SPAGArguments, tokenizer) -> None:
+    """Read the configurations, before any weights: code that must be trusted, and vocabularies that differ."""
+    sizes = {}
+    for name in filter(None, {args.model_name_or_path, args.ref_model_name_or_path}):
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(f"{name}: this model brings its own code; --trust_remote_code True runs it") from None
+        sizes[name] = config.get_text_config().vocab_size
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"model and reference have different vocabularies: {sizes}; their log-probabilities differ too"
+        )
+    if len(tokenizer) > min(sizes.values()):
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary: {sizes}")
+
+
+def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
+    """A causal LM from safetensors: in half precision under DeepSpeed, which keeps fp32 copies; else in fp32."""
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=half if args.deepspeed else torch.float32,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            use_safetensors=True,
+        )
+    except OSError as error:
+        raise ValueError(f"{name_or_path}: cannot load its weights as safetensors ({error})") from None
+    model.config.use_cache = False
+    return model
+
+
+def add_lora(model: PreTrainedModel, args: SPAGArguments):
+    """The model with fresh adapters; its own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules,
+    )
+    return get_peft_model(model, config)
+
+
+def merge_lora(args: SPAGArguments) -> None:
+    """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights."""
+    from peft import PeftModel
+    from transformers.integrations import deepspeed as deepspeed_integration
+
+    deepspeed_integration.unset_hf_deepspeed_config()  # a whole copy, not one partitioned over ranks
+    merged = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir).merge_and_unload()
+    merged.save_pretrained(os.path.join(args.output_dir, "merged"))
+    load_tokenizer(args).save_pretrained(os.path.join(args.output_dir, "merged"))
+
+
+def save_settings(args: SPAGArguments, datasets: dict[str, RowDataset]) -> None:
+    """Write settings.json beside the model: every resolved setting, the data and the versions of the libraries."""
+    versions = {}
+    for package in RECORDED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    data = {name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)} for name, dataset in datasets.items()}
+    settings = {"arguments": args.to_dict(), "data": data, "versions": versions}
+    utils.write_json(os.path.join(args.output_dir, "settings.json"), settings)
+
+
+def show_examples(trainer, tokenizer, count: int) -> None:
+    """Print the first rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
+    rows = trainer.train_dataset
+    if trainer.uses_reference:
+        trainer.prepare_reference()
+    for index in range(min(count, len(rows))):
+        row = rows[index]
+        masked = sum(label == IGNORE_INDEX for label in row["labels"])
+        kind = "SFT" if row["is_sft"] else "game"
+        print(f"--- row {index}: {kind}, weight {row['weight']:.4g}, reward {row['reward']:.4g}", end="")
+        print(f", reference log-probability {row['ref_logprob']:.4f}" if "ref_logprob" in row else "")
+        print(f"[[{tokenizer.decode(row['input_ids'][:masked])}]]{tokenizer.decode(row['input_ids'][masked:])}")
+
+
+def main() -> None:
+    utils.set_up_logging()
+    args = parse_arguments(sys.argv[1:])
+    set_seed(args.seed)
+    tokenizer = load_tokenizer(args)
+    check_models(args, tokenizer)
+    datasets = {"train": load_dataset(args.train_data_path, tokenizer, args)}
+    if args.eval_data_path:
+        datasets["eval"] = load_dataset(args.eval_data_path, tokenizer, args)
+    model = load_model(args.model_name_or_path, args)
+    trainer = TRAIN_METHODS[args.train_method](
+        model=add_lora(model, args) if args.lora_rank else model,
+        args=args,
+        load_reference=lambda: load_model(args.ref_model_name_or_path, args),
+        train_dataset=datasets["train"],
+        eval_dataset=datasets.get("eval"),
+        data_collator=SPAGCollator(tokenizer),
+        processing_class=tokenizer,
+    )
+    if args.show_examples:
+        return show_examples(trainer, tokenizer, args.show_examples)
+    if args.overwrite_output_dir and trainer.is_world_process_zero():
+        for folder in Path(args.output_dir).glob("checkpoint-*"):
+            shutil.rmtree(folder)
+    if trainer.is_world_process_zero():
+        save_settings(args, datasets)
+    result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    trainer.save_model()
+    trainer.save_state()
+    if args.eval_data_path:
+        trainer.save_metrics("eval", trainer.evaluate())
+    if args.lora_merge and trainer.is_world_process_zero():
+        merge_lora(args)
+    trainer.save_metrics("train", result.metrics)  # train_results.json: the last file of a finished run
+
+
+if __name__ == "__main__":
+    utils.run_program(main)

@@ -1,0 +1,520 @@
+"""The losses, and a Trainer for each method.
+
+l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
+l under the policy and under the frozen reference model as (batch,) tensors and know no model; the trainers get them.
+"""
+
+import contextlib
+import gc
+import hashlib
+import inspect
+import json
+import os
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import cached_file
+
+import utils
+from arguments import SPAGArguments
+from dataloaders import FORMAT_VERSION, IGNORE_INDEX, ROLES, RowDataset
+
+WEIGHTS_AND_CODE = {".safetensors", ".py"}
+
+
+# --- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def token_logprob(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each target under its logits, in fp32: (N, vocabulary), (N,) -> (N,)."""
+    return -F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
+
+    Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
+    """
+    scored = labels[:, 1:] != IGNORE_INDEX
+    logprobs = token_logprob(logits[:, :-1][scored], labels[:, 1:][scored])
+    return _sum_rows(logprobs, scored) / scored.sum(1)
+
+
+def label_logprob(model: nn.Module, module: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
+
+    Prompts are most of the tokens, and (batch, T, vocabulary) logits most of the memory; here they are (scored tokens,
+    vocabulary). `model` is what is called, perhaps wrapped by DDP or DeepSpeed; `module` the causal LM inside it.
+    """
+    labels, mask = batch["labels"], batch["attention_mask"]
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),  # the same tokens get the same positions on either side
+    }
+    accepted = inspect.signature(module.forward).parameters
+    inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
+    output_layer = module.get_output_embeddings()
+    if output_layer is None:
+        return sequence_logprob(model(**inputs).logits, labels)
+    scored = labels[:, 1:] != IGNORE_INDEX
+    targets = labels[:, 1:][scored]
+    with _narrowed(output_layer, scored):
+        logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
+    if logits.shape[:2] != (1, len(targets)):
+        raise ValueError(f"{type(module).__name__} does not use its output layer as other causal LMs do")
+    return _sum_rows(token_logprob(logits[0], targets), scored) / scored.sum(1)
+
+
+@contextlib.contextmanager
+def _narrowed(output_layer: nn.Module, scored: torch.Tensor) -> Iterator[None]:
+    """Let the output layer see only hidden states that predict a scored label, as (1, scored tokens, hidden)."""
+
+    def select(module, args):
+        return (args[0][:, :-1][scored].unsqueeze(0), *args[1:])
+
+    handle = output_layer.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _sum_rows(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Sum one value per scored position over each row: (N,), (batch, T) -> (batch,)."""
+    return values.new_zeros(scored.shape).masked_scatter(scored, values).sum(1)
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+
+
+def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
+    """Cross-entropy per token: (batch,) mean log-probabilities of (batch,) tokens each, over `total_tokens`."""
+    return -(logprob * num_tokens).sum() / total_tokens
+
+
+def sft_kl_loss(
+    logprob: torch.Tensor,
+    ref_logprob: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    kl_coeff: float,
+    num_rows: torch.Tensor | float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
+
+    Takes (batch,) tensors. The sum is divided by `num_rows`, by default the batch's.
+    Returns the loss and metrics, all scalars.
+    """
+    log_ratio = logprob - ref_logprob
+    kl = logprob.exp() * log_ratio
+    num_rows = len(logprob) if num_rows is None else num_rows
+    loss = (weights * (-logprob + kl_coeff * kl)).sum() / num_rows
+    everywhere = torch.ones_like(weights)
+    metrics = _ratio_metrics(log_ratio, everywhere) | {
+        "sft_loss": _mean(-logprob * weights, everywhere),
+        "kl": _mean(kl, everywhere),
+    }
+    return loss, metrics
+
+
+def offline_po_loss(
+    logprob: torch.Tensor,
+    ref_logprob: torch.Tensor,
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    sft_mask: torch.Tensor,
+    *,
+    kl_coeff: float,
+    sft_coeff: float,
+    clip_range: float,
+    num_game_rows: torch.Tensor | float | None = None,
+    num_sft_rows: torch.Tensor | float | None = None,
+    detach_kl: bool = False,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Self-play's clipped policy loss on game rows, and SFT on the rows whose `sft_mask` is 1.
+
+    r = exp(l - l_ref), A = reward - beta * (l - l_ref), whose gradient flows unless `detach_kl`;
+    a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
+    loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
+
+    Takes (batch,) tensors. The numbers are by default the batch's own; a kind with no rows contributes 0.
+    Returns the loss and metrics, all scalars; a metric over no rows is NaN.
+    """
+    game_mask = 1 - sft_mask
+    log_ratio = torch.where(sft_mask.bool(), 0.0, logprob - ref_logprob)
+    ratio = log_ratio.exp()
+    advantage = rewards - kl_coeff * (log_ratio.detach() if detach_kl else log_ratio)
+    clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
+    game_costs = -torch.minimum(advantage * ratio, advantage * clipped_ratio) * weights * game_mask
+    sft_costs = -logprob * weights * sft_mask
+    policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
+    sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
+    metrics = _ratio_metrics(log_ratio, game_mask) | {
+        "policy_loss": _mean(game_costs, game_mask),
+        "sft_loss": _mean(sft_costs, sft_mask),
+        "clip_fraction": _mean((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
+    }
+    return policy_loss + sft_coeff * sft_part, metrics
+
+
+def _divide(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    """total / count, and 0 where there is nothing to count."""
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    return total / torch.where(count > 0, count, 1.0)
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of the values where the mask is 1; NaN where it never is."""
+    return ((values * mask).sum() / mask.sum()).detach()
+
+
+def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    ratio = log_ratio.detach().exp()
+    return {
+        "log_ratio": _mean(log_ratio, mask),
+        "ratio": _mean(ratio, mask),
+        "ratio_max": torch.where(mask.bool(), ratio, -torch.inf).max(),
+    }
+
+
+# --- what a batch and a step hold ----------------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """What the losses divide by: of a micro-batch, or of a whole optimizer step per micro-batch of it."""
+
+    rows: torch.Tensor
+    game_rows: torch.Tensor
+    sft_rows: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, torch.Tensor]) -> "Counts":
+        sft_rows = batch["sft_mask"].sum()
+        rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
+        return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
+
+
+def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Number of scored target tokens of each row: (batch,)."""
+    return (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1)
+
+
+class MetricSums:
+    """Sums metrics on the device between two logs, and averages them over micro-batches and ranks."""
+
+    def __init__(self):
+        self.values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.since = time.perf_counter()
+
+    def add(self, metrics: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> None:
+        """Add one micro-batch's metrics (scalars; NaN where it has no such rows), rewards by role and tokens."""
+        for name, value in metrics.items():
+            self.values[name].append(value)
+        if "roles" in batch:
+            for role, number in ROLES.items():
+                mask = ((batch["roles"] == number) & (batch["sft_mask"] == 0)).to(batch["rewards"].dtype)
+                self.values[f"reward_{role}"].append(_mean(batch["rewards"], mask))
+        self.values["tokens"].append(batch["attention_mask"].sum())
+
+    def take(self, accelerator: Accelerator) -> dict[str, float]:
+        """The averages since the last call, and tokens per second over all ranks; peak memory in GiB of this rank.
+
+        Means are over the micro-batches that have a value, `..._max` is a maximum. A collective call.
+        """
+        names = sorted(self.values)
+        stacked = torch.stack([torch.stack([v.float() for v in self.values[name]]) for name in names])
+        gathered = accelerator.gather(stacked.T.contiguous())  # (micro-batches of all ranks, names)
+        seconds = time.perf_counter() - self.since
+        self.__init__()
+        logs = {}
+        for name, column in zip(names, gathered.T.cpu(), strict=True):
+            if name == "tokens":
+                logs["tokens_per_second"] = column.sum().item() / seconds
+            elif not column.isnan().all():
+                logs[name] = (column.max() if name.endswith("_max") else column.nanmean()).item()
+        return logs | {"peak_memory_gib": peak_memory_gib(accelerator.device)}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held: of the GPU's allocator, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def model_digest(name_or_path: str) -> str:
+    """SHA-256 over the configuration, code and weights of a model folder, or of the hub's copy on this machine."""
+    folder = name_or_path
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(cached_file(name_or_path, "config.json"))
+    files = [path for path in Path(folder).iterdir() if path.name == "config.json" or path.suffix in WEIGHTS_AND_CODE]
+    return utils.file_digest(sorted(files))
+
+
+# --- trainers ------------------------------------------------------------------------------------------------------
+
+
+class SPAGTrainer(Trainer):
+    """What the methods share: the forward pass, the reference, row counts, metrics, whole checkpoints.
+
+    A method adds `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`, where `counts` of None means
+    the micro-batch's own. `load_reference` makes the frozen reference model; it is called only where the policy
+    itself, at its start or with its adapters off, cannot serve.
+    """
+
+    uses_reference = True
+    counts_per_step = False  # whether the loss is always normalized over the optimizer step
+
+    def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
+        super().__init__(args=args, **kwargs)
+        self.module = self.model.get_base_model() if args.lora_rank else self.model
+        # compute_loss returns a mean over the micro-batch: without this line the Trainer takes it for a sum over the
+        # step and does not divide by the accumulation steps.
+        self.model_accepts_loss_kwargs = False
+        self.load_reference = load_reference
+        self.reference: nn.Module | None = None  # only with --ref_logprobs online
+        self.metrics = MetricSums()
+        self.eval_metrics = MetricSums()
+        self.add_callback(_BeforeFirstStep(self.prepare_reference))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
+        logprob = label_logprob(model, self.module, inputs)
+        ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
+        loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
+        (self.metrics if model.training else self.eval_metrics).add(metrics, inputs)
+        return (loss, {"logprob": logprob}) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of an optimizer step; under `step` normalization with their counts over all ranks."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
+            return batches, None
+        totals = sum(torch.stack(Counts.of(self._prepare_inputs(batch))) for batch in batches)
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
+        return batches, Counts(*(totals / (len(batches) * self.accelerator.num_processes)))
+
+    def _prepare_inputs(self, inputs):
+        """Move to the device as they are; under DeepSpeed the Trainer would round rewards and log-probabilities."""
+        return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
+
+    # The reference.
+
+    def prepare_reference(self) -> None:
+        """Before the first step: look up or compute the reference's log-probabilities, or load it for `online`."""
+        if not self.uses_reference:
+            return
+        if self.args.ref_logprobs == "online":
+            self.reference = None if self.args.lora_rank else self._load_reference_model()
+            return
+        digest = model_digest(self.args.ref_model_name_or_path) if self.is_world_process_zero() else None
+        for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
+            path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
+            stored = [np.load(path) if self.is_world_process_zero() and path.is_file() else None]
+            dataset.ref_logprobs = broadcast_object_list(stored)[0]
+            if dataset.ref_logprobs is None:
+                dataset.ref_logprobs = self._reference_pass(dataset)
+                if self.is_world_process_zero():
+                    with utils.replacing(path, "wb") as file:
+                        np.save(file, dataset.ref_logprobs)
+
+    def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(batch,) log-probabilities under the reference: those stored with the rows, or a forward pass now."""
+        if "ref_logprobs" in batch:
+            return batch["ref_logprobs"]
+        if self.args.ref_logprobs == "precompute":
+            raise ValueError("the reference's log-probabilities are computed when train() begins; it has not")
+        with self._reference_model() as (model, module):
+            return self._frozen_logprob(model, module, batch)
+
+    def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
+        """As the policy's forward, in the same dtype and autocast; no gradient."""
+        with torch.no_grad(), self.accelerator.autocast():
+            return label_logprob(model, module, batch)
+
+    def _reference_pass(self, dataset: RowDataset) -> np.ndarray:
+        """Log-probability of every row that needs one under the reference, (rows,) in fp32; each rank does its share.
+
+        Rows go longest first in chunks of one batch a rank, the last filled up by repeating rows, so that all ranks
+        make the same number of forward passes of about equal length.
+        """
+        rows = self.rows_with_reference(dataset)
+        rows = rows[np.argsort(-dataset.lengths[rows], kind="stable")]
+        batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
+        steps = -(-len(rows) // (batch_size * ranks))
+        shares = np.resize(rows, (steps, ranks, batch_size))  # an empty `rows` has no steps
+        logprobs = []
+        with self._reference_model() as (model, module):
+            for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=self.args.disable_tqdm):
+                batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(share.tolist())))
+                logprobs.append(self._frozen_logprob(model, module, batch).float())
+        result = np.zeros(len(dataset), dtype=np.float32)
+        if steps:
+            gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
+            result[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
+        return result
+
+    def rows_with_reference(self, dataset: RowDataset) -> np.ndarray:
+        """Indices of the rows whose loss compares with the reference."""
+        return np.arange(len(dataset))
+
+    @contextlib.contextmanager
+    def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+        """The reference in eval mode: what to call, and the causal LM inside it."""
+        training = self.model.training
+        if self.reference is not None:
+            yield self.reference, getattr(self.reference, "module", self.reference)
+        elif self.args.lora_rank:
+            self.model.eval()
+            with self.model.disable_adapter():
+                yield self.model_wrapped, self.module
+        elif self.state.global_step == 0 and self._starts_at_reference():
+            self.model.eval()
+            yield self.model_wrapped, self.module
+        else:
+            self.reference = self._load_reference_model()
+            yield self.reference, getattr(self.reference, "module", self.reference)
+            self.reference = None
+            gc.collect()
+        self.model.train(training)
+
+    def _starts_at_reference(self) -> bool:
+        names = [self.args.model_name_or_path, self.args.ref_model_name_or_path]
+        same = len({os.path.realpath(name) for name in names}) == 1
+        if not same and self.is_world_process_zero():
+            same = len({model_digest(name) for name in names}) == 1
+        return broadcast_object_list([same])[0]
+
+    def _load_reference_model(self) -> nn.Module:
+        """The frozen reference in eval mode, on its device; under ZeRO-3 with an engine of its own."""
+        model = self.load_reference().requires_grad_(False).eval()
+        if not is_deepspeed_zero3_enabled():
+            return model.to(self.args.device)
+        import deepspeed
+
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        zero = {name: value for name, value in config["zero_optimization"].items() if name != "offload_optimizer"}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {name: value for name, value in zero.items() if value != "auto"},
+            "steps_per_print": config.get("steps_per_print", 10),
+            **{name: config[name] for name in ("bf16", "fp16") if name in config},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        return engine.eval()
+
+    def _reference_key(self, dataset: RowDataset, digest: str | None) -> str:
+        """What the reference's log-probabilities depend on, as one name."""
+        parts = {
+            "format": FORMAT_VERSION,
+            "model": digest,
+            "rows": dataset.key,  # data, tokenizer, special tokens, max_length and sides
+            "scored": type(self).__name__ if len(self.rows_with_reference(dataset)) < len(dataset) else "all",
+            "dtype": str(self.module.dtype),
+            "autocast": self.accelerator.mixed_precision,
+            "attention": self.module.config._attn_implementation,
+            "device": self.args.device.type,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    # Checkpoints and logs.
+
+    def _save_checkpoint(self, model, trial):
+        """Mark the folder as whole when every rank has written its part; only then may an older one go."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        super()._save_checkpoint(model, trial)
+        self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            utils.mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+    def log(self, logs, start_time=None):
+        """Add the metrics gathered since the last log."""
+        if "loss" in logs:
+            logs |= self.metrics.take(self.accelerator)
+        elif "eval_loss" in logs:
+            logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
+        super().log(logs, start_time)
+
+
+class _BeforeFirstStep(TrainerCallback):
+    """Calls `prepare` when the model is wrapped and placed, and no step is done."""
+
+    def __init__(self, prepare: Callable[[], None]):
+        self.prepare = prepare
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.prepare()
+
+
+class SFTTrainer(SPAGTrainer):
+    """Cross-entropy over all target tokens of the optimizer step."""
+
+    uses_reference = False
+    counts_per_step = True
+
+    def method_loss(self, logprob, ref_logprob, batch, counts):
+        tokens = num_scored(batch)
+        return sft_loss(logprob, tokens, counts.tokens if counts else tokens.sum()), {}
+
+
+class SFTwithKLTrainer(SPAGTrainer):
+    """Imitation learning."""
+
+    def method_loss(self, logprob, ref_logprob, batch, counts):
+        return sft_kl_loss(
+            logprob,
+            ref_logprob,
+            batch["weights"],
+            kl_coeff=self.args.lm_kl_coeff,
+            num_rows=counts.rows if counts else None,
+        )
+
+
+class OfflinePOTrainer(SPAGTrainer):
+    """Self-play learning."""
+
+    def rows_with_reference(self, dataset):
+        return np.flatnonzero(~dataset.is_sft)
+
+    def method_loss(self, logprob, ref_logprob, batch, counts):
+        return offline_po_loss(
+            logprob,
+            ref_logprob,
+            batch["rewards"],
+            batch["weights"],
+            batch["sft_mask"],
+            kl_coeff=self.args.lm_kl_coeff,
+            sft_coeff=self.args.lm_sft_coeff,
+            clip_range=self.args.clip_range,
+            num_game_rows=counts.game_rows if counts else None,
+            num_sft_rows=counts.sft_rows if counts else None,
+            detach_kl=self.args.detach_kl,
+        )
+
+
+TRAIN_METHODS = {"SFT": SFTTrainer, "SFTwithKL": SFTwithKLTrainer, "OfflinePO": OfflinePOTrainer}
