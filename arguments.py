@@ -104,6 +104,8 @@ class SPAGArguments(TrainingArguments):
             self.cache_dir = str(datasets.config.HF_DATASETS_CACHE)
         self._hand_over_old_flags()
         self._settle_without_gpu()
+        if self.show_examples:
+            self.deepspeed = None  # a few rows need no partitioning
         self.remove_unused_columns = False  # the collator takes what it needs
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter takes part in every step
@@ -275,10 +277,10 @@ def _deepspeed_problems(path: str) -> list[str]:
 
 
 def _output_problems(args) -> list[str]:
-    if args.show_examples:
-        return []
     if not args.output_dir:
         return ["--output_dir is missing"]
+    if args.show_examples:
+        return []
     resume = str(args.resume_from_checkpoint or "False")
     overwrite = args.overwrite_output_dir
     if resume not in ("True", "False"):

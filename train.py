@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import utils
 from arguments import SPAGArguments, checkpoint_to_resume, parse_arguments
 from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, encode_rows, load_rows
-from trainers import TRAIN_METHODS
+from trainers import TRAIN_METHODS, SPAGTrainer
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset
         rows = load_rows(paths, args.cache_dir)
         encoded, counts = encode_rows(rows, tokenizer, drop_unscored=args.drop_unscored_rows, processes=processes)
     logger.info("%s: %s", ", ".join(paths), counts)
+    if args.show_examples:
+        encoded = encoded.select(range(min(args.show_examples, len(encoded))))
     return RowDataset(encoded, counts)
 
 
@@ -120,13 +122,10 @@ def save_settings(args: SPAGArguments, datasets: dict[str, RowDataset]) -> None:
     utils.write_json(os.path.join(args.output_dir, "settings.json"), settings)
 
 
-def show_examples(trainer, tokenizer, count: int) -> None:
-    """Print the first rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
-    rows = trainer.train_dataset
-    if trainer.uses_reference:
-        trainer.prepare_reference()
-    for index in range(min(count, len(rows))):
-        row = rows[index]
+def show_examples(trainer: SPAGTrainer, tokenizer) -> None:
+    """Print the rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
+    trainer.prepare_reference()
+    for index, row in enumerate(trainer.train_dataset.__getitems__(list(range(len(trainer.train_dataset))))):
         masked = sum(label == IGNORE_INDEX for label in row["labels"])
         kind = "SFT" if row["is_sft"] else "game"
         print(f"--- row {index}: {kind}, weight {row['weight']:.4g}, reward {row['reward']:.4g}", end="")
@@ -154,7 +153,7 @@ def main() -> None:
         processing_class=tokenizer,
     )
     if args.show_examples:
-        return show_examples(trainer, tokenizer, args.show_examples)
+        return show_examples(trainer, tokenizer)
     if args.overwrite_output_dir and trainer.is_world_process_zero():
         for folder in Path(args.output_dir).glob("checkpoint-*"):
             shutil.rmtree(folder)
@@ -162,9 +161,9 @@ def main() -> None:
         save_settings(args, datasets)
     result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
     trainer.save_model()
-    trainer.save_state()
     if args.eval_data_path:
         trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_state()
     if args.lora_merge and trainer.is_world_process_zero():
         merge_lora(args)
     trainer.save_metrics("train", result.metrics)  # train_results.json: the last file of a finished run
@@ -172,3 +171,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     utils.run_program(main)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -293,7 +293,13 @@ class SPAGTrainer(Trainer):
         self.reference: nn.Module | None = None  # only with --ref_logprobs online
         self.metrics = MetricSums()
         self.eval_metrics = MetricSums()
-        self.add_callback(_BeforeFirstStep(self.prepare_reference))
+        self.add_callback(_BeforeFirstStep(self.before_first_step))
+
+    def before_first_step(self) -> None:
+        """The model is wrapped and placed, on resume also loaded; no step of this launch is done."""
+        counts = self.train_dataset.counts
+        self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
+        self.prepare_reference()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
@@ -331,15 +337,20 @@ class SPAGTrainer(Trainer):
             self.reference = None if self.args.lora_rank else self._load_reference_model()
             return
         digest = model_digest(self.args.ref_model_name_or_path) if self.is_world_process_zero() else None
+        missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
             stored = [np.load(path) if self.is_world_process_zero() and path.is_file() else None]
             dataset.ref_logprobs = broadcast_object_list(stored)[0]
             if dataset.ref_logprobs is None:
-                dataset.ref_logprobs = self._reference_pass(dataset)
-                if self.is_world_process_zero():
-                    with utils.replacing(path, "wb") as file:
-                        np.save(file, dataset.ref_logprobs)
+                missing.append((path, dataset))
+        if missing:
+            with self._reference_model() as (model, module):
+                for path, dataset in missing:
+                    dataset.ref_logprobs = self._reference_pass(dataset, model, module)
+                    if self.is_world_process_zero():
+                        with utils.replacing(path, "wb") as file:
+                            np.save(file, dataset.ref_logprobs)
 
     def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(batch,) log-probabilities under the reference: those stored with the rows, or a forward pass now."""
@@ -355,7 +366,7 @@ class SPAGTrainer(Trainer):
         with torch.no_grad(), self.accelerator.autocast():
             return label_logprob(model, module, batch)
 
-    def _reference_pass(self, dataset: RowDataset) -> np.ndarray:
+    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
         """Log-probability of every row that needs one under the reference, (rows,) in fp32; each rank does its share.
 
         Rows go longest first in chunks of one batch a rank, the last filled up by repeating rows, so that all ranks
@@ -367,10 +378,9 @@ class SPAGTrainer(Trainer):
         steps = -(-len(rows) // (batch_size * ranks))
         shares = np.resize(rows, (steps, ranks, batch_size))  # an empty `rows` has no steps
         logprobs = []
-        with self._reference_model() as (model, module):
-            for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=self.args.disable_tqdm):
-                batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(share.tolist())))
-                logprobs.append(self._frozen_logprob(model, module, batch).float())
+        for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=self.args.disable_tqdm):
+            batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(share.tolist())))
+            logprobs.append(self._frozen_logprob(model, module, batch))
         result = np.zeros(len(dataset), dtype=np.float32)
         if steps:
             gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
@@ -424,7 +434,8 @@ class SPAGTrainer(Trainer):
             **{name: config[name] for name in ("bf16", "fp16") if name in config},
         }
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        return engine.eval()
+        engine.eval()
+        return engine
 
     def _reference_key(self, dataset: RowDataset, digest: str | None) -> str:
         """What the reference's log-probabilities depend on, as one name."""
@@ -462,7 +473,7 @@ class SPAGTrainer(Trainer):
 
 
 class _BeforeFirstStep(TrainerCallback):
-    """Calls `prepare` when the model is wrapped and placed, and no step is done."""
+    """Calls `prepare` when training begins."""
 
     def __init__(self, prepare: Callable[[], None]):
         self.prepare = prepare

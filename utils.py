@@ -237,11 +237,14 @@ def alpaca_to_row(example: dict) -> dict:
 
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     """SHA-256 over the contents of the files, in the order given."""
-    digest = hashlib.sha256()
+    whole = hashlib.sha256()
     for path in paths:
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        whole.update(digest.digest())
+    return whole.hexdigest()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,259 @@
+"""The losses: recorded numbers, numbers worked by hand, and gradients."""
+
+import math
+
+import pytest
+import torch
+from conftest import GOLDEN, load_golden
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trainers import label_logprob, offline_po_loss, sequence_logprob, sft_kl_loss, sft_loss
+
+RECORDED = load_golden("losses.json")
+ALL_LABELS_CUT = 9  # a batch with a row without labels: NaN in the release, an error when rows are loaded here
+
+
+def by_id(batch):
+    return f"{batch['id']}-{batch['note']}"
+
+
+@pytest.fixture(scope="module")
+def models():
+    return [
+        AutoModelForCausalLM.from_pretrained(GOLDEN / f"tiny_{name}", dtype=torch.float32)
+        for name in ("policy", "ref")
+    ]
+
+
+def as_tensors(batch) -> dict:
+    return {
+        name: torch.tensor(value, dtype=torch.long if name in ("input_ids", "labels") else torch.float32)
+        for name, value in batch["inputs"].items()
+    }
+
+
+def method_losses(logprob, ref_logprob, inputs) -> dict:
+    coefficients = RECORDED["coefficients"]
+    imitation = sft_kl_loss(logprob, ref_logprob, inputs["weights"], kl_coeff=coefficients["SFTwithKL"]["lm_kl_coeff"])
+    self_play = offline_po_loss(
+        logprob,
+        ref_logprob,
+        inputs["rewards"],
+        inputs["weights"],
+        inputs["sft_mask"],
+        kl_coeff=coefficients["OfflinePO"]["lm_kl_coeff"],
+        sft_coeff=coefficients["OfflinePO"]["lm_sft_coeff"],
+        clip_range=coefficients["OfflinePO"]["clip_range"],
+    )
+    return {"SFTwithKL": imitation[0], "OfflinePO": self_play[0]}
+
+
+def recorded_batches():
+    return [batch for batch in RECORDED["batches"] if batch["id"] != ALL_LABELS_CUT]
+
+
+def release_share(batch) -> torch.Tensor:
+    """The release divides by all labels; a label at the start of a row is predicted by nothing, and left out here."""
+    return torch.tensor(batch["n_label_tokens_after_shift"]) / torch.tensor(batch["n_label_tokens"])
+
+
+@pytest.mark.parametrize("batch", recorded_batches(), ids=by_id)
+def test_logprobs_equal_the_recorded_ones(models, batch):
+    inputs = as_tensors(batch)
+    for model, name in zip(models, ("policy_logprob", "ref_logprob"), strict=True):
+        with torch.no_grad():
+            narrowed = label_logprob(model, model, inputs)
+            whole = sequence_logprob(
+                model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits, inputs["labels"]
+            )
+        for logprob in (narrowed, whole):
+            assert_close(logprob * release_share(batch), torch.tensor(batch[name]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", ["SFTwithKL", "OfflinePO"])
+@pytest.mark.parametrize("batch", recorded_batches(), ids=by_id)
+def test_losses_and_gradients_equal_the_recorded_ones(models, batch, method):
+    policy, reference = models
+    inputs, share = as_tensors(batch), release_share(batch)
+    policy.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        ref_logprob = label_logprob(reference, reference, inputs) * share
+    loss = method_losses(label_logprob(policy, policy, inputs) * share, ref_logprob, inputs)[method]
+    loss.backward()
+    assert_close(loss.item(), batch[method]["loss"], rtol=1e-5, atol=0)
+    gradients = {name: parameter.grad for name, parameter in policy.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert_close(norm, batch[method]["grad_norm"], rtol=1e-5, atol=0)
+    for entry, expected in zip(RECORDED["grad_entries"], batch[method]["grad_entries"], strict=True):
+        value = gradients[entry["param"]].flatten()[entry["flat_index"]].item()
+        assert_close(value, expected, rtol=1e-4, atol=1e-7)
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+
+def tensor(*values, grad=False):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def test_sequence_logprob_is_the_mean_over_labels_shifted_by_one():
+    logits = torch.log(torch.tensor([[[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]]]))  # (1, 3, 2)
+    labels = torch.tensor([[0, 1, 0]])  # the first label is predicted by nothing
+    expected = (math.log(0.5) + math.log(0.25)) / 2  # label 1 from position 0, label 0 from position 1
+    assert_close(sequence_logprob(logits, labels), torch.tensor([expected]))
+
+
+def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
+    loss = sft_loss(tensor(-1.0, -2.0), torch.tensor([1, 3]), 4)
+    assert_close(loss.item(), (1.0 + 6.0) / 4)
+
+
+def test_sft_kl_loss_and_gradient_by_hand():
+    logprob, ref, weights = tensor(-1.0, -2.0, grad=True), tensor(-1.5, -1.0), tensor(2.0, 0.5)
+    loss, metrics = sft_kl_loss(logprob, ref, weights, kl_coeff=0.1)
+    kl = [math.exp(-1) * 0.5, math.exp(-2) * -1.0]
+    assert_close(loss.item(), (2 * (1 + 0.1 * kl[0]) + 0.5 * (2 + 0.1 * kl[1])) / 2)
+    loss.backward()
+    # d/dl of -l + beta exp(l) (l - l_ref) is -1 + beta exp(l) (1 + l - l_ref)
+    slopes = [-1 + 0.1 * math.exp(-1) * 1.5, -1 + 0.1 * math.exp(-2) * 0.0]
+    assert_close(logprob.grad, tensor(2 * slopes[0] / 2, 0.5 * slopes[1] / 2))
+    assert_close(metrics["log_ratio"].item(), -0.25)
+    assert_close(metrics["kl"].item(), sum(kl) / 2)
+
+
+def offline(logprob, ref, rewards, weights=None, sft=None, **changes):
+    settings = {"kl_coeff": 0.2, "sft_coeff": 0.5, "clip_range": 0.2} | changes
+    ones = torch.ones_like(rewards)
+    weights = ones if weights is None else weights
+    return offline_po_loss(logprob, ref, rewards, weights, 0 * ones if sft is None else sft, **settings)
+
+
+@pytest.mark.parametrize(("detach_kl", "slope"), [(False, 0.3 - 0.2), (True, 0.3)])
+def test_at_ratio_one_the_gradient_is_reward_minus_beta_unless_the_kl_is_detached(detach_kl, slope):
+    logprob = tensor(-1.0, grad=True)
+    loss, _ = offline(logprob, tensor(-1.0), tensor(0.3), detach_kl=detach_kl)
+    loss.backward()
+    assert_close(loss.item(), -0.3)
+    assert_close(logprob.grad.item(), -slope)
+
+
+def test_clipping_stops_the_ratio_where_it_would_gain_and_not_where_it_loses():
+    up, down = math.log(1.5), math.log(0.5)
+    for log_ratio, reward, factor in [(up, 1.0, 1.2), (up, -1.0, 1.5), (down, 1.0, 0.5), (down, -1.0, 0.8)]:
+        logprob = tensor(log_ratio, grad=True)
+        loss, metrics = offline(logprob, tensor(0.0), tensor(reward), kl_coeff=0.0)
+        loss.backward()
+        assert_close(loss.item(), -reward * factor)
+        clipped = factor in (1.2, 0.8)
+        assert_close(logprob.grad.item(), 0.0 if clipped else -reward * factor)
+        assert metrics["clip_fraction"].item() == clipped
+
+
+def test_game_and_sft_rows_are_averaged_apart_and_weighted():
+    logprob = tensor(-1.0, -1.0, -2.0, grad=True)
+    loss, metrics = offline(
+        logprob, tensor(-1.0, -1.0, 0.0), tensor(1.0, 0.5, 9.0), tensor(2.0, 1.0, 3.0), tensor(0, 0, 1)
+    )
+    assert_close(loss.item(), -(2 * 1.0 + 1 * 0.5) / 2 + 0.5 * (2.0 * 3.0) / 1)
+    loss.backward()
+    assert_close(logprob.grad, tensor(-2 * 0.8 / 2, -1 * 0.3 / 2, -0.5 * 3.0))
+    assert_close(metrics["policy_loss"].item(), -1.25)
+    assert_close(metrics["sft_loss"].item(), 6.0)
+
+
+def test_a_missing_kind_of_rows_contributes_nothing_and_no_nan():
+    loss, _ = offline(tensor(-1.0, grad=True), tensor(-1.0), tensor(1.0), sft=tensor(1.0))
+    assert_close(loss.item(), 0.5 * 1.0)
+    logprob = tensor(-1.0, grad=True)
+    loss, metrics = offline(logprob, tensor(-1.0), tensor(1.0), sft=tensor(0.0))
+    loss.backward()
+    assert_close(loss.item(), -1.0)
+    assert logprob.grad.isfinite().all() and metrics["sft_loss"].isnan()
+
+
+def test_given_counts_divide_instead_of_the_batchs_own():
+    rows = (tensor(-1.0, -2.0), tensor(-1.0, -1.0), tensor(1.0, 1.0))
+    loss, _ = offline(*rows, sft=tensor(0.0, 1.0), num_game_rows=4.0, num_sft_rows=8.0)
+    assert_close(loss.item(), -1.0 / 4 + 0.5 * 2.0 / 8)
+    loss, _ = sft_kl_loss(rows[0], rows[0], rows[2], kl_coeff=0.1, num_rows=6.0)
+    assert_close(loss.item(), 3.0 / 6)
+
+
+# --- logits only where a label is scored ---------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 977, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+DENSE = SIZES | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**DENSE)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**DENSE, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DENSE)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=977, n_embd=16, n_layer=2, n_head=2, **NO_DROPOUT)),
+}
+
+
+def ragged_batch(pad_left: bool) -> dict:
+    """Three rows of 40, 25 and 9 tokens whose last 3, 10 and 1 are scored."""
+    torch.manual_seed(0)
+    batch = {name: torch.zeros(3, 40, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    batch["labels"] = torch.full((3, 40), -100)
+    for row, (length, scored) in enumerate([(40, 3), (25, 10), (9, 1)]):
+        end = 40 if pad_left else length
+        batch["input_ids"][row, end - length : end] = torch.randint(1, 977, (length,))
+        batch["attention_mask"][row, end - length : end] = 1
+        batch["labels"][row, end - scored : end] = batch["input_ids"][row, end - scored : end]
+    return batch
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation's result had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_narrowed_logits_give_the_same_numbers_and_never_the_whole_tensor(name, checkpointing):
+    torch.manual_seed(1)
+    model = MODELS[name]().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    batch = ragged_batch(pad_left=False)
+    with LargestTensor() as largest:
+        narrowed = label_logprob(model, model, batch)
+        narrowed.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    whole = sequence_logprob(model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits, batch["labels"])
+    whole.sum().backward()
+    assert_close(narrowed, whole, rtol=1e-6, atol=1e-6)
+    assert_close(gradients, [parameter.grad for parameter in model.parameters()], rtol=1e-4, atol=1e-6)
+    assert largest.elements < 3 * 40 * 977 / 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_padding_side_does_not_change_the_logprobs(name):
+    torch.manual_seed(1)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        right, left = (label_logprob(model, model, ragged_batch(pad_left)) for pad_left in (False, True))
+    assert_close(right, left, rtol=1e-5, atol=1e-6)

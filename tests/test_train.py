@@ -1,0 +1,504 @@
+"""train.py as its user sees it: recorded runs, equalities between ways to train, checkpoints, bad input."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, ROOT, build_llama, load_golden
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+import trainers
+import utils
+
+RUNS = load_golden("train_run.json")["runs"]
+ROWS = load_golden("train_data.json")
+
+
+def flags_of(output, settings: dict) -> list[str]:
+    """The command line of settings; the cache stands beside the output."""
+    flags = ["--output_dir", str(output), "--cache_dir", str(Path(output).parent / "cache")]
+    for name, value in settings.items():
+        flags += [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return flags
+
+
+def run(output, settings: dict, **changes) -> list[dict]:
+    """Call train.py in this process; what it logged, a dict each step."""
+    sys.argv = ["train.py", *flags_of(output, settings | changes)]
+    train.main()
+    return steps_of(output)
+
+
+def launch(output, processes: int, settings: dict) -> list[dict]:
+    """Run train.py under torchrun; what it logged, a dict each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [*command, "train.py", *flags_of(output, settings)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return steps_of(output)
+
+
+def steps_of(output) -> list[dict]:
+    history = json.loads((Path(output) / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if "loss" in entry]
+
+
+def curve(steps: list[dict]) -> list[list[float]]:
+    return [[step["loss"], step["grad_norm"]] for step in steps]
+
+
+def write_rows(path, rows) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def recorded_settings(name: str, tmp_path) -> dict:
+    """The flags of a recorded run, its rows in the recorded order."""
+    recorded = RUNS[name]["args"]
+    unused = {"warmup_ratio", "warmup_steps", "optim", "logging_nan_inf_filter", "dataloader_drop_last"}
+    if recorded["train_method"] != "OfflinePO":
+        unused |= {"lm_sft_coeff", "clip_range"}
+    if recorded["train_method"] == "SFT":
+        unused |= {"lm_kl_coeff", "ref_model_name_or_path"}
+    settings = {key: value for key, value in recorded.items() if key not in unused}
+    for key in ("model_name_or_path", "ref_model_name_or_path"):
+        if key in settings:
+            settings[key] = GOLDEN / settings[key]
+    by_id = {row["query_id"]: row for row in ROWS}
+    order = [by_id[i] for batch in RUNS[name]["micro_batches_query_ids"] for i in batch]
+    path = write_rows(tmp_path / f"{name}.jsonl", order)
+    return settings | {
+        "train_data_path": path,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+# --- recorded runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def released_divisor(monkeypatch):
+    """The release's mean over one token more in the one row that the cut makes start at a label (Deviations)."""
+    ours = trainers.label_logprob
+
+    def as_released(model, module, batch):
+        labels = batch["labels"] != -100
+        return ours(model, module, batch) * labels[:, 1:].sum(1) / labels.sum(1)
+
+    monkeypatch.setattr(trainers, "label_logprob", as_released)
+
+
+@pytest.mark.parametrize("name", ["sft_plain", "sft_kl_other_ref", "offline_po_other_ref"])
+def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
+    if name != "sft_plain":  # plain SFT in the release is the Trainer's own, which counts right
+        request.getfixturevalue("released_divisor")
+    settings = recorded_settings(name, tmp_path)
+    steps = run(tmp_path / "out", settings)
+    recorded = RUNS[name]
+    assert_close([step["loss"] for step in steps], recorded["micro_losses"], rtol=1e-4, atol=1e-5)
+    assert_close([step["grad_norm"] for step in steps], recorded["grad_norm_before_clipping"], rtol=1e-4, atol=0)
+    assert [step["learning_rate"] for step in steps] == recorded["learning_rate_logged_after_step"]
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    start = load_file(GOLDEN / "tiny_policy" / "model.safetensors")
+    for entry in recorded["final"]["entries"]:
+        assert_close(
+            weights[entry["param"]].flatten()[entry["flat_index"]].item(), entry["value"], rtol=1e-4, atol=1e-6
+        )
+    norm = torch.stack([tensor.norm() for tensor in weights.values()]).norm().item()
+    moved = torch.stack([(weights[key] - start[key]).norm() for key in start]).norm().item()
+    assert_close([norm, moved], [recorded["final"]["param_norm"], recorded["final"]["update_norm"]], rtol=1e-4, atol=0)
+
+
+def test_where_the_recorded_run_turned_into_nan_rows_are_named_or_dropped(tmp_path):
+    settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
+    with pytest.raises(ValueError, match=r"\.jsonl:\d+: cutting to max_length 32 leaves nothing"):
+        run(tmp_path / "out", settings)
+    steps = run(tmp_path / "out", settings, drop_unscored_rows=True)
+    assert all(np.isfinite(step["loss"]) and np.isfinite(step["grad_norm"]) for step in steps)
+
+
+# --- the same step, however it is dealt out ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed_rows(tmp_path_factory) -> str:
+    """64 rows of game and SFT kind in no regular order, of 10 to 70 tokens."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "mixed.jsonl", make_rows(64))
+
+
+def make_rows(count: int) -> list[dict]:
+    rng = random.Random(0)
+    rows = []
+    for index in range(count):
+        row = {
+            "query": "ask " * rng.randint(2, 12),
+            "target": "say " * rng.randint(1, 6),
+            "weight": rng.uniform(0.5, 2),
+        }
+        if rng.random() < 0.3:
+            row |= {"type": "sft"}
+        else:
+            row |= {"reward": rng.uniform(-0.5, 1), "role": ["attacker", "defender"][index % 2]}
+        rows.append(row)
+    return rows
+
+
+def offline_po(rows: str, model: str, reference: str, **changes) -> dict:
+    return {
+        "train_method": "OfflinePO",
+        "model_name_or_path": model,
+        "ref_model_name_or_path": reference,
+        "train_data_path": rows,
+        "max_length": 128,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-5,  # Adam divides rounding errors by gradients near zero
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "loss_normalization": "step",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | changes
+
+
+def assert_same_training(steps, output, expected_steps, expected_output, start, tolerance=1e-4):
+    """Equal curves and final weights; every parameter moved; the saved weights load and give the same logits."""
+    assert_close(curve(steps), curve(expected_steps), rtol=tolerance, atol=tolerance / 10)
+    models = [AutoModelForCausalLM.from_pretrained(each) for each in (output, expected_output, start)]
+    saved, expected, before = [dict(model.named_parameters()) for model in models]
+    for name, weights in saved.items():
+        assert_close(weights, expected[name], rtol=tolerance, atol=tolerance / 10, msg=lambda m, n=name: f"{n}: {m}")
+        assert not torch.equal(weights, before[name]), f"{name} did not move"
+    tokens = torch.arange(10, 40).unsqueeze(0)
+    with torch.no_grad():
+        assert_close(models[0](tokens).logits, models[1](tokens).logits, rtol=1e-3, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(output).eos_token == "</s>"
+
+
+@pytest.fixture(scope="module")
+def plain_runs(tmp_path_factory, mixed_rows, tiny_model, other_model) -> dict:
+    """Four steps of eight rows in one process, against another reference model and against the start itself."""
+    outputs = {}
+    for reference in (other_model, tiny_model):
+        output = tmp_path_factory.mktemp("plain") / "out"
+        outputs[reference] = (run(output, offline_po(mixed_rows, tiny_model, reference)), output)
+    return outputs
+
+
+def test_accumulation_changes_nothing_under_step_normalization(
+    tmp_path, plain_runs, mixed_rows, tiny_model, other_model
+):
+    settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=2)
+    steps = run(tmp_path / "out", settings, gradient_accumulation_steps=4)
+    expected, output = plain_runs[other_model]
+    assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
+
+
+@pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
+def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, other_model, method):
+    rows = [row for pair in zip(make_rows(80), make_rows(80)[::-1], strict=True) for row in pair]
+    kinds = [[row for row in rows if ("type" in row) == sft] for sft in (True, False)]
+    path = write_rows(tmp_path / "rows.jsonl", [row for pair in zip(*kinds, strict=False) for row in pair][:32])
+    settings = offline_po(path, tiny_model, other_model, train_method=method, per_device_train_batch_size=4)
+    del settings["loss_normalization"]
+    if method == "SFT":
+        del settings["ref_model_name_or_path"]
+    whole = run(tmp_path / "4x1", settings)
+    split = run(tmp_path / "2x2", settings | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
+    assert_same_training(split, tmp_path / "2x2", whole, tmp_path / "4x1", tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("config", "ref_logprobs", "own_start"),
+    [
+        (None, "precompute", False),
+        ("zero2.json", "precompute", False),
+        ("zero3.json", "online", False),
+        ("default_offload_opt_param.json", "precompute", True),
+    ],
+)
+def test_two_processes_train_as_one(
+    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config, ref_logprobs, own_start
+):
+    reference = tiny_model if own_start else other_model
+    settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2, ref_logprobs=ref_logprobs)
+    if config:
+        settings["deepspeed"] = ROOT / "configs" / config
+    steps = launch(tmp_path / "out", 2, settings | {"gradient_accumulation_steps": 2})
+    expected, output = plain_runs[reference]
+    assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
+
+
+def test_deepspeed_in_bf16_loads_and_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
+    tmp_path, plain_runs, mixed_rows, tiny_model
+):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
+    steps = launch(tmp_path / "out", 1, settings)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    expected, _ = plain_runs[tiny_model]
+    assert_close([step["loss"] for step in steps], [step["loss"] for step in expected], rtol=0.02, atol=0.02)
+    rewards = [step["reward_attacker"] for step in steps]
+    assert_close(rewards, [step["reward_attacker"] for step in expected], rtol=1e-6, atol=0)
+    assert abs(steps[0]["log_ratio"]) < 0.02
+
+
+# --- the reference -------------------------------------------------------------------------------------------------
+
+
+def count_loads(monkeypatch) -> list[str]:
+    loaded = []
+    original = train.load_model
+    monkeypatch.setattr(train, "load_model", lambda name, args: loaded.append(name) or original(name, args))
+    return loaded
+
+
+def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
+    tmp_path, monkeypatch, mixed_rows, tiny_model
+):
+    loaded = count_loads(monkeypatch)
+    steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model))
+    assert loaded == [tiny_model]
+    assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
+    assert abs(steps[-1]["log_ratio"]) > 1e-3
+
+
+def test_a_copy_of_the_start_is_known_by_its_content(tmp_path, monkeypatch, mixed_rows, tiny_model):
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    loaded = count_loads(monkeypatch)
+    run(tmp_path / "out", offline_po(mixed_rows, tiny_model, copy))
+    assert loaded == [tiny_model]
+
+
+@pytest.mark.parametrize("method", ["SFTwithKL", "OfflinePO"])
+def test_online_and_precomputed_references_give_the_same_curve(tmp_path, mixed_rows, tiny_model, other_model, method):
+    settings = offline_po(mixed_rows, tiny_model, other_model, train_method=method)
+    precomputed, online = (run(tmp_path / mode, settings, ref_logprobs=mode) for mode in ("precompute", "online"))
+    assert_close(curve(online), curve(precomputed), rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_autocast_starts_near_ratio_one(tmp_path, mixed_rows, tiny_model):
+    steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model, bf16=True))
+    assert abs(steps[0]["log_ratio"]) < 0.01
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_stored_logprobs_are_reused_and_never_stale(tmp_path, monkeypatch, mixed_rows, tiny_model, other_model):
+    reference = shutil.copytree(other_model, tmp_path / "reference")
+    settings = offline_po(mixed_rows, tiny_model, str(reference))
+    first = run(tmp_path / "first", settings)
+
+    def refuse(*_):
+        raise AssertionError("computed anew")
+
+    monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", refuse)
+    assert curve(run(tmp_path / "second", settings)) == curve(first)
+    changes = [{"max_length": 40}, {"bf16": True}, {"attn_implementation": "eager"}, {"truncation_side": "right"}]
+    changes.append({"train_data_path": write_rows(tmp_path / "rows.jsonl", make_rows(65))})
+    for number, change in enumerate(changes):
+        with pytest.raises(AssertionError, match="computed anew"):
+            run(tmp_path / f"changed{number}", settings | change)
+    weights = load_file(reference / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.5
+    save_file(weights, reference / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match="computed anew"):
+        run(tmp_path / "changed", settings)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(400))
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=40, train_sampling_strategy="random")
+    settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
+    expected = run(tmp_path / "whole", settings)
+    output, kills = tmp_path / "killed", 0
+    command = [sys.executable, "train.py", *flags_of(output, settings), "--resume_from_checkpoint", "True"]
+    for threshold in (4, 16):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not any(step >= threshold for step in checkpoints(output)):
+            time.sleep(0.02)
+        time.sleep(random.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 1
+    half_written = output / "checkpoint-39"
+    half_written.mkdir()
+    (half_written / "trainer_state.json").write_text("{")
+    steps = run(output, settings, resume_from_checkpoint=True)
+    assert [step["step"] for step in steps] == list(range(1, 41))
+    assert_same_training(steps, output, expected, tmp_path / "whole", tiny_model, tolerance=1e-6)
+    assert utils.is_complete(output / "checkpoint-40") and (output / "train_results.json").is_file()
+
+
+def checkpoints(output: Path) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")]
+
+
+def test_a_resumed_run_reads_the_reference_from_its_own_path(tmp_path, mixed_rows, tiny_model):
+    """Resuming from a later checkpoint with the cache lost: the reference is still the start."""
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    expected = run(tmp_path / "out", settings)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "cache" / "ref_logprobs")
+    steps = run(tmp_path / "out", settings, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
+    assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"12345")
+    assert not utils.is_complete(folder)
+    utils.mark_complete(folder)
+    assert utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) == str(folder)
+    (folder / "model.safetensors").write_bytes(b"123")
+    assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
+
+
+def test_an_earlier_run_is_not_overwritten_unless_told(tmp_path, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    run(tmp_path / "out", settings)
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        run(tmp_path / "out", settings)
+    steps = run(tmp_path / "out", settings | {"max_steps": 2}, overwrite_output_dir=True)
+    assert len(steps) == 2 and sorted(checkpoints(tmp_path / "out")) == [2]
+
+
+# --- LoRA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ref_logprobs", ["precompute", "online"])
+def test_lora_trains_adapters_against_the_model_without_them(
+    tmp_path, monkeypatch, mixed_rows, tiny_model, ref_logprobs
+):
+    peft = pytest.importorskip("peft")
+    loaded = count_loads(monkeypatch)
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, ref_logprobs=ref_logprobs, lora_rank=4, lora_merge=True)
+    settings |= {"learning_rate": 0.02, "gradient_checkpointing": True}
+    steps = run(tmp_path / "out", settings)
+    assert loaded == [tiny_model] * 2  # once to train, once to merge
+    assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
+    tokens = torch.arange(10, 40).unsqueeze(0)
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tiny_model)
+        before = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")(tokens).logits
+    assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert (adapted - before).abs().max() > 1e-3
+
+
+# --- what a run leaves and shows -----------------------------------------------------------------------------------
+
+
+def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_model, other_model, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    settings = offline_po(mixed_rows, tiny_model, other_model, eval_data_path=mixed_rows, evaluation_strategy="steps")
+    steps = run(tmp_path / "out", settings | {"report_to": "tensorboard", "eval_steps": 2})
+    always = {"loss", "grad_norm", "learning_rate", "log_ratio", "ratio", "ratio_max", "clip_fraction", "policy_loss"}
+    always |= {"sft_loss", "reward_attacker", "reward_defender", "tokens_per_second", "peak_memory_gib"}
+    assert all(always <= step.keys() for step in steps)
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["rows"] == 64 and history[0]["rows_truncated"] == 0
+    evaluations = [entry for entry in history if "eval_loss" in entry]
+    assert len(evaluations) == 3 and evaluations[0]["eval_loss"] != evaluations[1]["eval_loss"]
+    assert "eval_log_ratio" in evaluations[0]
+    assert list((tmp_path / "events").rglob("events.out.tfevents*"))
+    saved = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["versions"]["torch"] == torch.__version__
+
+
+def test_show_examples_prints_rows_and_trains_nothing(tmp_path, capsys, tiny_model, other_model):
+    row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25, "role": "attacker"}
+    path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
+    with pytest.raises(FileNotFoundError):  # no trainer_state.json
+        run(tmp_path / "out", offline_po(path, tiny_model, other_model), show_examples=2)
+    printed = capsys.readouterr().out
+    assert "[[<s>a question]]an answer</s>" in printed and "[[<s>p]]a</s>" in printed
+    assert printed.count("--- row") == 2
+    assert re.search(r"game, weight 0.5, reward 0.25, reference log-probability -\d+\.\d+", printed)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: not a JSON object"),
+        ('[{"query": "a", "target": "b"}, {"query"', r"rows\.jsonl:1: .*cut off"),
+        ('{"query": "a", "target": null}\n', "'target' must be a text"),
+        ("", "the file is empty"),
+    ],
+)
+def test_bad_rows_are_found_before_any_model_is_loaded(tmp_path, monkeypatch, tiny_model, text, message):
+    loaded = count_loads(monkeypatch)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", offline_po(str(path), tiny_model, tiny_model))
+    assert not loaded and not (tmp_path / "out").exists()
+
+
+def test_a_reference_with_another_vocabulary_is_refused_before_any_model_is_loaded(
+    tmp_path, monkeypatch, mixed_rows, tiny_model
+):
+    loaded = count_loads(monkeypatch)
+    build_llama(0, vocab_size=300).save_pretrained(tmp_path / "reference")
+    with pytest.raises(ValueError, match="different vocabularies"):
+        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "reference"))
+    assert not loaded
+
+
+def test_bad_input_ends_the_program_with_its_message_and_status_2(tmp_path):
+    command = [
+        sys.executable,
+        "train.py",
+        "--train_method",
+        "DPO",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--clip",
+        "1",
+    ]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "--train_method DPO is unknown; it is one of SFT, SFTwithKL, OfflinePO" in finished.stderr
+    assert "unknown flag --clip; did you mean --clip_range?" in finished.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu_follows_the_curve_of_the_cpu(tmp_path, mixed_rows, tiny_model, other_model):
+    settings = offline_po(mixed_rows, tiny_model, other_model)
+    on_gpu = run(tmp_path / "gpu", settings, tf32=False)
+    on_cpu = run(tmp_path / "cpu", settings, use_cpu=True)
+    assert_close(curve(on_gpu), curve(on_cpu), rtol=1e-3, atol=1e-3)
