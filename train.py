@@ -169,7 +169,22 @@ def main() -> None:
     trainer.save_metrics("train", result.metrics)  # train_results.json: the last file of a finished run
 
 
+def leave() -> None:
+    """End the process group, and with gloo the process.
+
+    DeepSpeed keeps gloo groups alive, and their threads now and then abort a process whose interpreter is torn down
+    around them, after everything is written.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    backend = torch.distributed.get_backend()
+    torch.distributed.destroy_process_group()
+    if backend == "gloo":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 if __name__ == "__main__":
     utils.run_program(main)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()

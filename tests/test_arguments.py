@@ -1,0 +1,177 @@
+"""Settings: the published command lines, YAML, old flags, and everything wrong with them at once."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import ROOT
+
+from arguments import METHOD_ARGUMENTS, parse_arguments
+
+IMITATION = """--output_dir DIR --model_name_or_path M --ref_model_name_or_path M --lm_kl_coeff 0.1
+ --train_method SFTwithKL --train_data_path ./data/train_imitation_gpt4.json --remove_unused_columns False --num_train_epochs 1
+ --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --evaluation_strategy no --padding_side right
+ --truncation_side left --max_length 2048 --save_strategy epoch --learning_rate 5e-6 --lr_scheduler_type cosine
+ --warmup_ratio 0.03 --logging_steps 1 --weight_decay 0. --deepspeed ./configs/default_offload_opt_param.json
+ --gradient_checkpointing True --tf32 True --bf16 True"""
+SELF_PLAY = """--lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --train_method OfflinePO
+ --train_data_path ./data/train_spag_data_im_llama2.json --learning_rate 2e-6"""
+
+
+@pytest.fixture
+def given(tmp_path, tiny_model):
+    """Turns a published command line into one whose files exist."""
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"query": "q", "target": "t"}]))
+
+    def replace(command: str) -> list[str]:
+        words = command.split()
+        for index, flag in enumerate(words[:-1]):
+            if flag == "--train_data_path":
+                words[index + 1] = str(rows)
+            elif flag == "--output_dir":
+                words[index + 1] = str(tmp_path / "out")
+            elif flag == "--deepspeed":
+                words[index + 1] = str(ROOT / words[index + 1])
+        return [tiny_model if word == "M" else word for word in words]
+
+    return replace
+
+
+def minimal(given, *more: str, method: str = "SFT") -> list[str]:
+    command = f"--output_dir DIR --model_name_or_path M --train_method {method} --train_data_path D"
+    if method != "SFT":
+        command += " --ref_model_name_or_path M"
+    return [*given(command), *more]
+
+
+def without_deepspeed(words: list[str]) -> list[str]:
+    """DeepSpeed would start a process group here."""
+    at = words.index("--deepspeed")
+    return words[:at] + words[at + 2 :]
+
+
+def test_the_published_command_lines_are_accepted_and_mean_what_they_meant(given):
+    args = parse_arguments(without_deepspeed(given(IMITATION)))
+    assert (args.train_method, args.lm_kl_coeff, args.loss_normalization) == ("SFTwithKL", 0.1, "micro_batch")
+    assert (args.learning_rate, args.warmup_steps, args.lr_scheduler_type) == (5e-6, 0.03, "cosine")
+    assert (args.eval_strategy, args.save_strategy, args.seed, args.max_grad_norm) == ("no", "epoch", 42, 1.0)
+    assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay) == (0.9, 0.999, 1e-8, 0.0)
+    args = parse_arguments(without_deepspeed(given(IMITATION)) + given(SELF_PLAY))
+    assert (args.train_method, args.lm_kl_coeff, args.lm_sft_coeff, args.clip_range) == ("OfflinePO", 0.2, 0.5, 0.2)
+    assert args.detach_kl is False and args.ref_logprobs == "precompute"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_tf32_goes_and_bf16_stays_with_one_warning(given, caplog):
+    args = parse_arguments(minimal(given, "--bf16", "True", "--tf32", "True"))
+    assert args.use_cpu and args.bf16 and args.tf32 is None
+    assert [record.message for record in caplog.records if "no GPU" in record.message] == [
+        "no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU"
+    ]
+
+
+def test_flags_of_older_transformers_keep_their_meaning(given, monkeypatch, tmp_path):
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    old = f"--no_cuda True --group_by_length True --logging_dir {tmp_path} --save_safetensors True".split()
+    args = parse_arguments(minimal(given, *old))
+    assert args.use_cpu and args.train_sampling_strategy == "group_by_length"
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path)
+
+
+def test_a_yaml_file_gives_settings_and_the_command_line_wins(given, tmp_path):
+    path = tmp_path / "x.yaml"
+    words = minimal(given)
+    path.write_text(
+        f"train_method: OfflinePO\noutput_dir: {words[1]}\nmodel_name_or_path: {words[3]}\n"
+        f"ref_model_name_or_path: {words[3]}\ntrain_data_path: [{words[-1]}, {words[-1]}]\n"
+        "learning_rate: 1e-3\ndetach_kl: true\nlm_kl_coeff:\n"
+    )
+    args = parse_arguments([str(path), "--learning_rate", "1e-5"])
+    assert args.learning_rate == 1e-5 and args.detach_kl is True and args.lm_kl_coeff == 0.2
+    assert args.train_data_path == [words[-1]] * 2
+    path.write_text(path.read_text() + "learning_rat: 1\n")
+    with pytest.raises(ValueError, match="unknown flag --learning_rat; did you mean --learning_rate"):
+        parse_arguments([str(path)])
+
+
+def test_all_problems_are_listed_at_once(given):
+    words = minimal(given, "--lm_sft_coeff", "0.5", "--clip", "1", "--max_length", "1", method="SFTwithKL")
+    words[words.index("--train_data_path") + 1] = "nowhere.json"
+    with pytest.raises(ValueError) as caught:
+        parse_arguments([*words, "--eval_strategy", "steps"])
+    assert str(caught.value).split("\n") == [
+        "unknown flag --clip; did you mean --clip_range?",
+        "--lm_sft_coeff is not used by SFTwithKL",
+        "--max_length must be at least 2, got 1",
+        "nowhere.json: no such file",
+        "--eval_strategy needs --eval_data_path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("PPO", "", "--train_method PPO is unknown; it is one of SFT, SFTwithKL, OfflinePO"),
+        ("SFT", "--ref_model_name_or_path M", "--ref_model_name_or_path is not used by SFT"),
+        ("SFT", "--loss_normalization step", "--loss_normalization is not used by SFT"),
+        ("SFTwithKL", "--detach_kl True", "--detach_kl is not used by SFTwithKL"),
+        ("OfflinePO", "--lm_kl_coeff nan", "--lm_kl_coeff must be a number of at least 0"),
+        ("OfflinePO", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),
+        ("OfflinePO", "--lora_rank 8 --ref_model_name_or_path ./x", "the reference is the model without its adapters"),
+        ("OfflinePO", "--ref_model_name_or_path ./nowhere", "./nowhere: no model folder"),
+        ("OfflinePO", "--label_smoothing_factor 0.1", "--label_smoothing_factor is not used"),
+        ("SFT", "--warmup_ratio 0.1 --warmup_steps 5", "two names of one setting"),
+        ("SFT", "--warmup_ratio 3", "--warmup_ratio must be at least 0 and below 1"),
+        ("SFT", "--save_safetensors False", "always saved as safetensors"),
+        ("SFT", "--resume_from_checkpoint ./nowhere", "not a whole checkpoint folder"),
+        ("SFT", "--resume_from_checkpoint True --overwrite_output_dir True", "exclude each other"),
+        ("SFT", "--deepspeed nowhere.json", "nowhere.json: no such file"),
+        ("SFT", "--learning_rat 1", "did you mean --learning_rate"),
+    ],
+)
+def test_what_a_method_does_not_use_and_values_that_make_no_sense_are_errors(given, method, flags, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        parse_arguments(minimal(given, *given(flags), method=method))
+
+
+def test_a_method_that_needs_a_reference_says_so(given):
+    words = minimal(given, method="OfflinePO")
+    with pytest.raises(
+        ValueError, match="--ref_model_name_or_path is missing; OfflinePO compares with a reference model"
+    ):
+        parse_arguments(words[:-2])
+    assert parse_arguments([*words[:-2], "--lora_rank", "4"]).ref_model_name_or_path == words[3]
+
+
+def test_a_deepspeed_scheduler_that_would_overrule_the_flag_is_refused(given, tmp_path):
+    config = tmp_path / "deepspeed.json"
+    config.write_text('{"scheduler": {"type": "WarmupLR"}}')
+    with pytest.raises(ValueError, match="would overrule --lr_scheduler_type"):
+        parse_arguments(minimal(given, "--deepspeed", str(config)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+def test_every_shipped_deepspeed_file_is_stage_2_or_3_and_leaves_the_schedule_to_the_flags(path):
+    config = json.loads(path.read_text())
+    if "zero_optimization" not in config:
+        pytest.skip("not a DeepSpeed file")
+    assert config["zero_optimization"]["stage"] in (2, 3) and "scheduler" not in config
+    if config["zero_optimization"]["stage"] == 3:
+        assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    auto = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"}
+    assert all(config[name] == "auto" for name in auto)
+
+
+def test_every_method_has_a_trainer_and_every_setting_of_ours_a_reader():
+    from trainers import TRAIN_METHODS
+
+    assert TRAIN_METHODS.keys() == METHOD_ARGUMENTS.keys()
+    programs = "".join((ROOT / name).read_text() for name in ("arguments.py", "train.py", "trainers.py"))
+    from transformers import TrainingArguments
+
+    from arguments import SPAGArguments
+
+    own = set(SPAGArguments.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
+    assert not [name for name in own if f"self.{name}" not in programs and f"args.{name}" not in programs]
