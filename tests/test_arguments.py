@@ -10,7 +10,8 @@ from conftest import ROOT
 from arguments import METHOD_ARGUMENTS, parse_arguments
 
 IMITATION = """--output_dir DIR --model_name_or_path M --ref_model_name_or_path M --lm_kl_coeff 0.1
- --train_method SFTwithKL --train_data_path ./data/train_imitation_gpt4.json --remove_unused_columns False --num_train_epochs 1
+ --train_method SFTwithKL --train_data_path ./data/train_imitation_gpt4.json --remove_unused_columns False
+ --num_train_epochs 1
  --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --evaluation_strategy no --padding_side right
  --truncation_side left --max_length 2048 --save_strategy epoch --learning_rate 5e-6 --lr_scheduler_type cosine
  --warmup_ratio 0.03 --logging_steps 1 --weight_decay 0. --deepspeed ./configs/default_offload_opt_param.json

@@ -1,0 +1,62 @@
+"""The README's commands: every program in them exists and accepts the flags it is given."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def commands() -> list[list[str]]:
+    """The words of every command line in the README's shell blocks, joined over line ends."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def program_of(words: list[str]) -> str | None:
+    """The Python program that a command runs, as a path, or None."""
+    if words[0] in ("python", "python3", "torchrun"):
+        for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+            if word.endswith(".py"):
+                return word
+            if word == "-m" and following.startswith("tools."):
+                return following.replace(".", "/") + ".py"
+    return None
+
+
+def flags_of(words: list[str]) -> set[str]:
+    """The flags after the program, without those of the launcher before it."""
+    start = next(i for i, word in enumerate(words) if word.endswith(".py") or word.startswith("tools."))
+    return {word.split("=")[0] for word in words[start + 1 :] if word.startswith("--")}
+
+
+PROGRAMS = sorted({program for words in commands() if (program := program_of(words))})
+
+
+def test_the_readme_shows_the_training_commands():
+    assert sum("train.py" in words for words in commands()) >= 3
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_in_the_readme_accept_the_flags_it_gives_them(program):
+    finished = subprocess.run(
+        [sys.executable, program, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert finished.returncode == 0, finished.stderr
+    known = set(re.findall(r"--\w+", finished.stdout))
+    given = set().union(*(flags_of(words) for words in commands() if program_of(words) == program))
+    assert given <= known, given - known
+
+
+def test_shell_scripts_in_the_readme_exist():
+    scripts = {word for words in commands() for word in words if word.endswith(".sh")}
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
