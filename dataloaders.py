@@ -170,7 +170,7 @@ def load_rows(paths: list[str], cache_dir: str | None = None) -> datasets.Datase
 
     Raises FileNotFoundError, and ValueError that names file and line for anything that is not a valid row.
     """
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, paths, utils.file_digest(paths)]).encode()).hexdigest()
+    key = _cache_key([FORMAT_VERSION, paths, utils.file_digest(paths)])
     try:
         return datasets.Dataset.from_generator(
             _iter_texts, features=TEXT_FEATURES, gen_kwargs={"paths": paths}, cache_dir=cache_dir, fingerprint=key
@@ -198,7 +198,7 @@ def encode_rows(
     A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
     first of them, or, with `drop_unscored`, left out and counted.
     """
-    key = hashlib.sha256(f"{rows._fingerprint} {tokenizer_digest(tokenizer)}".encode()).hexdigest()
+    key = _cache_key([rows._fingerprint, *tokenizer_parts(tokenizer)])
     encoded = rows.map(
         partial(_encode_with_lengths, tokenizer=tokenizer),
         remove_columns=["query", "target", "type"],
@@ -229,9 +229,9 @@ def encode_rows(
     return encoded, counts
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over everything of a tokenizer that the encoding of a row depends on."""
-    parts = [
+def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list:
+    """Everything of a tokenizer that the encoding of a row depends on."""
+    return [
         FORMAT_VERSION,
         sorted(tokenizer.get_vocab().items()),
         type(tokenizer).__name__,
@@ -239,7 +239,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         [tokenizer.model_max_length, tokenizer.truncation_side, tokenizer.padding_side],
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _cache_key(parts: list) -> str:
+    """A name for cached data; datasets adds to it and takes 64 characters at most."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
 # --- rows to batches -----------------------------------------------------------------------------------------------

@@ -300,13 +300,14 @@ class SPAGTrainer(Trainer):
         counts = self.train_dataset.counts
         self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
         self.prepare_reference()
+        self.metrics = MetricSums()  # the clock starts
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
         logprob = label_logprob(model, self.module, inputs)
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
-        (self.metrics if model.training else self.eval_metrics).add(metrics, inputs)
+        (self.metrics if self.module.training else self.eval_metrics).add(metrics, inputs)
         return (loss, {"logprob": logprob}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

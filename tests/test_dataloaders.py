@@ -121,6 +121,15 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer):
     assert [row["where"] for row in encoded][3:] == [f"{paths[1]}:{n}" for n in (1, 2, 3)]
 
 
+def test_two_processes_encode_the_same_rows_in_the_same_order(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(dataloaders, "ROWS_PER_PROCESS", 1)
+    path = write_rows(tmp_path / "a.jsonl", [{"query": str(i), "target": "t"} for i in range(50)], lines=True)
+    rows = load_rows([path], cache_dir=str(tmp_path / "cache"))
+    encoded, counts = encode_rows(rows, tokenizer, processes=2)
+    assert counts.rows == 50
+    assert [tokenizer.decode(row["input_ids"]) for row in encoded] == [f"<s>{i}t</s>" for i in range(50)]
+
+
 def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenizer, monkeypatch):
     paths = [write_rows(tmp_path / "a.json", ROWS, False)]
     cache = str(tmp_path / "cache")
