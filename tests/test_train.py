@@ -42,19 +42,25 @@ def run(output, settings: dict, **changes) -> list[dict]:
     return steps_of(output)
 
 
-def launch(output, processes: int, settings: dict) -> list[dict]:
-    """Run train.py under torchrun; what it logged, a dict each step."""
+def start(output, processes: int, settings: dict) -> subprocess.Popen:
+    """Start train.py under torchrun, in a process group of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
+    return subprocess.Popen(
         [*command, "train.py", *flags_of(output, settings)],
         cwd=ROOT,
-        env=environment,
-        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,
     )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+def launch(output, processes: int, settings: dict) -> list[dict]:
+    """Run train.py under torchrun; what it logged, a dict each step."""
+    process = start(output, processes, settings)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
     return steps_of(output)
 
 
@@ -359,6 +365,23 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     assert utils.is_complete(output / "checkpoint-40") and (output / "train_results.json").is_file()
 
 
+def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
+    tmp_path, plain_runs, mixed_rows, tiny_model, other_model
+):
+    settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=4)
+    settings |= {"deepspeed": ROOT / "configs" / "zero3.json", "save_strategy": "steps", "save_steps": 1}
+    output = tmp_path / "out"
+    process = start(output, 2, settings)
+    while process.poll() is None and not utils.is_complete(output / "checkpoint-1"):
+        time.sleep(0.02)
+    assert process.poll() is None
+    subprocess.run(["pkill", "-KILL", "-f", str(output)], check=True)  # the launcher and both ranks
+    process.communicate()
+    steps = launch(output, 2, settings | {"resume_from_checkpoint": True})
+    expected, plain_output = plain_runs[other_model]
+    assert_same_training(steps, output, expected, plain_output, tiny_model)
+
+
 def checkpoints(output: Path) -> list[int]:
     return [int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")]
 
@@ -415,6 +438,16 @@ def test_lora_trains_adapters_against_the_model_without_them(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")(tokens).logits
     assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
     assert (adapted - before).abs().max() > 1e-3
+
+
+def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_rows, tiny_model):
+    pytest.importorskip("peft")
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, gradient_checkpointing=True)
+    expected = run(tmp_path / "one", settings)
+    settings |= {"per_device_train_batch_size": 4, "deepspeed": ROOT / "configs" / "zero3.json"}
+    assert_close(curve(launch(tmp_path / "two", 2, settings)), curve(expected), rtol=1e-4, atol=1e-5)
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
 # --- what a run leaves and shows -----------------------------------------------------------------------------------
