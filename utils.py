@@ -1,13 +1,16 @@
 """What every program shares: reading and writing files, the rank of this process, special tokens. No torch."""
 
+import argparse
 import hashlib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 BLANKS = re.compile(r"\s*")
@@ -28,11 +31,18 @@ def open_text(path: str | os.PathLike):
     return open(path, encoding="utf-8-sig")
 
 
-def iter_records(path: str | os.PathLike, *, skip_bad: bool = False) -> Iterator[tuple[str, dict]]:
+def log_skipped(message: str) -> None:
+    """Say that a bad record was passed over."""
+    logger.warning("skipped: %s", message)
+
+
+def iter_records(
+    path: str | os.PathLike, *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
+) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file, in constant memory.
 
     A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over).
-    `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, with a warning each.
+    `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, telling `on_skip`.
 
     Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
     a list that is cut off, and a record that is not an object.
@@ -43,9 +53,9 @@ def iter_records(path: str | os.PathLike, *, skip_bad: bool = False) -> Iterator
             if not first:
                 raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
             if first == "[":
-                yield from _iter_list(path, file, skip_bad)
+                yield from _iter_list(path, file, on_skip if skip_bad else None)
             else:
-                yield from _iter_lines(path, file, skip_bad)
+                yield from _iter_lines(path, file, on_skip if skip_bad else None)
     except UnicodeDecodeError as error:
         raise BadRecordError(f"{path}:{_undecodable_line(path)}: not UTF-8 ({error.reason})") from None
 
@@ -74,7 +84,7 @@ def _undecodable_line(path) -> int:
     return number
 
 
-def _iter_lines(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
+def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -82,12 +92,12 @@ def _iter_lines(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
         try:
             yield where, _as_object(json.loads(line), where)
         except json.JSONDecodeError as error:
-            _fault(f"{where}: not a JSON object on one line ({error.msg}, column {error.colno})", skip_bad)
+            _fault(f"{where}: not a JSON object on one line ({error.msg}, column {error.colno})", on_skip)
         except BadRecordError as error:
-            _fault(str(error), skip_bad)
+            _fault(str(error), on_skip)
 
 
-def _iter_list(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
+def _iter_list(path, file, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
     reader = _JSONListReader(path, file)
     try:
         reader.take("[")
@@ -98,7 +108,7 @@ def _iter_list(path, file, skip_bad: bool) -> Iterator[tuple[str, dict]]:
             yield reader.element()
             separator = reader.take(",]")
     except BadRecordError as error:
-        _fault(f"{error} (the rest of the file is lost)" if skip_bad else str(error), skip_bad)
+        _fault(f"{error} (the rest of the file is lost)" if on_skip else str(error), on_skip)
 
 
 def _as_object(record, where: str) -> dict:
@@ -107,10 +117,10 @@ def _as_object(record, where: str) -> dict:
     return record
 
 
-def _fault(message: str, skip_bad: bool) -> None:
-    if not skip_bad:
+def _fault(message: str, on_skip: Callable[[str], None] | None) -> None:
+    if on_skip is None:
         raise BadRecordError(message)
-    logger.warning("skipped: %s", message)
+    on_skip(message)
 
 
 class _JSONListReader:
@@ -169,21 +179,43 @@ class _JSONListReader:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file that a reader finds whole or not at all: through a temporary file beside it."""
+@contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
+    """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def write_json(path: str | os.PathLike, value) -> None:
     """Write `value` as indented JSON, whole or not at all."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+def write_records(path: str | os.PathLike, records: Iterable[dict]) -> None:
+    """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
+    lines = str(path).endswith(".jsonl")
+    with replacing(path) as file:
+        before, after = ("", "\n") if lines else ("[\n", "")
+        for record in records:
+            file.write(before + json.dumps(record, ensure_ascii=False) + after)
+            before = before and ",\n"
+        if not lines:
+            file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -210,6 +242,25 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def parse_bool(text: str) -> bool:
+    """The `type` of a flag that takes True or False."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
+    return text.lower() == "true"
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Run a program; bad input (ValueError, OSError) ends it with one line on standard error and exit status 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
+        sys.exit(2)
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
