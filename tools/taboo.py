@@ -215,7 +215,12 @@ def play_prompt(history: History, target_word: str, max_turns: float, templates:
         prompt += "".join(f"\n  - {message['role']}: {message['content']}" for message in history)
     else:
         prompt += NO_HISTORY
-    return f"{prompt}\n\n### Instruction: {_instruction(history, target_word, templates)}\n\n### Response:"
+    return prompt + play_request(_instruction(history, target_word, templates))
+
+
+def play_request(instruction: str) -> str:
+    """The end of the play prompt: what the player is told to do, and where the reply begins."""
+    return f"\n\n### Instruction: {instruction}\n\n### Response:"
 
 
 def training_prompt(
