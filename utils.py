@@ -288,6 +288,12 @@ def set_up_logging() -> None:
     )
 
 
+def warn_once(message: str, *values) -> None:
+    """Log a warning that concerns the whole launch: on rank 0 only."""
+    if rank() == 0:
+        logger.warning(message, *values)
+
+
 # --- tokenizers ----------------------------------------------------------------------------------------------------
 
 
