@@ -246,7 +246,7 @@ def main() -> None:
     check_files(args)
     check_decay(args.decay_weight)
     templates = taboo.load_templates(args.prompt_templates)
-    counts: Counter[str] = Counter()
+    counts = Counter(dict.fromkeys((*taboo.ROLES, "sft", "empty", "dropped", "skipped"), 0))
 
     def count_skipped(message: str) -> None:
         log_skipped(message)
@@ -264,7 +264,7 @@ def main() -> None:
     if args.outcomes:
         write_records(args.outcomes, outcome_records(open_episodes(), games))
     results = {
-        "games": {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped", 0)},
+        "games": {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped")},
         "rows": dict(counts),
         "weights": role_weights(games),
     }

@@ -55,8 +55,8 @@ def release_templates(path: str) -> taboo.Templates:
     for role in taboo.ROLES:
         if literals[PLAY_INSTRUCTIONS][role] != taboo.play_request(literals[INSTRUCTIONS][role]):
             raise ValueError(
-                f"{path}: what {PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell the {role} differs in more than the layout of"
-                " the play prompt; a prompt file has one instruction for both"
+                f"{path}: {PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell the {role} different things;"
+                " a prompt file has one instruction for both, laid out for play"
             )
     rules = literals[RULES]
     templates = {
