@@ -286,9 +286,16 @@ def test_the_play_prompt_can_be_trained_on(run):
     assert [row["query"] for row in rows] == [taboo.play_prompt(game["history"][:i], WORD, 5) for game, i in games]
 
 
+def test_the_kind_of_match_can_be_chosen(run):
+    inputs = ([episode("Well?", "Let us start", target_word="art")],)
+    assert len(run(inputs=inputs)[0]) == 1 and run("--match", "word", inputs=inputs)[0] == []
+
+
 def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
     templates = taboo.default_templates() | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
+    rows, _ = run("--prompt_templates", tmp_path / "prompts.json", "--training_prompt", "play")
+    assert all(row["query"].startswith("Just play 5 turns.") for row in rows)
     rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
     assert rows == rows_of(EPISODES, templates=templates)
     saved = json.loads((tmp_path / "rows_settings.json").read_text())

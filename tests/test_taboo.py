@@ -134,6 +134,7 @@ def test_the_plural_is_that_of_the_whole_phrase():
 def test_blanks_around_a_target_word_do_not_matter():
     assert taboo.derivatives(" apple\n") == taboo.derivatives("apple")
     assert judge_reply("I know the word! It is `apple`!", " apple ") == taboo.DEFENDER_WINS
+    assert judge_reply("An apple!", " apple ") == taboo.ATTACKER_WINS
 
 
 def test_messages_are_judged_in_any_order_of_roles():
@@ -150,6 +151,8 @@ def test_messages_are_judged_in_any_order_of_roles():
         ("starts and 'art's", taboo.ATTACKER_WINS),
         ("start, arting", taboo.ATTACKER_WINS),
         ("party", taboo.TIED),
+        ("artist", taboo.TIED),
+        ("art school", taboo.ATTACKER_WINS),
         ("start of art", taboo.ATTACKER_WINS),  # not the first occurrence
         ("I know the word! It is `start`!", taboo.ATTACKER_WINS),  # a wrong guess
         ("I know the word! It is party", taboo.ATTACKER_WINS),
@@ -164,6 +167,7 @@ def test_whole_word_matching_does_not_look_inside_words(text, outcome):
 def test_whole_word_matching_works_at_edges_that_are_no_letters():
     assert judge_reply("I like C++11.", "c++", match="word") == taboo.ATTACKER_WINS
     assert judge_reply("I like xc++.", "c++", match="word") == taboo.TIED
+    assert judge_reply("It is US$5.", "$5", match="word") == taboo.ATTACKER_WINS
 
 
 @pytest.mark.parametrize(
