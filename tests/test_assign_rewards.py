@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -334,6 +335,18 @@ def test_outcomes_and_lengths_are_written_on_request(run, tmp_path):
         {"target_word": WORD, "outcome": "defender wins", "length": 4},
         {"target_word": WORD, "outcome": "attacker breaks the rules", "length": 1},
     ]
+
+
+def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
+    readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    game, game_rows, sft, outcome = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL))
+    flags = ["--sft_data_path", write(tmp_path / "sft.jsonl", sft), "--outcomes", tmp_path / "outcomes.json"]
+    rows, _ = run("--training_prompt", "play", *flags, inputs=([game],))
+    for row, documented in zip(rows, game_rows, strict=False):
+        assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
+        assert row == documented
+    assert [row["target"] for row in rows[2:]] == ["The violin.", "The violin.", "violon"]
+    assert read_json_or_jsonl(tmp_path / "outcomes.json") == [outcome]
 
 
 def test_no_decided_game_gives_an_empty_list(run):

@@ -34,7 +34,6 @@ from utils import (
 
 PromptFn = Callable[[taboo.History, str, float], str]  # history before the message, target word, max_turns -> query
 EPISODE_KEYS = ("history", "target_word", "max_turns")
-TEXT_KEYS = (("query", "target"), ("prompt", "answer"))  # of an SFT record; the first pair that is there wins
 
 
 # --- episodes to rows ----------------------------------------------------------------------------------------------
@@ -207,13 +206,13 @@ def read_sft_rows(path: str) -> Iterator[dict]:
 
 
 def _sft_texts(record: dict) -> tuple[str, str]:
-    for keys in TEXT_KEYS:
-        if all(isinstance(record.get(key), str) for key in keys):
-            return record[keys[0]], record[keys[1]]
-    if "instruction" not in record:
+    if "instruction" in record and not record.keys() & {"query", "target", "prompt", "answer"}:
+        record = alpaca_to_row(record)
+    query = record.get("query", record.get("prompt"))
+    target = record.get("target", record.get("answer"))
+    if not isinstance(query, str) or not isinstance(target, str):
         raise ValueError("an SFT record needs texts 'query' and 'target', 'prompt' and 'answer', or those of Alpaca")
-    row = alpaca_to_row(record)
-    return row["prompt"], row["target"]
+    return query, target
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
