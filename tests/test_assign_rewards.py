@@ -265,7 +265,7 @@ def test_several_inputs_make_one_set_of_rows(run):
 
 def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     _, printed = run("--match", "word", "--seed", 7, "--decay_weight", 0.9)
-    saved = json.loads((tmp_path / "rows_settings.json").read_text())
+    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"] | {"match": "word", "seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["templates_sha256"] == taboo.templates_digest()
     assert printed == {key: saved[key] for key in ("games", "rows", "weights")}
@@ -299,7 +299,7 @@ def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
     assert all(row["query"].startswith("Just play 5 turns.") for row in rows)
     rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
     assert rows == rows_of(EPISODES, templates=templates)
-    saved = json.loads((tmp_path / "rows_settings.json").read_text())
+    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"]["templates_sha256"] == taboo.templates_digest(templates)
 
 

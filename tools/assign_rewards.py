@@ -4,7 +4,7 @@
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
 Formats of all files: data/README.md. Episodes are read twice, since the weights need the counts, and neither they nor
-the rows are kept in memory. The settings and counts of a run stand beside its output, in OUTPUT_settings.json.
+the rows are kept in memory. The settings and counts of a run stand beside its output, in OUTPUT_rewards_settings.json.
 """
 
 import argparse
@@ -269,7 +269,7 @@ def main() -> None:
     }
     settings = vars(args) | {"templates_sha256": taboo.templates_digest(templates)}
     output = Path(args.output_data_path)
-    write_json(output.with_name(f"{output.stem}_settings.json"), {"settings": settings, **results})
+    write_json(output.with_name(f"{output.stem}_rewards_settings.json"), {"settings": settings, **results})
     print(json.dumps(results))
 
 
