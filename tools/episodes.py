@@ -153,6 +153,8 @@ class EpisodeFiles:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             overwrite = False  # torchrun started these ranks again: the games are this launch's own
         by_hand = world_size() > 1 and "MASTER_ADDR" not in os.environ
+        if world_size() > 1 and os.environ.get("MASTER_PORT") == "0":
+            raise ValueError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
         if overwrite and by_hand:
             raise ValueError("--overwrite needs torchrun: ranks started by hand cannot agree on when to delete files")
         if not overwrite:

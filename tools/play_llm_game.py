@@ -11,10 +11,13 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 
 import argparse
 import asyncio
+import ctypes
 import hashlib
 import json
 import logging
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +32,7 @@ from tools.models import Sampling
 from tools.players import Batcher, GameView, LocalPlayer, Player
 from utils import parse_bool, rank, run_program, set_up_logging, warn_once, world_size
 
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 SAMPLING, TESTING = "sampling", "testing"
 logger = logging.getLogger(__name__)
 
@@ -194,6 +198,12 @@ def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], temp
     return time.monotonic() - progress.started
 
 
+def end_with_launcher() -> None:
+    """End this process when torchrun is killed: its orphans would play on into the files of the next launch."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def seed_draws(seed: int, *, games_left: int) -> None:
     """Seed torch for this rank. What is left to play counts too: a resumed run draws anew."""
     torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
@@ -286,6 +296,7 @@ def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.T
 
 
 def main() -> None:
+    end_with_launcher()
     args = parse_args()
     set_up_logging()
     check_args(args)
