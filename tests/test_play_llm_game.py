@@ -105,7 +105,8 @@ def test_an_episode_says_how_each_message_came_about():
 def test_whole_word_matching_lets_start_pass_for_art():
     lines = ["Hello!", "Well?", "So?"], ["Hi.", "We start.", "No idea."]
     assert scripted_game("art", *lines)[0]["length"] == 4
-    assert scripted_game("art", *lines, match="word")[0]["outcome"] == taboo.TIED
+    episode, _ = scripted_game("art", *lines, match="word")
+    assert (episode["outcome"], len(episode["history"])) == (taboo.TIED, 6)
 
 
 def test_a_finished_games_place_goes_to_the_next_word_at_once():
@@ -235,6 +236,13 @@ class TestEpisodeFiles:
         assert missing == [1]
         files.append(episode(1, "b"))
         assert files.merge(seconds=1, tokens_before=0)["games"] == 2
+
+    def test_a_line_that_another_rank_is_writing_is_left_alone(self, tmp_path):
+        files, _ = start(tmp_path, ["a", "b"])
+        half = json.dumps(episode(1, "b"))[:50]
+        (tmp_path / "run_rank1.jsonl").write_text(json.dumps(episode(0, "a")) + "\n" + half)
+        assert files.finished().missing([0, 1]) == [1]
+        assert (tmp_path / "run_rank1.jsonl").read_text().endswith(half)
 
     def test_other_settings_are_refused_and_the_difference_named(self, tmp_path):
         model = {"path": "/models/a", "sha256": "0" * 64}
@@ -436,27 +444,26 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 
 
-def kill_after(process, folder, lines, victim):
-    """SIGKILL a part of a launch as soon as so many games are stored; what is stored when all of it has ended."""
+def kill_after(process, folder, lines, only_launcher):
+    """SIGKILL a launch, or torchrun alone, as soon as so many games are stored; the games that are there then."""
     while len(rank_lines(folder)) < lines:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)
     launcher = psutil.Process(process.pid)
     ranks = launcher.children(recursive=True)
-    for doomed in {"all": [launcher, *ranks], "launcher": [launcher], "one rank": [ranks[-1]]}[victim]:
+    for doomed in [launcher] if only_launcher else [launcher, *ranks]:
         doomed.kill()
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+    process.communicate()
     assert not psutil.wait_procs(ranks, timeout=30)[1]  # nobody plays on into the files
     return rank_lines(folder)
 
 
-def test_killed_launches_lose_only_games_in_flight_also_with_more_processes(place, tiny_model, tmp_path):
+def test_killed_launches_lose_only_games_in_flight_also_with_other_numbers_of_processes(place, tiny_model, tmp_path):
     arguments = flags(place, tiny_model, tmp_path, max_new_tokens=24)
     kept = []
-    for processes, victim in ((2, "all"), (2, "one rank"), (3, "launcher")):
-        lines = len(kept) + random.randint(1, 9)
-        now = kill_after(torchrun(processes, arguments), tmp_path, lines, victim)
+    for processes, only_launcher in ((2, False), (1, True)):
+        lines = len(kept) + random.randint(1, 12)
+        now = kill_after(torchrun(processes, arguments), tmp_path, lines, only_launcher)
         assert set(kept) <= set(now)
         kept = now
     assert not (tmp_path / f"{STEM}_results.json").exists()
@@ -468,15 +475,15 @@ def test_killed_launches_lose_only_games_in_flight_also_with_more_processes(plac
 def test_a_rank_that_fails_makes_the_launch_fail_with_the_reason(place, tiny_model, tmp_path):
     (tmp_path / f"{STEM}_rank1.jsonl").mkdir()  # rank 1 cannot store its games
     process = torchrun(2, flags(place, tiny_model, tmp_path, max_new_tokens=32))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode != 0
     assert "Is a directory" in err
     assert f"{STEM}_rank1.jsonl" in err
     assert not (tmp_path / f"{STEM}_results.json").exists()
 
 
-def test_one_word_and_three_processes(place, tiny_model, tmp_path):
-    finish(torchrun(3, flags(place, tiny_model, tmp_path, max_games=1)))
+def test_a_process_may_have_no_word_to_play(place, tiny_model, tmp_path):
+    finish(torchrun(2, flags(place, tiny_model, tmp_path, max_games=1)))
     assert [game["target_word"] for game in results(tmp_path)] == WORDS[:1]
 
 
@@ -531,7 +538,9 @@ class TestOneProcess:
         assert summary["new_tokens"] == sum(reply["tokens"] for reply in replies)
 
     @pytest.mark.parametrize("steps, shown", [(0, 0), (1, 3), (1000, 0)])
-    def test_a_game_is_shown_every_so_many_batches(self, steps, shown, place, tiny_model, tmp_path, monkeypatch, capsys):
+    def test_a_game_is_shown_every_so_many_batches(
+        self, steps, shown, place, tiny_model, tmp_path, monkeypatch, capsys
+    ):
         changes = {"logging_steps": steps, "per_device_eval_batch_size": 1, "max_games": 3}
         run_here(flags(place, tiny_model, tmp_path, **changes), monkeypatch)
         out = capsys.readouterr().out

@@ -72,7 +72,10 @@ class TestLocalModel:
     def test_all_end_tokens_of_the_model_folder_stop_a_reply(self):
         model = build_llama(0, 260)
         model.generation_config.eos_token_id = [2, 77]
-        assert LocalModel(model, build_tokenizer(), GREEDY).stop_ids == [2, 77]
+        local = LocalModel(model, build_tokenizer(), GREEDY)
+        assert local.stop_ids == [2, 77]
+        letter = local.tokenizer("h")["input_ids"]
+        assert local._decode([*letter, 77, 3], prompt_cut=False) == Reply("h", STOP, 2)  # 77 is no special token
 
     def test_min_new_tokens_holds_the_end_token_back(self):
         ends_at_once = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
