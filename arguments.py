@@ -128,8 +128,7 @@ class SPAGArguments(TrainingArguments):
         """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.use_cpu and (self.tf32 or self.bf16):
-            if utils.rank() == 0:
-                logger.warning("no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU")
+            utils.warn_once("no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU")
             self.tf32 = None
         if self.use_cpu:
             self.dataloader_pin_memory = False

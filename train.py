@@ -111,20 +111,26 @@ def merge_lora(args: SPAGArguments) -> None:
     load_tokenizer(args).save_pretrained(os.path.join(args.output_dir, "merged"))
 
 
-def save_settings(args: SPAGArguments, datasets: dict[str, RowDataset]) -> None:
+def save_settings(trainer: SPAGTrainer) -> None:
     """Write settings.json beside the model: every resolved setting, the data and the versions of the libraries."""
+    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     versions = {}
     for package in RECORDED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    data = {name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)} for name, dataset in datasets.items()}
-    settings = {"arguments": args.to_dict(), "data": data, "versions": versions}
-    utils.write_json(os.path.join(args.output_dir, "settings.json"), settings)
+    data = {
+        name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)}
+        for name, dataset in datasets.items()
+        if dataset
+    }
+    settings = {"arguments": trainer.args.to_dict(), "data": data, "versions": versions}
+    utils.write_json(os.path.join(trainer.args.output_dir, "settings.json"), settings)
 
 
-def show_examples(trainer: SPAGTrainer, tokenizer) -> None:
+def show_examples(trainer: SPAGTrainer) -> None:
     """Print the rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
     trainer.prepare_reference()
+    tokenizer = trainer.processing_class
     for index, row in enumerate(trainer.train_dataset.__getitems__(list(range(len(trainer.train_dataset))))):
         masked = sum(label == IGNORE_INDEX for label in row["labels"])
         kind = "SFT" if row["is_sft"] else "game"
@@ -133,40 +139,44 @@ def show_examples(trainer: SPAGTrainer, tokenizer) -> None:
         print(f"[[{tokenizer.decode(row['input_ids'][:masked])}]]{tokenizer.decode(row['input_ids'][masked:])}")
 
 
-def main() -> None:
-    utils.set_up_logging()
-    args = parse_arguments(sys.argv[1:])
+def set_up(argv: list[str]) -> SPAGTrainer:
+    """Read the settings, the data and the models, in this order. Raises ValueError and OSError for bad input."""
+    args = parse_arguments(argv)
     set_seed(args.seed)
     tokenizer = load_tokenizer(args)
     check_models(args, tokenizer)
-    datasets = {"train": load_dataset(args.train_data_path, tokenizer, args)}
-    if args.eval_data_path:
-        datasets["eval"] = load_dataset(args.eval_data_path, tokenizer, args)
+    train_rows = load_dataset(args.train_data_path, tokenizer, args)
+    eval_rows = load_dataset(args.eval_data_path, tokenizer, args) if args.eval_data_path else None
     model = load_model(args.model_name_or_path, args)
-    trainer = TRAIN_METHODS[args.train_method](
+    return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
         args=args,
         load_reference=lambda: load_model(args.ref_model_name_or_path, args),
-        train_dataset=datasets["train"],
-        eval_dataset=datasets.get("eval"),
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
         data_collator=SPAGCollator(tokenizer),
         processing_class=tokenizer,
     )
+
+
+def run(trainer: SPAGTrainer) -> None:
+    """Train, evaluate and save; train_results.json is the last file of a finished run."""
+    args = trainer.args
     if args.show_examples:
-        return show_examples(trainer, tokenizer)
-    if args.overwrite_output_dir and trainer.is_world_process_zero():
-        for folder in Path(args.output_dir).glob("checkpoint-*"):
-            shutil.rmtree(folder)
+        return show_examples(trainer)
     if trainer.is_world_process_zero():
-        save_settings(args, datasets)
+        if args.overwrite_output_dir:
+            for folder in Path(args.output_dir).glob("checkpoint-*"):
+                shutil.rmtree(folder)
+        save_settings(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
     trainer.save_model()
-    if args.eval_data_path:
+    if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
     if args.lora_merge and trainer.is_world_process_zero():
         merge_lora(args)
-    trainer.save_metrics("train", result.metrics)  # train_results.json: the last file of a finished run
+    trainer.save_metrics("train", result.metrics)
 
 
 def leave() -> None:
@@ -185,6 +195,11 @@ def leave() -> None:
         os._exit(0)
 
 
-if __name__ == "__main__":
-    utils.run_program(main)
+def main(argv: list[str]) -> None:
+    utils.set_up_logging()
+    run(utils.run_program(lambda: set_up(argv)))
     leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

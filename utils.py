@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class BadRecordError(ValueError):
@@ -195,15 +196,10 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    with replacing(path) as file:
-        file.write(text)
-
-
 def write_json(path: str | os.PathLike, value) -> None:
     """Write `value` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+    with replacing(path) as file:
+        file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
 def write_records(path: str | os.PathLike, records: Iterable[dict]) -> None:
@@ -287,10 +283,10 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def run_program(main: Callable[[], None]) -> None:
-    """Run a program; bad input (ValueError, OSError) ends it with one line on standard error and exit status 2."""
+def run_program(main: Callable[[], T]) -> T:
+    """Run a program or its first part; bad input (ValueError, OSError) ends it with its message and exit status 2."""
     try:
-        main()
+        return main()
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
         sys.exit(2)
@@ -319,6 +315,12 @@ def set_up_logging() -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def warn_once(message: str, *values) -> None:
+    """Log a warning that concerns the whole launch: on rank 0 only."""
+    if rank() == 0:
+        logger.warning(message, *values)
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------------------

@@ -37,8 +37,7 @@ def flags_of(output, settings: dict) -> list[str]:
 
 def run(output, settings: dict, **changes) -> list[dict]:
     """Call train.py in this process; what it logged, a dict each step."""
-    sys.argv = ["train.py", *flags_of(output, settings | changes)]
-    train.main()
+    train.run(train.set_up(flags_of(output, settings | changes)))
     return steps_of(output)
 
 

@@ -1,0 +1,458 @@
+import copy
+import json
+import random
+import re
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from conftest import ROOT, load_golden
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools import assign_rewards as program
+from tools import taboo
+from tools.assign_rewards import assign_rewards, iter_rows, message_rewards
+from utils import read_json_or_jsonl, run_program
+
+WORD = "apple"
+GUESS = f"I know the word! It is `{WORD}`!"
+
+
+def episode(*texts, target_word=WORD, max_turns=5):
+    """An episode in which the players take turns."""
+    history = [{"role": taboo.ROLES[index % 2], "content": text} for index, text in enumerate(texts)]
+    return {"history": history, "target_word": target_word, "max_turns": max_turns}
+
+
+ATTACKER_WON = episode("Hungry?", "A little", "For what?", "An apple", "ignored", "ignored")
+DEFENDER_WON = episode("Fruit?", " Yes \n", "Pie?", GUESS)
+TIED = episode("Hello", "Hi")
+BROKEN = episode("An apple?", "Yes")
+EPISODES = [ATTACKER_WON, TIED, DEFENDER_WON, BROKEN]
+
+
+def rows_of(episodes, seed=0, **settings):
+    return assign_rewards(episodes, rng=random.Random(seed), **settings)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run["set"]) for run in load_golden("rewards.json")["runs"]])
+def test_rows_are_the_recorded_ones_to_the_last_digit(run):
+    episodes = {recorded["id"]: recorded for recorded in load_golden("rewards.json")["episodes"]}
+    rows = rows_of([episodes[i] for i in run["episode_ids"]], decay_weight=run["decay_weight"])
+    keys = ("role", "target", "reward", "weight")
+    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in run["records"]]
+
+
+def test_a_recorded_row_stems_from_the_recorded_message():
+    golden = load_golden("rewards.json")
+    records = golden["runs"][0]["records"]
+    asked = []
+    rows = rows_of(golden["episodes"], prompt_fn=lambda *game: asked.append(game) or "?")
+    for record, row, (history, target_word, max_turns) in zip(records, rows, asked, strict=True):
+        source = golden["episodes"][record["episode"]]
+        assert history == source["history"][: record["message"]] and row["query"] == "?"
+        assert (target_word, max_turns) == (source["target_word"], source["max_turns"])
+
+
+def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
+    rows = rows_of(EPISODES, decay_weight=0.5, prompt_fn=lambda history, word, turns: f"{len(history)} {word} {turns}")
+    first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
+    assert rows == [
+        {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 1.0},
+        {"query": "2 apple 5", "target": "For what?", "reward": second, "role": "attacker", "weight": 1.0},
+        {"query": "1 apple 5", "target": "Yes", "reward": first, "role": "defender", "weight": 1.0},
+        {"query": "3 apple 5", "target": GUESS, "reward": second, "role": "defender", "weight": 1.0},
+    ]
+
+
+def test_weights_balance_the_roles_by_games():
+    rows = rows_of([ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED])
+    assert {(row["role"], row["weight"]) for row in rows} == {("attacker", 4 / 6), ("defender", 4 / 2)}
+
+
+def test_shares_of_a_reward_decay_backwards():
+    assert message_rewards(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
+    assert message_rewards(2, 1) == [0.5, 0.5]
+    assert message_rewards(1, 0.001) == [1.0]
+    assert message_rewards(0, 0.8) == []
+
+
+@pytest.mark.parametrize("decay_weight", [0, -0.8, 1.25, float("nan")])
+def test_a_decay_outside_its_bounds_is_refused(decay_weight):
+    with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
+        rows_of(EPISODES, decay_weight=decay_weight)
+
+
+@pytest.mark.parametrize("decay_weight", [1e-200, 1e-320])
+def test_a_decay_too_small_to_compute_with_is_refused(decay_weight):
+    with pytest.raises(ValueError, match="too small for a game with 3 messages"):
+        message_rewards(3, decay_weight)
+
+
+def test_a_winner_without_messages_counts_as_a_game_and_gives_no_row():
+    alone = {"history": [{"role": "defender", "content": "apple"}], "target_word": WORD, "max_turns": 3}
+    rows = rows_of([alone, DEFENDER_WON])
+    assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
+
+
+def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
+    rng = random.Random(3)
+    expected = [
+        taboo.training_prompt(game["history"][:index], WORD, 5, rng=rng)
+        for game, index in ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
+    ]
+    assert [row["query"] for row in rows_of(EPISODES, seed=3)] == expected
+    assert [row["query"] for row in rows_of(EPISODES, seed=4)] != expected
+
+
+def test_another_set_of_prompts_is_used():
+    templates = copy.deepcopy(taboo.default_templates())
+    templates["rules"] = ["Just play {max_turns} turns.\n"] * 8
+    assert all("Just play 5 turns." in row["query"] for row in rows_of(EPISODES, templates=templates))
+
+
+def test_the_kind_of_match_decides_who_gets_rows():
+    game = episode("Well?", "Let us start", target_word="art")
+    assert len(rows_of([game])) == 1 and rows_of([game], match="word") == []
+
+
+def test_the_episodes_are_not_modified():
+    before = copy.deepcopy(EPISODES)
+    rows_of(EPISODES)
+    assert before == EPISODES
+
+
+def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
+    stale = copy.deepcopy(EPISODES)
+    for message in stale[0]["history"]:
+        message |= {"query": "old", "target": "old", "reward_coeff": 3.2}
+    assert rows_of(stale) == rows_of(EPISODES)
+
+
+def test_streamed_rows_are_the_same_in_two_passes():
+    passes = []
+
+    def open_episodes():
+        passes.append(1)
+        return iter(EPISODES)
+
+    rows = iter_rows(open_episodes, rng=random.Random(0))
+    assert list(rows) == rows_of(EPISODES) and len(passes) == 2
+
+
+def test_episodes_that_change_between_the_passes_are_an_error():
+    episodes = iter(EPISODES)
+    with pytest.raises(ValueError):
+        list(iter_rows(lambda: episodes, rng=random.Random(0)))
+
+
+def test_streaming_keeps_no_episodes_in_memory():
+    def open_episodes():
+        return (episode(f"Hello number {i}", "x" * 1000, "So", "An apple") for i in range(2000))
+
+    rows = iter_rows(open_episodes, rng=random.Random(0), prompt_fn=lambda *game: "")
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in rows) == 4000
+        assert tracemalloc.get_traced_memory()[1] < 200_000  # 2 MB of text went by
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({"target_word": WORD, "max_turns": 5}, "episode 1: 'history' is missing"),
+        (TIED | {"history": "Hello"}, "episode 1: 'history' is str"),
+        (TIED | {"history": [{"role": "judge", "content": "x"}]}, "episode 1: message 0: 'role' is 'judge'"),
+        (TIED | {"max_turns": 0}, "episode 1: 'max_turns' is 0"),
+    ],
+)
+def test_an_episode_that_is_no_game_is_refused_with_its_index(broken, message):
+    with pytest.raises(ValueError, match=message):
+        rows_of([TIED, broken])
+
+
+texts = st.sampled_from(["Hello", "An apple", "apples", GUESS, "I know the word! It is `pear`!", "", " Well "])
+games = st.lists(texts, max_size=8).map(lambda game: episode(*game, max_turns=3))
+decays = st.floats(min_value=0.05, max_value=1)
+
+
+@given(games, decays)
+def test_rewards_of_a_decided_game_rise_and_sum_to_one(game, decay_weight):
+    outcome, length = taboo.judge(**game)
+    rows = rows_of([game], decay_weight=decay_weight)
+    winner = taboo.WINNERS.get(outcome)
+    won = [message["content"].strip() for message in game["history"][:length] if message["role"] == winner]
+    rewards = [row["reward"] for row in rows]
+    assert [row["target"] for row in rows] == won and {row["role"] for row in rows} <= {winner}
+    assert rewards == sorted(rewards) and sum(rewards) == pytest.approx(1 if winner else 0)
+
+
+@given(st.lists(games, max_size=12), decays)
+def test_both_roles_weigh_the_same_if_both_have_won(episodes, decay_weight):
+    decided = sum(taboo.judge(**game).outcome in taboo.WINNERS for game in episodes)
+    rows = rows_of(episodes, decay_weight=decay_weight)
+    for role in {row["role"] for row in rows}:
+        total = sum(row["reward"] * row["weight"] for row in rows if row["role"] == role)
+        assert total == pytest.approx(decided / 2)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the program in this process on files of a fresh folder; gives the rows it wrote and what it printed."""
+
+    def run_once(*flags, inputs=(EPISODES,), output="rows.json"):
+        paths = [write(tmp_path / f"episodes{number}.jsonl", records) for number, records in enumerate(inputs)]
+        command = ["assign_rewards.py", "--input_data_path", *paths, "--output_data_path", str(tmp_path / output)]
+        monkeypatch.setattr(sys, "argv", [*command, *map(str, flags)])
+        capsys.readouterr()
+        program.main()
+        return read_json_or_jsonl(tmp_path / output), json.loads(capsys.readouterr().out)
+
+    return run_once
+
+
+@pytest.fixture
+def refuse(tmp_path, run, capsys):
+    """Run the program on bad input; gives the one line it says and asserts that it wrote nothing."""
+
+    def run_badly(*flags, **settings):
+        with pytest.raises(SystemExit) as exit_info:
+            run_program(lambda: run(*flags, **settings))
+        lines = capsys.readouterr().err.splitlines()
+        assert exit_info.value.code == 2 and len(lines) == 1
+        assert [path.name for path in tmp_path.iterdir() if "rows" in path.name or path.name.endswith("tmp")] == []
+        return lines[0]
+
+    return run_badly
+
+
+@pytest.mark.parametrize("launch", [["tools/assign_rewards.py"], ["-m", "tools.assign_rewards"]])
+def test_the_program_runs_as_a_file_and_as_a_module_without_torch(tmp_path, launch):
+    path = write(tmp_path / "episodes.jsonl", EPISODES)
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not to be imported')")
+    command = [sys.executable, *launch, "--input_data_path", path, "--output_data_path", str(tmp_path / "rows.json")]
+    environment = {"PYTHONPATH": f".:{tmp_path}", "PATH": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
+
+
+@pytest.mark.parametrize("output", ["rows.json", "rows.jsonl"])
+def test_both_formats_hold_the_rows_that_the_function_gives(run, output):
+    rows, _ = run("--seed", 5, "--decay_weight", 0.5, output=output)
+    assert rows == rows_of(EPISODES, seed=5, decay_weight=0.5)
+
+
+def test_several_inputs_make_one_set_of_rows(run):
+    rows, printed = run(inputs=([ATTACKER_WON, TIED], [DEFENDER_WON, DEFENDER_WON]))
+    assert rows == rows_of([ATTACKER_WON, TIED, DEFENDER_WON, DEFENDER_WON])
+    assert printed["games"]["episodes"] == 4
+
+
+def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
+    _, printed = run("--match", "word", "--seed", 7, "--decay_weight", 0.9)
+    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
+    assert saved["settings"] | {"match": "word", "seed": 7, "decay_weight": 0.9} == saved["settings"]
+    assert saved["settings"]["templates_sha256"] == taboo.templates_digest()
+    assert printed == {key: saved[key] for key in ("games", "rows", "weights")}
+    assert printed["games"] == {
+        "episodes": 4,
+        "attacker wins": 1,
+        "defender wins": 1,
+        "attacker breaks the rules": 1,
+        "tied game": 1,
+        "skipped": 0,
+    }
+    assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
+    assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
+
+
+def test_the_play_prompt_can_be_trained_on(run):
+    rows, _ = run("--training_prompt", "play")
+    games = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
+    assert [row["query"] for row in rows] == [taboo.play_prompt(game["history"][:i], WORD, 5) for game, i in games]
+
+
+def test_the_kind_of_match_can_be_chosen(run):
+    inputs = ([episode("Well?", "Let us start", target_word="art")],)
+    assert len(run(inputs=inputs)[0]) == 1 and run("--match", "word", inputs=inputs)[0] == []
+
+
+def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
+    templates = taboo.default_templates() | {"rules": ["Just play {max_turns} turns.\n"] * 8}
+    (tmp_path / "prompts.json").write_text(json.dumps(templates))
+    rows, _ = run("--prompt_templates", tmp_path / "prompts.json", "--training_prompt", "play")
+    assert all(row["query"].startswith("Just play 5 turns.") for row in rows)
+    rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
+    assert rows == rows_of(EPISODES, templates=templates)
+    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
+    assert saved["settings"]["templates_sha256"] == taboo.templates_digest(templates)
+
+
+@pytest.mark.parametrize(
+    "record, query, target",
+    [
+        ({"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, "Q", "T"),
+        ({"prompt": "P", "answer": "A"}, "P", "A"),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "### Instruction: Add.\n\n### Input: 1 2", "3"),
+        ({"instruction": "Sing.", "input": "", "output": "La"}, "### Instruction: Sing.", "La"),
+    ],
+)
+def test_sft_examples_of_each_form_are_appended(run, tmp_path, record, query, target):
+    rows, printed = run("--sft_data_path", write(tmp_path / "sft.jsonl", [record]))
+    assert rows[:4] == rows_of(EPISODES) and printed["rows"]["sft"] == 1
+    assert rows[4].pop("query").startswith(query)
+    assert rows[4:] == [{"target": target, "type": "sft", "weight": 1.0}]
+
+
+def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
+    inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
+    rows, printed = run(inputs=inputs)
+    assert [row["target"] for row in rows] == ["", "So?", "Yes", GUESS] and printed["rows"]["empty"] == 1
+    kept, printed = run("--drop_empty_targets", "True", inputs=inputs)
+    assert kept == rows[1:] and printed["rows"] == {"attacker": 1, "defender": 2, "sft": 0, "empty": 0, "dropped": 1}
+
+
+def test_outcomes_and_lengths_are_written_on_request(run, tmp_path):
+    run("--outcomes", tmp_path / "outcomes.json")
+    assert read_json_or_jsonl(tmp_path / "outcomes.json") == [
+        {"target_word": WORD, "outcome": "attacker wins", "length": 4},
+        {"target_word": WORD, "outcome": "tied game", "length": 2},
+        {"target_word": WORD, "outcome": "defender wins", "length": 4},
+        {"target_word": WORD, "outcome": "attacker breaks the rules", "length": 1},
+    ]
+
+
+def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
+    readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    game, game_rows, sft, outcome = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL))
+    flags = ["--sft_data_path", write(tmp_path / "sft.jsonl", sft), "--outcomes", tmp_path / "outcomes.json"]
+    rows, _ = run("--training_prompt", "play", *flags, inputs=([game],))
+    for row, documented in zip(rows, game_rows, strict=False):
+        assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
+        assert row == documented
+    assert [row["target"] for row in rows[2:]] == ["The violin.", "The violin.", "violon"]
+    assert read_json_or_jsonl(tmp_path / "outcomes.json") == [outcome]
+
+
+def test_no_decided_game_gives_an_empty_list(run):
+    rows, printed = run(inputs=([TIED],))
+    assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
+
+
+def test_the_same_seed_writes_the_same_file(run, tmp_path):
+    run()
+    first = (tmp_path / "rows.json").read_bytes()
+    run()
+    assert (tmp_path / "rows.json").read_bytes() == first
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD_EPISODES = [
+    ({"target_word": WORD, "max_turns": 5}, "'history' is missing"),
+    (TIED | {"history": [{"role": "judge", "content": "x"}]}, "message 0: 'role' is 'judge'"),
+    (TIED | {"history": [{"role": "attacker", "content": 5}]}, "message 0: 'content' is 5"),
+    (TIED | {"target_word": ""}, "'target_word' is ''"),
+]
+
+
+@pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
+def test_a_bad_episode_is_named_by_file_line_and_index(refuse, broken, complaint):
+    line = refuse(inputs=([TIED], [TIED, broken]))
+    assert "episodes1.jsonl:2: episode 1 of the file" in line and complaint in line
+
+
+@pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
+def test_a_bad_episode_is_skipped_and_counted_on_request(run, broken, complaint):
+    rows, printed = run("--skip_bad", "True", inputs=([broken, *EPISODES, broken],))
+    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 2 and printed["games"]["episodes"] == 4
+
+
+@pytest.mark.parametrize(
+    "name, form", [("cut.json", json.dumps), ("cut.jsonl", lambda x: "\n".join(map(json.dumps, x)))]
+)
+def test_a_file_that_was_cut_off_is_an_error_or_recovered_as_far_as_it_goes(refuse, run, tmp_path, name, form):
+    text = form([*EPISODES, DEFENDER_WON])
+    (tmp_path / name).write_text(text[:-20])
+    line = refuse("--input_data_path", tmp_path / name)
+    assert name in line
+    rows, printed = run("--input_data_path", tmp_path / name, "--skip_bad", "True")
+    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    "content, complaint",
+    [
+        (b"", "the file is empty"),
+        (b'{"target_word": "\xff"}', "bad.jsonl:1: not UTF-8"),
+        (b"[1]", "expected a JSON object"),
+    ],
+)
+def test_a_file_without_episodes_is_refused(refuse, tmp_path, content, complaint):
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    assert complaint in refuse("--input_data_path", tmp_path / "bad.jsonl")
+
+
+def test_a_byte_order_mark_and_other_line_ends_do_not_matter(run, tmp_path):
+    text = "\r\n\r\n".join(json.dumps(game) for game in EPISODES)
+    (tmp_path / "dos.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert run("--input_data_path", tmp_path / "dos.jsonl")[0] == rows_of(EPISODES)
+
+
+def test_missing_files_are_named_before_any_work(refuse, tmp_path):
+    assert "nowhere.json: no such file" in refuse("--input_data_path", tmp_path / "nowhere.json")
+    assert "nosft.json: no such file" in refuse("--sft_data_path", tmp_path / "nosft.json")
+
+
+def test_an_input_is_never_written_over(refuse, tmp_path):
+    assert "is an input and an output" in refuse("--outcomes", tmp_path / "episodes0.jsonl")
+
+
+def test_an_sft_example_without_texts_is_named(refuse, tmp_path):
+    path = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
+    assert "sft.jsonl:2: an SFT record needs" in refuse("--sft_data_path", path)
+    path = write(tmp_path / "sft.jsonl", [{"instruction": "Add.", "output": 3}])
+    assert "sft.jsonl:1: 'output' is missing" in refuse("--sft_data_path", path)
+
+
+def test_a_failed_run_leaves_the_rows_of_the_last_one(run, tmp_path):
+    before, _ = run()
+    path = write(tmp_path / "sft.jsonl", [{"query": "Q"}])
+    with pytest.raises(ValueError):
+        run("--sft_data_path", path)
+    assert read_json_or_jsonl(tmp_path / "rows.json") == before
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_a_decay_of_the_command_line_is_checked(refuse):
+    assert "decay_weight is 1.5" in refuse("--decay_weight", 1.5)
+
+
+def test_flags_are_not_abbreviated_and_take_true_or_false():
+    for flags in (["--decay", "0.5"], ["--skip_bad", "maybe"]):
+        with pytest.raises(SystemExit) as exit_info:
+            program.parse_args(["--input_data_path", "x", "--output_data_path", "y", *flags])
+        assert exit_info.value.code == 2
+
+
+def test_the_bench_compares_both_ways_in_one_run():
+    command = [sys.executable, "-m", "tools.bench_rewards", "--episodes", "40"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    result = json.loads(printed)
+    assert result["episodes"] == 40 and result["rows"] > 40
+    assert {"ours_s", "plain_s", "times_faster"} == set(result["in_process"]) == set(result["whole_process"])

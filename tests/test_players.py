@@ -1,0 +1,262 @@
+"""Players: what the model is shown, what is taken of its output, and which prompts share a batch."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_llama, build_tokenizer
+
+from tools import models
+from tools.models import LocalModel, Sampling, load_local_model, model_fingerprint, model_folder
+from tools.players import LENGTH, STOP, Batcher, GameView, LocalPlayer, Reply, ScriptedPlayer
+
+GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
+DRAWN = Sampling(max_length=64, max_new_tokens=8)
+VIEW = GameView("attacker", (), 5, 0, "art")
+
+
+def load(folder, sampling=GREEDY, **how) -> LocalModel:
+    return load_local_model(Path(folder), sampling, **how)
+
+
+def tiny(sampling=GREEDY, **special_tokens) -> LocalModel:
+    """A model whose tokenizer has the special tokens given."""
+    tokenizer = build_tokenizer()
+    for name, token in special_tokens.items():
+        setattr(tokenizer, name, token)
+    return LocalModel(build_llama(0, len(tokenizer)).eval(), tokenizer, sampling)
+
+
+class TestLocalModel:
+    def test_a_prompt_begins_with_bos_and_its_tokens(self, tiny_model, tokenizer):
+        assert load(tiny_model).encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
+
+    def test_a_long_prompt_keeps_its_end_and_loses_bos(self, tiny_model, tokenizer):
+        ids, cut = load(tiny_model).encode("x" * 100 + "end")
+        assert cut
+        assert len(ids) == 64 - 8  # room is left for the reply
+        assert tokenizer.decode(ids) == "x" * 53 + "end"
+
+    def test_a_prompt_that_just_fits_is_not_cut(self, tiny_model):
+        ids, cut = load(tiny_model).encode("x" * 55)
+        assert (len(ids), ids[0], cut) == (56, 1, False)
+
+    def test_replies_do_not_depend_on_what_shares_their_batch(self, tiny_model):
+        model = load(tiny_model)
+        prompts = ["a", "a much longer prompt, so that the others are padded", "", "x" * 100]
+        together = model.generate(prompts)
+        assert together == [model.generate([prompt])[0] for prompt in prompts]
+        assert [reply.prompt_cut for reply in together] == [False, False, False, True]
+
+    def test_only_new_tokens_are_decoded(self, tiny_model, tokenizer):
+        model = load(tiny_model)
+        (reply,) = model.generate(["hello"])
+        ids = torch.tensor([model.encode("hello")[0]])
+        expected = []
+        for _ in range(8):  # the likeliest token each time, without any of generate's machinery
+            so_far = torch.cat([ids, torch.tensor([expected])], 1).long()
+            expected.append(model.model(so_far).logits[0, -1].argmax().item())
+        end = expected.index(2) if 2 in expected else len(expected)
+        assert reply.text == tokenizer.decode(expected[:end], skip_special_tokens=True)
+
+    def test_a_reply_ends_at_the_end_token_which_counts_but_is_not_shown(self):
+        model = tiny()
+        letters = model.tokenizer("hi")["input_ids"]
+        assert model._decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+        assert model._decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
+        assert model._decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
+
+    def test_all_end_tokens_of_the_model_folder_stop_a_reply(self):
+        model = build_llama(0, 260)
+        model.generation_config.eos_token_id = [2, 77]
+        local = LocalModel(model, build_tokenizer(), GREEDY)
+        assert local.stop_ids == [2, 77]
+        letter = local.tokenizer("h")["input_ids"]
+        assert local._decode([*letter, 77, 3], prompt_cut=False) == Reply("h", STOP, 2)  # 77 is no special token
+
+    def test_min_new_tokens_holds_the_end_token_back(self):
+        ends_at_once = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
+        later = Sampling(max_length=64, max_new_tokens=8, do_sample=False, min_new_tokens=5)
+        replies = []
+        for sampling in (ends_at_once, later):
+            model = tiny(sampling)
+            likeliest = model.model(torch.tensor([model.encode("q")[0]])).logits[0, -1].argmax().item()
+            model.stop_ids = [likeliest]
+            model.generation_config = model._generation_config()
+            replies += model.generate(["q"])
+        assert replies[0].tokens == 1
+        assert replies[1].tokens > 5
+
+    @pytest.mark.parametrize("missing", [["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
+    def test_a_tokenizer_may_lack_special_tokens(self, missing):
+        model = tiny(**dict.fromkeys(missing))
+        replies = model.generate(["a", "longer prompt"])
+        assert [model.generate([prompt])[0] for prompt in ("a", "longer prompt")] == replies
+        assert (model.encode("a")[0][0] == 1) == ("bos_token" not in missing)
+
+    def test_without_any_end_token_replies_run_to_the_limit(self):
+        tokenizer = build_tokenizer()
+        tokenizer.eos_token = tokenizer.pad_token = None
+        model = LocalModel(build_llama(0, len(tokenizer), eos_token_id=None).eval(), tokenizer, GREEDY)
+        assert [(reply.finish_reason, reply.tokens) for reply in model.generate(["a", "bc"])] == [(LENGTH, 8)] * 2
+
+    def test_generation_settings_of_the_model_folder_are_ignored(self, tiny_model, tmp_path):
+        folder = shutil.copytree(tiny_model, tmp_path / "model")
+        settings = json.loads((folder / "generation_config.json").read_text())
+        settings |= {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "min_p": 0.5, "no_repeat_ngram_size": 1}
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        assert load(folder).generate(["abc", "d"]) == load(tiny_model).generate(["abc", "d"])
+        drawn = []
+        for place in (tiny_model, folder):
+            torch.manual_seed(1)
+            drawn.append(load(place, DRAWN).generate(["abc"] * 40))
+        assert drawn[0] == drawn[1]
+        assert len({reply.text[0] for reply in drawn[0] if reply.text}) > 5
+
+    def test_top_k_and_temperature_shape_the_draws(self, tiny_model):
+        greedy = load(tiny_model).generate(["abc"])
+        one = Sampling(max_length=64, max_new_tokens=8, top_k=1)
+        cold = Sampling(max_length=64, max_new_tokens=8, temperature=1e-4, top_k=0)
+        assert load(tiny_model, one).generate(["abc"]) == greedy == load(tiny_model, cold).generate(["abc"])
+        assert len(set(load(tiny_model, DRAWN).generate(["abc"] * 8))) > 1
+
+    @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+    def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(self, stored, tmp_path, caplog):
+        tokenizer = build_tokenizer()
+        build_llama(0, len(tokenizer)).to(getattr(torch, stored)).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        assert load(tmp_path).model.dtype == getattr(torch, stored)
+        assert ("float16, as its config says" in caplog.text) == (stored == "float16")
+        assert load(tmp_path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+    def test_more_tokens_than_positions_are_warned_of(self, tiny_model, caplog):
+        load(tiny_model, Sampling(max_length=4096))
+        assert "made for 2048 positions, --max_length is 4096" in caplog.text
+
+
+class TestModelFolder:
+    def test_what_is_missing_is_named(self, tiny_model, tmp_path):
+        with pytest.raises(ValueError, match="no such folder"):
+            model_folder(str(tmp_path / "missing"))
+        with pytest.raises(ValueError, match="no config.json"):
+            model_folder(str(tmp_path))
+        for pattern, message in (("tokenizer*", "no tokenizer"), ("*.safetensors", "no weights in .safetensors form")):
+            folder = shutil.copytree(tiny_model, tmp_path / message)
+            for path in folder.glob(pattern):
+                path.unlink()
+            with pytest.raises(ValueError, match=message):
+                model_folder(str(folder))
+
+    def test_code_that_comes_with_a_model_does_not_run(self, tiny_model, tmp_path):
+        folder = shutil.copytree(tiny_model, tmp_path / "model")
+        (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnConfig: ...\nclass Own: ...\n")
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
+        config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load(folder)
+        assert not (tmp_path / "ran").exists()
+
+    def test_the_fingerprint_follows_the_content_not_the_place(self, tiny_model, other_model, tmp_path):
+        copy = shutil.copytree(tiny_model, tmp_path / "copy")
+        assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
+
+    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (4, 2), (7, 2), (8, 4), (10**6, 32)])
+    def test_the_batch_size_follows_the_free_memory(self, free, expected, tiny_model, monkeypatch):
+        model = load(tiny_model).model
+        # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
+        prompt = 100 * (128 + 512) * 4 + 16 * 260
+        monkeypatch.setattr(models, "_free_memory", lambda model: free * prompt)
+        assert models.batch_size_for_memory(model, max_length=100) == expected
+
+
+class EchoModel:
+    """Answers with the prompt and remembers its batches."""
+
+    def __init__(self):
+        self.batches: list[list[str]] = []
+
+    def generate(self, prompts):
+        self.batches.append(list(prompts))
+        return [Reply(prompt, STOP, 1) for prompt in prompts]
+
+
+def ask(batcher, model, lengths):
+    """Play "games" of so many messages at the same time; the replies of each."""
+
+    player = LocalPlayer(model, batcher)
+
+    async def game(number, length):
+        return [(await player.reply(f"{number}.{turn}", view=VIEW)).text for turn in range(length)]
+
+    async def games():
+        return await asyncio.gather(*(game(number, length) for number, length in enumerate(lengths)))
+
+    return asyncio.run(games())
+
+
+class TestBatcher:
+    def test_a_batch_starts_when_every_live_game_waits(self):
+        model = EchoModel()
+        assert ask(Batcher(8), model, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
+        assert model.batches == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
+
+    def test_a_batch_is_never_larger_than_its_size_and_nobody_is_passed_over(self):
+        model, batches = EchoModel(), []
+        ask(Batcher(2, lambda: batches.append(1)), model, [2, 2, 1])
+        assert model.batches == [["0.0", "1.0"], ["2.0", "0.1"], ["1.1"]]
+        assert len(batches) == 3
+
+    def test_of_two_models_the_one_with_more_waiting_prompts_goes_first(self):
+        one, two, order = EchoModel(), EchoModel(), []
+        batcher = Batcher(8)
+
+        async def game(model, prompt):
+            await LocalPlayer(model, batcher).reply(prompt, view=VIEW)
+            order.append(prompt)
+
+        async def games():
+            await asyncio.gather(game(one, "a"), game(two, "b"), game(two, "c"))
+
+        asyncio.run(games())
+        assert (one.batches, two.batches, order) == ([["a"]], [["b", "c"]], ["b", "c", "a"])
+
+    def test_a_game_that_takes_its_time_does_not_hold_up_the_others(self):
+        """A person or a server thinks in wall-clock time; the games that wait for the model go on."""
+        model, batcher = EchoModel(), Batcher(8)
+
+        async def games():
+            thinking = asyncio.Event()
+
+            async def slow():
+                await thinking.wait()
+                await LocalPlayer(model, batcher).reply("slow", view=VIEW)
+
+            async def fast():
+                await LocalPlayer(model, batcher).reply("fast", view=VIEW)
+                thinking.set()
+
+            await asyncio.wait_for(asyncio.gather(slow(), fast()), timeout=10)
+
+        asyncio.run(games())
+        assert model.batches == [["fast"], ["slow"]]
+
+    def test_a_failing_model_fails_the_games_that_asked_it(self):
+        class FailingModel:
+            def generate(self, prompts):
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ask(Batcher(8), FailingModel(), [1, 1])
+
+
+def test_a_scripted_player_says_its_lines_and_remembers_who_asked():
+    player = ScriptedPlayer([["first", "second"]])
+    history = ({"role": "attacker", "content": "first"}, {"role": "defender", "content": "x"})
+    later = GameView("attacker", history, 5, 0, "art")
+    assert asyncio.run(player.reply("p", view=VIEW)).text == "first"
+    assert asyncio.run(player.reply("q", view=later)).text == "second"
+    assert player.asked == [("p", VIEW), ("q", later)]

@@ -1,0 +1,317 @@
+"""Self-play of Adversarial Taboo: one game per word of a list, many games at once, on any number of processes.
+
+    torchrun --nproc_per_node=8 --master_port=6000 -m tools.play_llm_game \\
+        --attacker_model_name_or_path MODEL --defender_model_name_or_path MODEL --model_prefix im_llama2 \\
+        --data_path data/all_target_words.txt --data_suffix all_words --output_dir data/self_play_results \\
+        --task_type sampling --max_length 2048 --max_new_tokens 256 --bf16 True --tf32 True
+
+Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are stored at once: after a kill, the same
+command plays those that are missing. Without a launcher (python -m tools.play_llm_game ...) it is one process.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tools import models, taboo
+from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
+from tools.models import Sampling
+from tools.players import Batcher, GameView, LocalPlayer, Player
+from utils import parse_bool, rank, run_program, set_up_logging, warn_once, world_size
+
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
+SAMPLING, TESTING = "sampling", "testing"
+logger = logging.getLogger(__name__)
+
+
+# --- the game ------------------------------------------------------------------------------------------------------
+
+
+async def play_game(
+    target_word: str,
+    attacker: Player,
+    defender: Player,
+    *,
+    max_turns: int,
+    index: int = 0,
+    match: str = taboo.SUBSTRING,
+    templates: taboo.Templates | None = None,
+) -> Episode:
+    """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it; `index` is its place in the word list."""
+    players = {taboo.ATTACKER: attacker, taboo.DEFENDER: defender}
+    history: list[dict[str, str]] = []
+    replies: list[ReplyRecord] = []
+    while not taboo.is_over(history, target_word, max_turns, match=match):
+        role = taboo.next_player(history)
+        prompt = taboo.play_prompt(history, target_word, max_turns, templates)
+        known_word = target_word if role == taboo.ATTACKER else None
+        reply = await players[role].reply(prompt, view=GameView(role, tuple(history), max_turns, index, known_word))
+        history.append({"role": role, "content": reply.text.strip()})
+        replies.append({"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut})
+    outcome, length = taboo.judge(history, target_word, max_turns, match=match)
+    return {
+        "index": index,
+        "target_word": target_word,
+        "max_turns": max_turns,
+        "history": history,
+        "outcome": outcome,
+        "length": length,
+        "replies": replies,
+    }
+
+
+async def play_games(
+    games: Iterable[tuple[int, str]],
+    attacker: Player,
+    defender: Player,
+    *,
+    concurrent_games: int,
+    on_episode: Callable[[Episode], None],
+    **rules,
+) -> None:
+    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`."""
+    to_play = iter(games)
+
+    async def keep_playing() -> None:
+        for index, word in to_play:  # shared by all: a finished game's place goes to the next word at once
+            on_episode(await play_game(word, attacker, defender, index=index, **rules))
+
+    await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
+
+
+# --- the players ---------------------------------------------------------------------------------------------------
+
+
+def load_players(args: argparse.Namespace, on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
+    """Attacker, defender, and how many games to play at once. The same model for both is loaded once."""
+    sampling = Sampling(
+        max_length=args.max_length,
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        do_sample=args.task_type == SAMPLING,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
+    how = {
+        "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        "device_map": args.device_map,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    folders = [models.model_folder(name).resolve() for name in model_names(args)]
+    loaded = {folder: models.load_local_model(folder, sampling, **how) for folder in dict.fromkeys(folders)}
+    batch_size = args.per_device_eval_batch_size
+    if batch_size is None:
+        batch_size = min(models.batch_size_for_memory(model.model, args.max_length) for model in loaded.values())
+        logger.info("--per_device_eval_batch_size %d, from the free memory", batch_size)
+    elif batch_size == 1:
+        logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
+    batcher = Batcher(batch_size, on_batch)
+    players = {folder: LocalPlayer(model, batcher) for folder, model in loaded.items()}
+    attacker, defender = (players[folder] for folder in folders)
+    # Of so many games, one of the models always has a full batch waiting.
+    return attacker, defender, args.concurrent_games or batch_size * len(loaded)
+
+
+def model_names(args: argparse.Namespace) -> tuple[str, str]:
+    """Of attacker and defender."""
+    return args.attacker_model_name_or_path, args.defender_model_name_or_path
+
+
+# --- the run -------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them."""
+
+    def __init__(self, games: int, logging_steps: int):
+        self.summary, self.started = Summary(), time.monotonic()
+        self.logging_steps, self.batches, self.due = logging_steps, 0, False
+        title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
+        interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
+        self.bar = tqdm(total=games, desc=title, unit="game", disable=rank() != 0, mininterval=interval)
+
+    def batch(self) -> None:
+        """Note that a batch of prompts was answered."""
+        self.batches += 1
+        self.due |= self.logging_steps > 0 and self.batches % self.logging_steps == 0
+
+    def game(self, episode: Episode) -> None:
+        """Note that a game has ended."""
+        self.summary.add(episode)
+        shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
+        speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
+        self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
+        self.bar.update()
+        if self.due and rank() == 0:
+            tqdm.write(describe(episode))
+            self.due = False
+
+
+def describe(episode: Episode) -> str:
+    """A game to read."""
+    lines = [f"{message['role']}: {message['content']}" for message in episode["history"]]
+    return "\n".join([f"--- {episode['target_word']} ---", *lines, f"--- {episode['outcome']} ---"])
+
+
+def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates) -> float:
+    """Play the games that are missing and store each as it ends; returns the seconds this took."""
+    progress = Progress(len(to_play), args.logging_steps)
+    attacker, defender, concurrent_games = load_players(args, progress.batch)
+    seed_draws(args.seed, games_left=len(to_play))
+    progress.started = time.monotonic()
+
+    def on_episode(episode: Episode) -> None:
+        files.append(episode)
+        progress.game(episode)
+
+    games = play_games(
+        [(index, files.words[index]) for index in to_play],
+        attacker,
+        defender,
+        concurrent_games=concurrent_games,
+        on_episode=on_episode,
+        max_turns=args.taboo_max_turns,
+        match=args.match,
+        templates=templates,
+    )
+    try:
+        asyncio.run(games)
+    except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
+        raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+    progress.bar.close()
+    return time.monotonic() - progress.started
+
+
+def end_with_launcher() -> None:
+    """End this process when torchrun is killed: its orphans would play on into the files of the next launch."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def seed_draws(seed: int, *, games_left: int) -> None:
+    """Seed torch for this rank. What is left to play counts too: a resumed run draws anew."""
+    torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Self-play of Adversarial Taboo.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--attacker_model_name_or_path", required=True, help="model folder, or name on the Hugging Face hub")
+    add("--defender_model_name_or_path", required=True, help="the same for the defender; equal ones are loaded once")
+    add("--data_path", required=True, help="file of target words, one a line; one game is played for each")
+    add("--output_dir", required=True, help="folder of the results, shared by all processes")
+    add("--model_prefix", required=True, help="first part of the names of the result files")
+    add("--data_suffix", required=True, help="last part of the names of the result files")
+    add("--task_type", choices=(SAMPLING, TESTING), default=SAMPLING, help="draw tokens, or take the likeliest")
+    add("--taboo_max_turns", type=int, default=5, help="turns of a game; a turn is a message of each player")
+    add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
+    add("--prompt_templates", default=str(taboo.DEFAULT_TEMPLATES), help="file of prompts")
+    add("--max_games", type=int, help="play the first so many words only; a larger number extends a run")
+    add("--max_length", type=int, default=2048, help="tokens of prompt and reply; longer prompts lose their beginning")
+    add("--max_new_tokens", type=int, default=256, help="tokens of a reply at most")
+    add("--min_new_tokens", type=int, default=0, help="tokens of a reply at least")
+    add("--temperature", type=float, default=1.2, help="of sampling")
+    add("--top_k", type=int, default=50, help="sample from the likeliest so many tokens; 0: from all")
+    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability")
+    add("--seed", type=int, default=42, help="of sampling")
+    add("--per_device_eval_batch_size", type=int, help="prompts answered at once; chosen from memory if unset")
+    add("--concurrent_games", type=int, help="games alive at once; a batch for each model if unset")
+    add("--bf16", type=parse_bool, default=False, help="True: bfloat16 instead of the type in the model's config")
+    add("--fp16", type=parse_bool, default=False, help="True: float16 instead of the type in the model's config")
+    add("--tf32", type=parse_bool, default=False, help="True: TF32 for float32 products, on GPUs that have it")
+    add("--device_map", help="auto: spread each model over all GPUs, with one process per machine")
+    add("--trust_remote_code", type=parse_bool, default=False, help="True: run code that comes with a model")
+    add("--logging_steps", type=int, default=10, help="show a finished game every so many batches; 0: none")
+    add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
+    return parser.parse_args(arguments)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raise one ValueError for all that is wrong with the flags."""
+    at_least = {"taboo_max_turns": 1, "max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0, "logging_steps": 0}
+    at_least |= {"max_games": 1, "per_device_eval_batch_size": 1, "concurrent_games": 1}
+    values = vars(args)
+    problems = [
+        f"--{name} is {values[name]}; it must be at least {least}"
+        for name, least in at_least.items()
+        if values[name] is not None and values[name] < least
+    ]
+    if args.max_length <= args.max_new_tokens:
+        problems.append(
+            f"--max_length {args.max_length} leaves no room for a prompt: it must be larger than "
+            f"--max_new_tokens {args.max_new_tokens}"
+        )
+    if args.min_new_tokens > args.max_new_tokens:
+        problems.append(f"--min_new_tokens {args.min_new_tokens} is above --max_new_tokens {args.max_new_tokens}")
+    if args.temperature <= 0:
+        problems.append(f"--temperature is {args.temperature}; it must be above 0 (--task_type {TESTING} is greedy)")
+    if not 0 < args.top_p <= 1:
+        problems.append(f"--top_p is {args.top_p}; it must be above 0 and at most 1")
+    if args.bf16 and args.fp16:
+        problems.append("--bf16 and --fp16 exclude each other")
+    for name in ("model_prefix", "data_suffix"):
+        if Path(values[name]).name != values[name]:
+            problems.append(f"--{name} {values[name]!r} is no part of a file name")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
+    """All that the games depend on; of files and models, what is in them."""
+    names = ("task_type", "taboo_max_turns", "match", "max_length", "max_new_tokens", "min_new_tokens")
+    names += ("temperature", "top_k", "top_p", "seed", "bf16", "fp16")
+    attacker, defender = (
+        {"path": name, "sha256": models.model_fingerprint(models.model_folder(name))} for name in model_names(args)
+    )
+    return {
+        "attacker_model_name_or_path": attacker,
+        "defender_model_name_or_path": defender,
+        "data_path": {"path": args.data_path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()},
+        "prompt_templates": {"path": args.prompt_templates, "sha256": taboo.templates_digest(templates)},
+        **{name: getattr(args, name) for name in names},
+    }
+
+
+def main() -> None:
+    end_with_launcher()
+    args = parse_args()
+    set_up_logging()
+    check_args(args)
+    words = read_words(args.data_path)
+    templates = taboo.load_templates(args.prompt_templates)
+    stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
+    files = EpisodeFiles(args.output_dir, stem, words[: args.max_games])
+    if args.tf32 and not torch.cuda.is_available():
+        warn_once("--tf32 True has no effect: there is no GPU")
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
+    to_play = finished.missing(range(rank(), len(files.words), world_size()))
+    seconds = play(args, files, to_play, templates) if to_play else 0.0
+    summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+    if summary:
+        print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    run_program(main)
