@@ -153,11 +153,9 @@ def test_a_deepspeed_scheduler_that_would_overrule_the_flag_is_refused(given, tm
         parse_arguments(minimal(given, "--deepspeed", str(config)))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
-def test_every_shipped_deepspeed_file_is_stage_2_or_3_and_leaves_the_schedule_to_the_flags(path):
-    config = json.loads(path.read_text())
-    if "zero_optimization" not in config:
-        pytest.skip("not a DeepSpeed file")
+@pytest.mark.parametrize("name", ["default_offload_opt_param", "zero2", "zero3"])
+def test_every_shipped_deepspeed_file_is_stage_2_or_3_and_leaves_the_schedule_to_the_flags(name):
+    config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
     assert config["zero_optimization"]["stage"] in (2, 3) and "scheduler" not in config
     if config["zero_optimization"]["stage"] == 3:
         assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True

@@ -1,5 +1,6 @@
 """The README's commands: every program in them exists and accepts the flags it is given."""
 
+import functools
 import os
 import re
 import shlex
@@ -29,32 +30,40 @@ def program_of(words: list[str]) -> str | None:
     return None
 
 
-def flags_of(words: list[str]) -> set[str]:
-    """The flags after the program, without those of the launcher before it."""
-    start = next(i for i, word in enumerate(words) if word.endswith(".py") or word.startswith("tools."))
-    return {word.split("=")[0] for word in words[start + 1 :] if word.startswith("--")}
+def start_of_flags(words: list[str]) -> int:
+    """Where the words after the program begin; before it are the launcher's."""
+    return 1 + next(i for i, word in enumerate(words) if word.endswith(".py") or word.startswith("tools."))
 
 
 PROGRAMS = sorted({program for words in commands() if (program := program_of(words))})
 
 
-def test_the_readme_shows_the_training_commands():
+def test_the_readme_shows_every_step_of_the_method():
+    steps = {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"}
+    assert steps <= {program_of(words) for words in commands()}
     assert sum("train.py" in words for words in commands()) >= 3
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_in_the_readme_accept_the_flags_it_gives_them(program):
+    for words in commands():
+        if program_of(words) == program:
+            subcommand = [word for word in words[start_of_flags(words) : start_of_flags(words) + 1] if word[0] != "-"]
+            given = {word.split("=")[0] for word in words[start_of_flags(words) :] if word.startswith("--")}
+            assert given <= accepted_flags(program, *subcommand), words
+
+
+@functools.cache
+def accepted_flags(*command: str) -> set[str]:
     finished = subprocess.run(
-        [sys.executable, program, "--help"],
+        [sys.executable, *command, "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert finished.returncode == 0, finished.stderr
-    known = set(re.findall(r"--\w+", finished.stdout))
-    given = set().union(*(flags_of(words) for words in commands() if program_of(words) == program))
-    assert given <= known, given - known
+    return set(re.findall(r"--\w+", finished.stdout))
 
 
 def test_shell_scripts_in_the_readme_exist():
