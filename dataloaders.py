@@ -21,7 +21,7 @@ import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROLES = {"attacker": 1, "defender": 2}  # a row of any other role, or of none, is 0
-FORMAT_VERSION = 1  # part of every cache key: raise it when the encoding changes
+FORMAT_VERSION = 2  # part of every cache key: raise it when the encoding changes
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
 
@@ -77,45 +77,54 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     also `role` and `ref_logprob`.
     Raises ValueError for a bad row (see `normalize_row`) and for a tokenizer without EOS.
     """
-    encoded = _encode_with_lengths(example, tokenizer)
-    kept = {name: encoded[name] for name in ("input_ids", "labels", "weight", "reward", "is_sft")}
+    (stored,) = _encode_for_storage([example], tokenizer)
+    encoded = {name: stored[name] for name in ("input_ids", "weight", "reward", "is_sft")}
+    encoded["labels"] = _labels(stored)
     if "role" in example:
-        kept["role"] = encoded["role"]
+        encoded["role"] = stored["role"]
     if "ref_logprob" in example:
-        kept["ref_logprob"] = example["ref_logprob"]
-    return kept
+        encoded["ref_logprob"] = example["ref_logprob"]
+    return encoded
 
 
-def _encode_with_lengths(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """One row as ENCODED_FEATURES has it: the ids, and the lengths that tell what the cut did."""
-    row = normalize_row(example)
-    prompt, target = _token_ids(row, tokenizer)
-    limit = tokenizer.model_max_length
-    kept = slice(limit) if tokenizer.truncation_side == "right" else slice(-limit, None)
-    labels = ([IGNORE_INDEX] * len(prompt) + target)[kept]
-    return {
-        "input_ids": (prompt + target)[kept],
-        "labels": labels,
-        "weight": row["weight"],
-        "reward": row["reward"],
-        "is_sft": row["is_sft"],
-        "role": row["role"],
-        "full_length": len(prompt) + len(target),
-        "target_length": len(target),
-        "scored_length": sum(label != IGNORE_INDEX for label in labels[1:]),
-    }
-
-
-def _token_ids(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids of [BOS] + query, and of target + [EOS]."""
+def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """Rows as ENCODED_FEATURES has them: the ids, how many of them are masked, and what the cut did."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
-    query, target = (
-        tokenizer(row[name], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-        for name in ("query", "target")
-    )
+    rows = [normalize_row(example) for example in examples]
+    queries, targets = (_tokenize([row[name] for row in rows], tokenizer) for name in ("query", "target"))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return bos + query, target + [tokenizer.eos_token_id]
+    limit, cut_left = tokenizer.model_max_length, tokenizer.truncation_side == "left"
+    encoded = []
+    for row, query, target in zip(rows, queries, targets, strict=True):
+        ids = bos + query + target + [tokenizer.eos_token_id]
+        kept = ids[-limit:] if cut_left else ids[:limit]
+        prompt_kept = len(bos) + len(query) - (len(ids) - len(kept) if cut_left else 0)
+        masked = min(max(prompt_kept, 0), len(kept))
+        encoded.append(
+            {
+                "input_ids": kept,
+                "masked_length": masked,
+                "weight": row["weight"],
+                "reward": row["reward"],
+                "is_sft": row["is_sft"],
+                "role": row["role"],
+                "full_length": len(ids),
+                "target_length": len(target) + 1,
+                "scored_length": len(kept) - max(masked, 1),
+            }
+        )
+    return encoded
+
+
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+
+
+def _labels(stored: dict) -> list[int]:
+    """The ids with the masked ones replaced."""
+    masked = stored["masked_length"]
+    return [IGNORE_INDEX] * masked + stored["input_ids"][masked:]
 
 
 # --- files to rows -------------------------------------------------------------------------------------------------
@@ -134,7 +143,7 @@ TEXT_FEATURES = datasets.Features(
 ENCODED_FEATURES = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "labels": datasets.Sequence(datasets.Value("int32")),
+        "masked_length": datasets.Value("int32"),  # BOS and query, after the cut
         "weight": datasets.Value("float32"),
         "reward": datasets.Value("float32"),
         "is_sft": datasets.Value("bool"),
@@ -200,7 +209,8 @@ def encode_rows(
     """
     key = _cache_key([rows._fingerprint, *tokenizer_parts(tokenizer)])
     encoded = rows.map(
-        partial(_encode_with_lengths, tokenizer=tokenizer),
+        partial(_encode_columns, tokenizer=tokenizer),
+        batched=True,
         remove_columns=["query", "target", "type"],
         features=ENCODED_FEATURES,
         num_proc=max(1, min(processes, len(rows) // ROWS_PER_PROCESS)),
@@ -227,6 +237,13 @@ def encode_rows(
         dropped=len(unscored),
     )
     return encoded, counts
+
+
+def _encode_columns(columns: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+    """A batch of rows as datasets hands it over: one list per column."""
+    examples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    encoded = _encode_for_storage(examples, tokenizer)
+    return {name: [row[name] for row in encoded] for name in encoded[0]}
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list:
@@ -258,7 +275,7 @@ class RowDataset(torch.utils.data.Dataset):
         self.key = rows._fingerprint  # of the data, the tokenizer, max_length and sides
         self.lengths: np.ndarray = columns["full_length"][:]  # (rows,) tokens before the cut
         self.is_sft: np.ndarray = columns["is_sft"][:]  # (rows,)
-        self.rows = rows.select_columns(["input_ids", "labels", "weight", "reward", "is_sft", "role"])
+        self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft", "role"])
         self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
 
     def __len__(self) -> int:
@@ -270,6 +287,8 @@ class RowDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> list[dict]:
         columns = self.rows[indices]
         batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        for example in batch:
+            example["labels"] = _labels(example)
         if self.ref_logprobs is not None:
             for example, index in zip(batch, indices, strict=True):
                 example["ref_logprob"] = float(self.ref_logprobs[index])

@@ -10,8 +10,8 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -256,8 +256,10 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory that this process has held: of the GPU's allocator, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    status = Path("/proc/self/status")
+    if status.is_file():  # of Linux, where getrusage would also count the program that launched this one
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
 def model_digest(name_or_path: str) -> str:

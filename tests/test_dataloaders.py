@@ -9,7 +9,7 @@ from conftest import GOLDEN, load_golden
 from transformers import AutoTokenizer
 
 import dataloaders
-from dataloaders import SPAGCollator, encode_example, encode_rows, load_rows
+from dataloaders import RowDataset, SPAGCollator, encode_example, encode_rows, load_rows
 
 RECORDED = load_golden("collator.json")
 LEGACY = {40}  # rows with `text` and `scores` are not carried over (README, Deviations)
@@ -116,7 +116,7 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer):
     encoded, counts = encode_rows(rows, tokenizer)
     assert counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, long_targets=0, empty_targets=2, dropped=0)
     expected = [encode_example(row, tokenizer) for row in ROWS * 2]
-    for stored, direct in zip(encoded, expected, strict=True):
+    for stored, direct in zip(RowDataset(encoded, counts), expected, strict=True):
         assert {name: stored[name] for name in direct} == direct
     assert [row["where"] for row in encoded][3:] == [f"{paths[1]}:{n}" for n in (1, 2, 3)]
 
