@@ -144,7 +144,7 @@ def combine(settings: argparse.Namespace, mode: str, results: list[dict]) -> dic
     sums = {name: sum(result["sums"][name] for result in results) for name in results[0]["sums"]}
     seconds, reference = (max(result[name] for result in results) for name in ("seconds", "reference_seconds"))
     losses = results[0]["losses"]
-    return {
+    return sums | {
         "mode": mode,
         "batch": settings.batch_size,
         "tokens/s": sums["tokens"] / seconds,
@@ -157,7 +157,6 @@ def combine(settings: argparse.Namespace, mode: str, results: list[dict]) -> dic
         "losses": losses,
         "padding": 1 - sums["tokens"] / sums["places"],
         "useful_rate": sums["useful_operations"] / seconds,
-        "matmul_rate": sums["matmul_rate"],
         "device": results[0]["device"],
     }
 
@@ -180,9 +179,9 @@ def compare(settings: argparse.Namespace) -> dict:
     lines = [line for pair in pairs.values() for line in pair if line]
     if not lines:
         raise ValueError(f"--batch_size {settings.batch_size}: too large for the GPU in both modes; try a smaller one")
-    matmul_rate = max(line.pop("matmul_rate") for line in lines)
+    matmul_rate = max(line["matmul_rate"] for line in lines)
     for line in lines:
-        line["MFU"] = line.pop("useful_rate") / matmul_rate
+        line["MFU"] = line["useful_rate"] / matmul_rate
     return {
         "device": lines[0]["device"],
         "processes": utils.world_size(),

@@ -200,6 +200,8 @@ def measure(settings: argparse.Namespace, folder: str) -> dict:
         "sums": {
             "tokens": tokens,
             "places": places,
+            "scored": scored,
+            "squares": squares,
             "useful_operations": useful_operations(trainer.module.config, tokens, scored, squares),
             "matmul_rate": rate,
             "peak_gib": trainers.peak_memory_gib(args.device),
