@@ -127,6 +127,7 @@ def build_arguments(settings: argparse.Namespace, folder: str) -> SPAGArguments:
         train_data_path=[f"{folder}/rows.jsonl"],
         max_length=max_length(settings),
         per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
         num_train_epochs=1,
         learning_rate=settings.learning_rate,
         seed=settings.seed,
