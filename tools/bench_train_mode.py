@@ -15,7 +15,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 import train
 import trainers
@@ -214,7 +221,7 @@ def measure(settings: argparse.Namespace, folder: str) -> dict:
 def useful_operations(config: LlamaConfig, tokens: int, scored: int, squares: int) -> int:
     """Operations that the loss and its gradient need; `squares` is the sum of the rows' squared lengths."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = LlamaForCausalLM(config)  # not from_config, which ZeRO-3 would partition
     output = model.get_output_embeddings().weight.numel()
     layers = sum(parameter.numel() for parameter in model.parameters()) - 2 * output  # without the input's table
     attention = config.num_hidden_layers * config.hidden_size * squares
