@@ -6,8 +6,10 @@ from a YAML file named first, over which the command line wins:
     train.py configs/x.yaml --learning_rate 1e-5
 """
 
+import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
 import logging
 import math
@@ -24,7 +26,8 @@ from transformers import HfArgumentParser, TrainingArguments
 import utils
 
 # What each method takes, with the paper's values as defaults. An argument that a method does not list is refused.
-REFERENCE = {"ref_model_name_or_path": None, "ref_logprobs": "precompute", "loss_normalization": "micro_batch"}
+REFERENCE_NAME = "ref_model_name_or_path"
+REFERENCE = {REFERENCE_NAME: None, "ref_logprobs": "precompute", "loss_normalization": "micro_batch"}
 METHOD_ARGUMENTS = {
     "SFT": {},
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
@@ -88,6 +91,7 @@ class SPAGArguments(TrainingArguments):
     logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
     overwrite_output_dir: bool = _help("Delete the checkpoints of an earlier run in the output folder.", default=False)
     no_cuda: bool = _help("Old name of --use_cpu.", default=False)
+    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
     save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
     group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
 
@@ -106,6 +110,7 @@ class SPAGArguments(TrainingArguments):
         self._settle_without_gpu()
         if self.show_examples:
             self.deepspeed = None  # a few rows need no partitioning
+            self.ref_logprobs = self.ref_logprobs and "precompute"
         self.remove_unused_columns = False  # the collator takes what it needs
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter takes part in every step
@@ -127,9 +132,9 @@ class SPAGArguments(TrainingArguments):
     def _settle_without_gpu(self) -> None:
         """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.use_cpu and (self.tf32 or self.bf16):
-            utils.warn_once("no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU")
-            self.tf32 = None
+        if self.use_cpu and (self.tf32 or self.bf16 or self.fp16):
+            utils.warn_once("no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on the CPU")
+            self.tf32, self.fp16 = None, False
         if self.use_cpu:
             self.dataloader_pin_memory = False
 
@@ -162,8 +167,13 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     """
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv = _yaml_to_flags(argv[0]) + argv[1:]
-    parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, prog="train.py", description=__doc__)
-    namespace, unknown = parser.parse_known_args(argv)
+    parser = HfArgumentParser(
+        SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
+    )
+    try:
+        namespace, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
     problems = [_unknown_flag(flag) for flag in unknown if flag.startswith("--")]
     problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
     try:
@@ -177,13 +187,19 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
 
 def _yaml_to_flags(path: str) -> list[str]:
     with utils.open_text(path) as file:
-        settings = yaml.safe_load(file)
+        try:
+            settings = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected settings, one 'name: value' a line")
     flags = []
     for name, value in settings.items():
-        values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}", *map(str, values)] if value is not None else []
+        if value is False and name.endswith("_strategy"):
+            value = "no"  # which is False in YAML
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        words = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
+        flags += [f"--{name}", *words] if words else []
     return flags
 
 
@@ -218,23 +234,36 @@ def _method_problems(args) -> list[str]:
             problems.append(
                 f"--ref_model_name_or_path is missing; {args.train_method} compares with a reference model"
             )
-    elif args.ref_model_name_or_path not in (None, args.model_name_or_path):
+    elif args.ref_model_name_or_path and not _same_path(args.ref_model_name_or_path, args.model_name_or_path):
         problems.append("--ref_model_name_or_path: with --lora_rank the reference is the model without its adapters")
+    if args.lora_rank is not None and importlib.util.find_spec("peft") is None:
+        problems.append("--lora_rank needs peft: pip install peft")
+    for tracker in {"tensorboard", "wandb"} & set(args.report_to if isinstance(args.report_to, list) else []):
+        if importlib.util.find_spec(tracker) is None:
+            problems.append(f"--report_to {tracker} needs it: pip install {tracker}")
     if args.label_smoothing_factor:
         problems.append("--label_smoothing_factor is not used by any method")
     return problems
 
 
+def _same_path(one: str | None, other: str | None) -> bool:
+    return os.path.realpath(one or "") == os.path.realpath(other or "")
+
+
 def _value_problems(args) -> list[str]:
     problems = []
+    least = {"max_length": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "show_examples": 0}
+    least |= {"per_device_eval_batch_size": 1, "learning_rate": 0, "lora_rank": 1, "encoding_processes": 1}
+    for name, minimum in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= minimum:
+            problems.append(f"--{name} must be at least {minimum}, got {value}")
+    if args.num_train_epochs <= 0 and args.max_steps <= 0:
+        problems.append(f"--num_train_epochs must be above 0, got {args.num_train_epochs}")
     for name in ("lm_kl_coeff", "lm_sft_coeff", "clip_range"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             problems.append(f"--{name} must be a number of at least 0, got {value}")
-    if args.max_length < 2:
-        problems.append(f"--max_length must be at least 2, got {args.max_length}")
-    if args.lora_rank is not None and args.lora_rank < 1:
-        problems.append(f"--lora_rank must be at least 1, got {args.lora_rank}")
     if not args.save_safetensors:
         problems.append("--save_safetensors False: weights are always saved as safetensors")
     if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
@@ -270,6 +299,8 @@ def _deepspeed_problems(path: str) -> list[str]:
             config = json.load(file)
     except (OSError, ValueError) as error:
         return [f"--deepspeed {path}: {error}"]
+    if not isinstance(config, dict) or "zero_optimization" not in config:
+        return [f"--deepspeed {path}: expected an object with a 'zero_optimization' block"]
     if "scheduler" in config:
         return [f"--deepspeed {path}: its 'scheduler' block would overrule --lr_scheduler_type; take it out"]
     return []
@@ -278,28 +309,51 @@ def _deepspeed_problems(path: str) -> list[str]:
 def _output_problems(args) -> list[str]:
     if not args.output_dir:
         return ["--output_dir is missing"]
-    if args.show_examples:
-        return []
-    resume = str(args.resume_from_checkpoint or "False")
-    overwrite = args.overwrite_output_dir
-    if resume not in ("True", "False"):
-        return (
-            [] if utils.is_complete(resume) else [f"--resume_from_checkpoint {resume}: not a whole checkpoint folder"]
-        )
-    if resume == "True" and overwrite:
+    output = Path(args.output_dir)
+    if any(_same_path(args.output_dir, getattr(args, name)) for name in ("model_name_or_path", REFERENCE_NAME)):
+        return [f"--output_dir {output} is the model's own folder; it would be overwritten"]
+    parent = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        return [f"--output_dir {output}: {parent} is no folder that can be written to"]
+    return [] if args.show_examples else _resume_problems(args, output)
+
+
+def _resume_problems(args, output: Path) -> list[str]:
+    resume, overwrite = _resume(args), args.overwrite_output_dir
+    if resume and overwrite:
         return ["--resume_from_checkpoint and --overwrite_output_dir exclude each other"]
-    held = [*Path(args.output_dir).glob("checkpoint-*"), *Path(args.output_dir).glob("*.safetensors")]
-    if held and not overwrite and (resume == "False" or not list(Path(args.output_dir).glob("checkpoint-*"))):
+    if isinstance(resume, str) and not utils.is_complete(resume):
+        return [f"--resume_from_checkpoint {resume}: not a whole checkpoint folder"]
+    held = [*utils.checkpoints(output), *output.glob("*.safetensors")]
+    own = bool(utils.checkpoints(output)) if resume is True else resume and _same_path(Path(resume).parent, output)
+    if held and not overwrite and not own:
         return [
-            f"--output_dir {args.output_dir} holds an earlier run ({held[0].name}): choose another folder, "
+            f"--output_dir {output} holds an earlier run ({held[0].name}): choose another folder, "
             "--resume_from_checkpoint True or --overwrite_output_dir True"
         ]
     return []
 
 
+def _resume(args) -> bool | str:
+    """--resume_from_checkpoint as True, False or a path."""
+    given = str(args.resume_from_checkpoint or False)
+    return given.lower() == "true" if given.lower() in ("true", "false") else given
+
+
 def checkpoint_to_resume(args: SPAGArguments) -> str | None:
-    """The checkpoint folder that --resume_from_checkpoint means: a path, the last whole one, or None."""
-    resume = str(args.resume_from_checkpoint or "False")
-    if resume == "True":
-        return utils.last_complete_checkpoint(args.output_dir)
-    return None if resume == "False" else resume
+    """The checkpoint folder that --resume_from_checkpoint means: a path, the last whole one, or None.
+
+    Raises ValueError for one that was saved without the optimizer, and for one of another method.
+    """
+    resume = _resume(args)
+    folder = utils.last_complete_checkpoint(args.output_dir) if resume is True else resume or None
+    if folder is None:
+        return None
+    if not [*Path(folder).glob("optimizer*"), *Path(folder).glob("global_step*")]:
+        raise ValueError(f"{folder}: saved without its optimizer (--save_only_model); it can be a model, not a resume")
+    settings = Path(folder).parent / "settings.json"
+    if settings.is_file():
+        method = json.loads(settings.read_text(encoding="utf-8"))["arguments"]["train_method"]
+        if method != args.train_method:
+            raise ValueError(f"{folder}: trained by {method}, not {args.train_method}")
+    return folder

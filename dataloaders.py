@@ -7,7 +7,6 @@ data/README.md describes the rows field by field.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ import utils
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROLES = {"attacker": 1, "defender": 2}  # a row of any other role, or of none, is 0
 FORMAT_VERSION = 2  # part of every cache key: raise it when the encoding changes
+LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
 
@@ -57,13 +57,17 @@ def _text(record: dict, name: str, other_name: str) -> str:
         )
     if not isinstance(record[key], str):
         raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+    try:
+        record[key].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
     return record[key]
 
 
 def _number(record: dict, name: str) -> float:
     value = record.get(name, 1.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"'{name}' must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise ValueError(f"'{name}' must be a finite number, got {value!r:.40}")
     return float(value)
 
 
@@ -158,7 +162,7 @@ ENCODED_FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of the rows of a file."""
+    """The rows to train on, and how many were dropped before."""
 
     rows: int
     sft_rows: int
@@ -189,6 +193,7 @@ def load_rows(paths: list[str], cache_dir: str | None = None) -> datasets.Datase
 
 
 def _iter_texts(paths: list[str]) -> Iterator[dict]:
+    where = None
     for path in paths:
         for where, record in utils.iter_records(path):
             try:
@@ -197,6 +202,8 @@ def _iter_texts(paths: list[str]) -> Iterator[dict]:
                 raise utils.BadRecordError(f"{where}: {error}") from None
             kind = "sft" if row.pop("is_sft") else "game"
             yield row | {"type": kind, "role": str(record.get("role", "")), "where": where}
+    if where is None:
+        raise ValueError(f"{', '.join(paths)}: no rows")
 
 
 def encode_rows(
@@ -217,21 +224,23 @@ def encode_rows(
         new_fingerprint=key,
         desc="encoding",
     )
-    columns = encoded.with_format("numpy")
-    full, target, scored = (columns[name][:] for name in ("full_length", "target_length", "scored_length"))
-    unscored = np.flatnonzero(scored == 0)
+    unscored = np.flatnonzero(encoded.with_format("numpy")["scored_length"][:] == 0)
     if len(unscored) and not drop_unscored:
         raise ValueError(
-            f"{encoded[int(unscored[0])]['where']}: cutting to max_length {tokenizer.model_max_length} leaves nothing "
-            f"of the target to learn from ({len(unscored)} such rows). Use --truncation_side left, a larger "
+            f"{encoded[int(unscored[0])]['where']}: no token of the target is left to learn from at max_length "
+            f"{tokenizer.model_max_length} ({len(unscored)} such rows). Use --truncation_side left, a larger "
             "--max_length, or --drop_unscored_rows True"
         )
+    if len(unscored) == len(encoded):
+        raise ValueError(f"{encoded[0]['where']}: all {len(encoded)} rows are dropped, as nothing is left of a target")
     if len(unscored):
-        encoded = encoded.select(np.flatnonzero(scored > 0))
+        encoded = encoded.select(np.setdiff1d(np.arange(len(encoded)), unscored))
+    columns = encoded.with_format("numpy")
+    target = columns["target_length"][:]
     counts = RowCounts(
         rows=len(encoded),
         sft_rows=int(columns["is_sft"][:].sum()),
-        truncated=int((full > tokenizer.model_max_length).sum()),
+        truncated=int((columns["full_length"][:] > tokenizer.model_max_length).sum()),
         long_targets=int((target > tokenizer.model_max_length).sum()),
         empty_targets=int((target == 1).sum()),
         dropped=len(unscored),
@@ -275,6 +284,7 @@ class RowDataset(torch.utils.data.Dataset):
         self.key = rows._fingerprint  # of the data, the tokenizer, max_length and sides
         self.lengths: np.ndarray = columns["full_length"][:]  # (rows,) tokens before the cut
         self.is_sft: np.ndarray = columns["is_sft"][:]  # (rows,)
+        self.num_scored_tokens = int(columns["scored_length"][:].sum())
         self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft", "role"])
         self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
 
@@ -319,7 +329,7 @@ class SPAGCollator:
             "rewards": torch.tensor([example["reward"] for example in examples], dtype=torch.float32),
             "sft_mask": torch.tensor([example["is_sft"] for example in examples], dtype=torch.float32),
         }
-        if "ref_logprob" in examples[0]:
+        if all("ref_logprob" in example for example in examples):
             logprobs = [example["ref_logprob"] for example in examples]
             batch["ref_logprobs"] = torch.tensor(logprobs, dtype=torch.float32)
         if all("role" in example for example in examples):

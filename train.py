@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 import utils
@@ -27,13 +28,19 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(args: SPAGArguments):
     """The model's tokenizer with this run's length and sides."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path,
-        model_max_length=args.max_length,
-        padding_side=args.padding_side,
-        truncation_side=args.truncation_side,
-        trust_remote_code=args.trust_remote_code,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.model_name_or_path,
+            model_max_length=args.max_length,
+            padding_side=args.padding_side,
+            truncation_side=args.truncation_side,
+            trust_remote_code=args.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        why = str(error).split("\n")[0]
+        if "trust_remote_code" in str(error):
+            why = "it brings its own code; --trust_remote_code True runs it"
+        raise ValueError(f"{args.model_name_or_path}: no tokenizer that can be loaded ({why})") from None
     utils.ensure_pad_token(tokenizer)
     return tokenizer
 
@@ -52,7 +59,7 @@ def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset
 
 def check_models(args: SPAGArguments, tokenizer) -> None:
     """Read the configurations, before any weights: code that must be trusted, and vocabularies that differ."""
-    sizes = {}
+    sizes, same = {}, True
     for name in filter(None, {args.model_name_or_path, args.ref_model_name_or_path}):
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
@@ -61,10 +68,18 @@ def check_models(args: SPAGArguments, tokenizer) -> None:
                 raise
             raise ValueError(f"{name}: this model brings its own code; --trust_remote_code True runs it") from None
         sizes[name] = config.get_text_config().vocab_size
+        if os.path.isdir(name) and not list(Path(name).glob("*.safetensors")):
+            raise ValueError(f"{name}: no weights as safetensors; save_pretrained of transformers writes them")
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"model and reference have different vocabularies: {sizes}; their log-probabilities differ too"
         )
+    if args.ref_model_name_or_path not in (None, args.model_name_or_path):
+        with contextlib.suppress(OSError, ValueError):  # a reference may come without a tokenizer
+            other = AutoTokenizer.from_pretrained(args.ref_model_name_or_path)
+            same = other.get_vocab() == tokenizer.get_vocab()
+    if not same:
+        raise ValueError(f"{args.ref_model_name_or_path}: the reference has another tokenizer than the model")
     if len(tokenizer) > min(sizes.values()):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary: {sizes}")
 
@@ -73,15 +88,18 @@ def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
     """A causal LM from safetensors: in half precision under DeepSpeed, which keeps fp32 copies; else in fp32."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
+            output_loading_info=True,
             dtype=half if args.deepspeed else torch.float32,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             use_safetensors=True,
         )
-    except OSError as error:
-        raise ValueError(f"{name_or_path}: cannot load its weights as safetensors ({error})") from None
+    except (OSError, SafetensorError, ImportError) as error:
+        raise ValueError(f"{name_or_path}: cannot be loaded ({error})") from None
+    if loaded["missing_keys"]:
+        raise ValueError(f"{name_or_path}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     model.config.use_cache = False
     return model
 
@@ -95,7 +113,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules,
+        target_modules="all-linear" if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
     )
     return get_peft_model(model, config)
 
@@ -131,17 +149,21 @@ def show_examples(trainer: SPAGTrainer) -> None:
     """Print the rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
     trainer.prepare_reference()
     tokenizer = trainer.processing_class
+    if not trainer.is_world_process_zero():
+        return
+    compared = set(trainer.rows_with_reference(trainer.train_dataset)) if trainer.uses_reference else ()
     for index, row in enumerate(trainer.train_dataset.__getitems__(list(range(len(trainer.train_dataset))))):
         masked = sum(label == IGNORE_INDEX for label in row["labels"])
         kind = "SFT" if row["is_sft"] else "game"
         print(f"--- row {index}: {kind}, weight {row['weight']:.4g}, reward {row['reward']:.4g}", end="")
-        print(f", reference log-probability {row['ref_logprob']:.4f}" if "ref_logprob" in row else "")
+        print(f", reference log-probability {row['ref_logprob']:.4f}" if index in compared else "")
         print(f"[[{tokenizer.decode(row['input_ids'][:masked])}]]{tokenizer.decode(row['input_ids'][masked:])}")
 
 
 def set_up(argv: list[str]) -> SPAGTrainer:
     """Read the settings, the data and the models, in this order. Raises ValueError and OSError for bad input."""
     args = parse_arguments(argv)
+    args.resume_from_checkpoint = None if args.show_examples else checkpoint_to_resume(args)
     set_seed(args.seed)
     tokenizer = load_tokenizer(args)
     check_models(args, tokenizer)
@@ -166,10 +188,10 @@ def run(trainer: SPAGTrainer) -> None:
         return show_examples(trainer)
     if trainer.is_world_process_zero():
         if args.overwrite_output_dir:
-            for folder in Path(args.output_dir).glob("checkpoint-*"):
+            for folder in utils.checkpoints(args.output_dir):
                 shutil.rmtree(folder)
         save_settings(trainer)
-    result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())

@@ -9,9 +9,12 @@ import gc
 import hashlib
 import inspect
 import json
+import logging
+import math
 import os
 import re
 import resource
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,18 +26,19 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import snapshot_download
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints
-from transformers.utils import cached_file
 
 import utils
 from arguments import SPAGArguments
 from dataloaders import FORMAT_VERSION, IGNORE_INDEX, ROLES, RowDataset
 
-WEIGHTS_AND_CODE = {".safetensors", ".py"}
+logger = logging.getLogger(__name__)
+WEIGHTS_AND_CODE = (".safetensors", ".py")
 
 
 # --- log-probabilities ---------------------------------------------------------------------------------------------
@@ -156,6 +160,7 @@ def offline_po_loss(
     Takes (batch,) tensors. The numbers are by default the batch's own; a kind with no rows contributes 0.
     Returns the loss and metrics, all scalars; a metric over no rows is NaN.
     """
+    sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
     log_ratio = torch.where(sft_mask.bool(), 0.0, logprob - ref_logprob)
     ratio = log_ratio.exp()
@@ -186,10 +191,11 @@ def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     ratio = log_ratio.detach().exp()
+    largest = torch.where(mask.bool(), ratio, -torch.inf).max()
     return {
         "log_ratio": _mean(log_ratio, mask),
         "ratio": _mean(ratio, mask),
-        "ratio_max": torch.where(mask.bool(), ratio, -torch.inf).max(),
+        "ratio_max": torch.where(mask.any(), largest, torch.nan),
     }
 
 
@@ -197,18 +203,23 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, tor
 
 
 class Counts(NamedTuple):
-    """What the losses divide by: of a micro-batch, or of a whole optimizer step per micro-batch of it."""
+    """What the losses divide by: of a micro-batch, or a micro-batch's share of a step's or a dataset's."""
 
-    rows: torch.Tensor
-    game_rows: torch.Tensor
-    sft_rows: torch.Tensor
-    tokens: torch.Tensor
+    rows: torch.Tensor | float
+    game_rows: torch.Tensor | float
+    sft_rows: torch.Tensor | float
+    tokens: torch.Tensor | float
 
     @classmethod
     def of(cls, batch: dict[str, torch.Tensor]) -> "Counts":
         sft_rows = batch["sft_mask"].sum()
         rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
         return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
+
+    @classmethod
+    def of_dataset(cls, dataset: RowDataset) -> "Counts":
+        rows, sft_rows = len(dataset), int(dataset.is_sft.sum())
+        return cls(rows, rows - sft_rows, sft_rows, dataset.num_scored_tokens)
 
 
 def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -245,10 +256,11 @@ class MetricSums:
         self.__init__()
         logs = {}
         for name, column in zip(names, gathered.T.cpu(), strict=True):
+            known = column[~column.isnan()]
             if name == "tokens":
                 logs["tokens_per_second"] = column.sum().item() / seconds
-            elif not column.isnan().all():
-                logs[name] = (column.max() if name.endswith("_max") else column.nanmean()).item()
+            elif len(known):
+                logs[name] = (known.max() if name.endswith("_max") else known.mean()).item()
         return logs | {"peak_memory_gib": peak_memory_gib(accelerator.device)}
 
 
@@ -262,11 +274,24 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
+def _load_stored(path: Path, rows: int) -> np.ndarray | None:
+    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
+    try:
+        values = np.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        logger.warning("%s: damaged (%s), computing anew", path, error)
+        return None
+    return values if values.shape == (rows,) else None
+
+
 def model_digest(name_or_path: str) -> str:
     """SHA-256 over the configuration, code and weights of a model folder, or of the hub's copy on this machine."""
+    patterns = ["config.json", *(f"*{suffix}" for suffix in WEIGHTS_AND_CODE)]
     folder = name_or_path
     if not os.path.isdir(folder):
-        folder = os.path.dirname(cached_file(name_or_path, "config.json"))
+        folder = snapshot_download(name_or_path, allow_patterns=patterns)  # weights too, if they are not here yet
     files = [path for path in Path(folder).iterdir() if path.name == "config.json" or path.suffix in WEIGHTS_AND_CODE]
     return utils.file_digest(sorted(files))
 
@@ -312,9 +337,17 @@ class SPAGTrainer(Trainer):
         (self.metrics if self.module.training else self.eval_metrics).add(metrics, inputs)
         return (loss, {"logprob": logprob}) if return_outputs else loss
 
+    def evaluate(self, *args, **kwargs):
+        self.eval_metrics = MetricSums()  # the clock starts
+        return super().evaluate(*args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The batch's part of the loss over all rows: the Trainer weighs batches by their rows."""
+        inputs = self._prepare_inputs(inputs)
+        share = len(inputs["labels"]) / len(self.eval_dataset)
+        counts = Counts(*(count * share for count in Counts.of_dataset(self.eval_dataset)))
         with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+            return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of an optimizer step; under `step` normalization with their counts over all ranks."""
@@ -343,7 +376,7 @@ class SPAGTrainer(Trainer):
         missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = [np.load(path) if self.is_world_process_zero() and path.is_file() else None]
+            stored = [_load_stored(path, len(dataset)) if self.is_world_process_zero() else None]
             dataset.ref_logprobs = broadcast_object_list(stored)[0]
             if dataset.ref_logprobs is None:
                 missing.append((path, dataset))
@@ -449,6 +482,7 @@ class SPAGTrainer(Trainer):
             "scored": type(self).__name__ if len(self.rows_with_reference(dataset)) < len(dataset) else "all",
             "dtype": str(self.module.dtype),
             "autocast": self.accelerator.mixed_precision,
+            "tf32": self.args.tf32,
             "attention": self.module.config._attn_implementation,
             "device": self.args.device.type,
         }
@@ -458,17 +492,26 @@ class SPAGTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         """Mark the folder as whole when every rank has written its part; only then may an older one go."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / utils.COMPLETE).unlink(missing_ok=True)  # of an earlier launch that got further
+        self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            utils.mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            utils.mark_complete(folder)
+            for other in utils.checkpoints(self.args.output_dir):
+                if not utils.is_complete(other):  # a kill left it; it must not count below
+                    shutil.rmtree(other)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
 
     def log(self, logs, start_time=None):
-        """Add the metrics gathered since the last log."""
+        """Add the metrics gathered since the last log. Raises ValueError for a loss that is no number."""
         if "loss" in logs:
+            if not math.isfinite(logs["loss"]):
+                raise ValueError(f"the loss of step {self.state.global_step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}

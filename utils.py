@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,18 +97,20 @@ def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[t
             _fault(f"{where}: not a JSON object on one line ({error.msg}, column {error.colno})", on_skip)
         except BadRecordError as error:
             _fault(str(error), on_skip)
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            _fault(f"{where}: JSON that Python does not read ({error})", on_skip)
 
 
 def _iter_list(path, file, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
     reader = _JSONListReader(path, file)
     try:
-        reader.take("[")
+        separator = reader.take("[")
         if reader.peek() == "]":
-            return
-        separator = ","
-        while separator == ",":
+            separator = reader.take("]")
+        while separator != "]":
             yield reader.element()
             separator = reader.take(",]")
+        reader.end()
     except BadRecordError as error:
         _fault(f"{error} (the rest of the file is lost)" if on_skip else str(error), on_skip)
 
@@ -164,8 +167,15 @@ class _JSONListReader:
                 if self.at_end:
                     raise BadRecordError(f"{where}: not JSON, or the file was cut off here ({error.msg})") from None
                 self._fill()
+            except (ValueError, RecursionError) as error:
+                raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
         self._advance(end)
         return where, _as_object(record, where)
+
+    def end(self) -> None:
+        """Nothing but blanks may follow the list."""
+        if found := self.peek():
+            raise BadRecordError(f"{self.path}:{self.line}: {found!r} after the end of the JSON list; one list a file")
 
     def _advance(self, position: int) -> None:
         self.line += self.buffer.count("\n", self.position, position)
@@ -225,6 +235,8 @@ def alpaca_to_row(example: dict) -> dict:
     for key in ("instruction", "output"):
         if not isinstance(example.get(key), str):
             raise ValueError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
+    if not isinstance(example.get("input") or "", str):
+        raise ValueError(f"'input' must be a text, got {example['input']!r}")
     prompt = f"### Instruction: {example['instruction']}"
     if example.get("input"):
         prompt += f"\n\n### Input: {example['input']}"
@@ -264,13 +276,18 @@ def is_complete(folder: str | os.PathLike) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
 
 
+def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """The checkpoint folders of a run, by step, whole or not."""
+    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
+    return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))
+
+
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The checkpoint folder of the highest step that is whole; None where there is none."""
-    numbered = {int(path.name.split("-")[1]): path for path in Path(output_dir).glob("checkpoint-[0-9]*")}
-    whole = [str(path) for _, path in sorted(numbered.items()) if is_complete(path)]
-    if numbered and not whole:
+    whole = [path for path in checkpoints(output_dir) if is_complete(path)]
+    if not whole and checkpoints(output_dir):
         logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
-    return whole[-1] if whole else None
+    return str(whole[-1]) if whole else None
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -307,6 +324,7 @@ def world_size() -> int:
 
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
     who = f"rank {rank()} " if world_size() > 1 else ""
     logging.basicConfig(
         level=logging.INFO if rank() == 0 else logging.WARNING,

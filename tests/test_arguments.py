@@ -6,18 +6,14 @@ import os
 import pytest
 import torch
 from conftest import ROOT
+from test_readme import commands
 
 from arguments import METHOD_ARGUMENTS, parse_arguments
 
-IMITATION = """--output_dir DIR --model_name_or_path M --ref_model_name_or_path M --lm_kl_coeff 0.1
- --train_method SFTwithKL --train_data_path ./data/train_imitation_gpt4.json --remove_unused_columns False
- --num_train_epochs 1
- --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --evaluation_strategy no --padding_side right
- --truncation_side left --max_length 2048 --save_strategy epoch --learning_rate 5e-6 --lr_scheduler_type cosine
- --warmup_ratio 0.03 --logging_steps 1 --weight_decay 0. --deepspeed ./configs/default_offload_opt_param.json
- --gradient_checkpointing True --tf32 True --bf16 True"""
-SELF_PLAY = """--lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --train_method OfflinePO
- --train_data_path ./data/train_spag_data_im_llama2.json --learning_rate 2e-6"""
+TRAINING = [
+    words[words.index("train.py") + 1 :] for words in commands() if words[0] == "torchrun" and "train.py" in words
+]
+IMITATION, SELF_PLAY = (" ".join(words) for words in TRAINING)
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def given(tmp_path, tiny_model):
         for index, flag in enumerate(words[:-1]):
             if flag == "--train_data_path":
                 words[index + 1] = str(rows)
-            elif flag == "--output_dir":
+            elif flag == "--output_dir" and words[index + 1] == "DIR":
                 words[index + 1] = str(tmp_path / "out")
             elif flag == "--deepspeed":
                 words[index + 1] = str(ROOT / words[index + 1])
@@ -59,7 +55,7 @@ def test_the_published_command_lines_are_accepted_and_mean_what_they_meant(given
     assert (args.learning_rate, args.warmup_steps, args.lr_scheduler_type) == (5e-6, 0.03, "cosine")
     assert (args.eval_strategy, args.save_strategy, args.seed, args.max_grad_norm) == ("no", "epoch", 42, 1.0)
     assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay) == (0.9, 0.999, 1e-8, 0.0)
-    args = parse_arguments(without_deepspeed(given(IMITATION)) + given(SELF_PLAY))
+    args = parse_arguments(without_deepspeed(given(SELF_PLAY)))
     assert (args.train_method, args.lm_kl_coeff, args.lm_sft_coeff, args.clip_range) == ("OfflinePO", 0.2, 0.5, 0.2)
     assert args.detach_kl is False and args.ref_logprobs == "precompute"
 
@@ -69,7 +65,7 @@ def test_without_a_gpu_tf32_goes_and_bf16_stays_with_one_warning(given, caplog):
     args = parse_arguments(minimal(given, "--bf16", "True", "--tf32", "True"))
     assert args.use_cpu and args.bf16 and args.tf32 is None
     assert [record.message for record in caplog.records if "no GPU" in record.message] == [
-        "no GPU in use: --tf32 is ignored, --bf16 computes in bfloat16 on the CPU"
+        "no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on the CPU"
     ]
 
 
@@ -92,6 +88,9 @@ def test_a_yaml_file_gives_settings_and_the_command_line_wins(given, tmp_path):
     args = parse_arguments([str(path), "--learning_rate", "1e-5"])
     assert args.learning_rate == 1e-5 and args.detach_kl is True and args.lm_kl_coeff == 0.2
     assert args.train_data_path == [words[-1]] * 2
+    path.write_text(path.read_text() + "save_strategy: no\nlr_scheduler_kwargs: {num_cycles: 0.5}\n")
+    args = parse_arguments([str(path)])
+    assert args.save_strategy == "no" and args.lr_scheduler_kwargs == {"num_cycles": 0.5}
     path.write_text(path.read_text() + "learning_rat: 1\n")
     with pytest.raises(ValueError, match="unknown flag --learning_rat; did you mean --learning_rate"):
         parse_arguments([str(path)])
@@ -130,6 +129,11 @@ def test_all_problems_are_listed_at_once(given):
         ("SFT", "--resume_from_checkpoint True --overwrite_output_dir True", "exclude each other"),
         ("SFT", "--deepspeed nowhere.json", "nowhere.json: no such file"),
         ("SFT", "--learning_rat 1", "did you mean --learning_rate"),
+        ("SFT", "--max_length many", "argument --max_length.*: invalid int value: 'many'"),
+        ("SFT", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps must be at least 1"),
+        ("SFT", "--learning_rate nan", "--learning_rate must be at least 0, got nan"),
+        ("SFT", "--num_train_epochs 0", "--num_train_epochs must be above 0"),
+        ("SFT", "--output_dir M", "is the model's own folder"),
     ],
 )
 def test_what_a_method_does_not_use_and_values_that_make_no_sense_are_errors(given, method, flags, message):
@@ -148,7 +152,7 @@ def test_a_method_that_needs_a_reference_says_so(given):
 
 def test_a_deepspeed_scheduler_that_would_overrule_the_flag_is_refused(given, tmp_path):
     config = tmp_path / "deepspeed.json"
-    config.write_text('{"scheduler": {"type": "WarmupLR"}}')
+    config.write_text('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}')
     with pytest.raises(ValueError, match="would overrule --lr_scheduler_type"):
         parse_arguments(minimal(given, "--deepspeed", str(config)))
 

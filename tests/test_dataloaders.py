@@ -151,7 +151,7 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl:2: .*--drop_unscored_rows"):
         encode_rows(rows, tokenizer)
     encoded, counts = encode_rows(rows, tokenizer, drop_unscored=True)
-    assert len(encoded) == 1 and counts.dropped == 1 and counts.truncated == 1
+    assert len(encoded) == 1 and counts == dataloaders.RowCounts(1, 0, 0, 0, 0, dropped=1)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,14 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
         ('[\n{"query": "a", "target": null}]', r"bad\.json:2: 'target' must be a text"),
         ('{"query": "a", "target": "b", "reward": NaN}\n', r"bad\.json:1: 'reward' must be a finite number"),
         ('{"instruction": "a"}\n', r"bad\.json:1: 'output' is missing"),
+        ('{"instruction": "a", "input": 5, "output": "b"}\n', r"bad\.json:1: 'input' must be a text"),
+        ('{"query": "a", "target": "b", "reward": 1e300}\n', r"bad\.json:1: 'reward' must be a finite number"),
+        ('{"query": "a", "target": "b", "reward": 1' + "0" * 400 + "}\n", r"bad\.json:1: 'reward' must be a finite"),
+        ('{"query": "a", "target": 1' + "0" * 5000 + "}\n", r"bad\.json:1: JSON that Python does not read"),
+        ("{" + '"a": [' * 1 + "[" * 100_000, r"bad\.json:1: "),
+        ('{"query": "a", "target": "\\ud800"}\n', r"bad\.json:1: 'target' is no Unicode text"),
+        ('[{"query": "a", "target": "b"}]\n[{}]', r"bad\.json:2: '\[' after the end of the JSON list"),
+        ("[]", r"bad\.json: no rows"),
     ],
 )
 def test_bad_files_are_errors_that_name_file_and_line(tmp_path, text, message):

@@ -183,6 +183,12 @@ def test_a_missing_kind_of_rows_contributes_nothing_and_no_nan():
     assert logprob.grad.isfinite().all() and metrics["sft_loss"].isnan()
 
 
+def test_a_mask_of_booleans_does_as_well_and_no_metric_is_infinite():
+    loss, metrics = offline(tensor(-1.0, -2.0), tensor(-1.0, -1.0), tensor(1.0, 1.0), sft=torch.tensor([True, True]))
+    assert_close(loss.item(), 0.5 * 1.5)
+    assert not [name for name, value in metrics.items() if value.isinf()]
+
+
 def test_given_counts_divide_instead_of_the_batchs_own():
     rows = (tensor(-1.0, -2.0), tensor(-1.0, -1.0), tensor(1.0, 1.0))
     loss, _ = offline(*rows, sft=tensor(0.0, 1.0), num_game_rows=4.0, num_sft_rows=8.0)

@@ -139,7 +139,9 @@ def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
 
 def test_where_the_recorded_run_turned_into_nan_rows_are_named_or_dropped(tmp_path):
     settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
-    with pytest.raises(ValueError, match=r"\.jsonl:\d+: cutting to max_length 32 leaves nothing"):
+    with pytest.raises(
+        ValueError, match=r"\.jsonl:\d+: no token of the target is left to learn from at max_length 32"
+    ):
         run(tmp_path / "out", settings)
     steps = run(tmp_path / "out", settings, drop_unscored_rows=True)
     assert all(np.isfinite(step["loss"]) and np.isfinite(step["grad_norm"]) for step in steps)
@@ -395,6 +397,37 @@ def test_a_resumed_run_reads_the_reference_from_its_own_path(tmp_path, mixed_row
     assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
 
 
+def test_rewriting_a_checkpoint_takes_back_its_mark_and_half_written_ones_never_crowd_out_whole_ones(
+    tmp_path, monkeypatch, mixed_rows, tiny_model
+):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2, save_total_limit=2)
+    run(tmp_path / "out", settings)
+    assert checkpoints(tmp_path / "out") and utils.is_complete(tmp_path / "out" / "checkpoint-4")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    resume = {"resume_from_checkpoint": tmp_path / "out" / "checkpoint-2"}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "out", settings | resume)
+    assert utils.last_complete_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
+    (tmp_path / "out" / "checkpoint-9").mkdir()
+    run(tmp_path / "out", settings | {"save_total_limit": 1, "resume_from_checkpoint": True})
+    assert checkpoints(tmp_path / "out") == [4] and utils.is_complete(tmp_path / "out" / "checkpoint-4")
+
+
+def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    run(tmp_path / "out", settings | {"save_only_model": True})
+    with pytest.raises(ValueError, match="saved without its optimizer"):
+        run(tmp_path / "out", settings, resume_from_checkpoint=True)
+    run(tmp_path / "out", settings, overwrite_output_dir=True)
+    with pytest.raises(ValueError, match="trained by OfflinePO, not SFTwithKL"):
+        run(tmp_path / "out", settings | {"train_method": "SFTwithKL"}, resume_from_checkpoint="true")
+
+
 def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
@@ -469,6 +502,21 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("method", ["SFT", "OfflinePO"])
+def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path, tiny_model, other_model, method):
+    rows = sorted(make_rows(20), key=lambda row: "type" in row)  # batches of one kind
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = offline_po(path, tiny_model, other_model, train_method=method, eval_data_path=path, max_steps=1)
+    if method == "SFT":
+        del settings["ref_model_name_or_path"], settings["loss_normalization"]
+    settings |= {"per_device_train_batch_size": 20, "learning_rate": 0}
+    losses = []
+    for size in (3, 20):
+        (step,) = run(tmp_path / str(size), settings, per_device_eval_batch_size=size)
+        losses.append(json.loads((tmp_path / str(size) / "eval_results.json").read_text())["eval_loss"])
+    assert_close(losses, [step["loss"]] * 2, rtol=1e-5, atol=1e-6)
+
+
 def test_show_examples_prints_rows_and_trains_nothing(tmp_path, capsys, tiny_model, other_model):
     row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25, "role": "attacker"}
     path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
@@ -509,6 +557,49 @@ def test_a_reference_with_another_vocabulary_is_refused_before_any_model_is_load
     with pytest.raises(ValueError, match="different vocabularies"):
         run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "reference"))
     assert not loaded
+
+
+def test_model_folders_without_all_that_is_needed_are_refused(tmp_path, mixed_rows, tiny_model):
+    def broken(name: str, *remove: str) -> Path:
+        folder = shutil.copytree(tiny_model, tmp_path / name)
+        for file in remove:
+            (folder / file).unlink()
+        return folder
+
+    weights = load_file(Path(tiny_model) / "model.safetensors")
+    del weights["model.norm.weight"]
+    layerless = broken("layerless")
+    save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
+    cut_off = broken("cut_off")
+    (cut_off / "model.safetensors").write_bytes((cut_off / "model.safetensors").read_bytes()[:5000])
+    no_tokenizer = broken("no_tokenizer", "tokenizer.json", "tokenizer_config.json")
+    for model, reference, message in [
+        (tiny_model, broken("weightless", "model.safetensors"), "weightless: no weights as safetensors"),
+        (no_tokenizer, tiny_model, "no_tokenizer: no tokenizer that can be loaded"),
+        (layerless, tiny_model, "layerless: weights are missing .model.norm.weight."),
+        (cut_off, tiny_model, "cut_off: cannot be loaded"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "out", offline_po(mixed_rows, model, reference))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_stops_training(tmp_path, tiny_model):
+    rows = [{"query": "q", "target": "t", "reward": 3e38, "weight": 3e38}] * 8
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match="the loss of step 1 is .*; training stops here"):
+        run(tmp_path / "out", offline_po(path, tiny_model, tiny_model))
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_reference_with_other_tokens_under_the_same_number_is_refused(tmp_path, mixed_rows, tiny_model, other_model):
+    reference = Path(shutil.copytree(other_model, tmp_path / "reference"))
+    text = (reference / "tokenizer.json").read_text(encoding="utf-8")
+    swapped = text.replace('"a": 70', '"a": 0').replace('"b": 71', '"b": 70').replace('"a": 0', '"a": 71')
+    assert swapped != text
+    (reference / "tokenizer.json").write_text(swapped, encoding="utf-8")
+    with pytest.raises(ValueError, match="reference has another tokenizer"):
+        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, reference))
 
 
 def test_bad_input_ends_the_program_with_its_message_and_status_2(tmp_path):
