@@ -414,7 +414,8 @@ class SPAGTrainer(Trainer):
         steps = -(-len(rows) // (batch_size * ranks))
         shares = np.resize(rows, (steps, ranks, batch_size))  # an empty `rows` has no steps
         logprobs = []
-        for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=self.args.disable_tqdm):
+        quiet = self.args.disable_tqdm or not self.is_local_process_zero()
+        for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
             batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(share.tolist())))
             logprobs.append(self._frozen_logprob(model, module, batch))
         result = np.zeros(len(dataset), dtype=np.float32)

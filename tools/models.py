@@ -59,7 +59,7 @@ class LocalModel:
         """[BOS] + the prompt's tokens, cut from the left (BOS too) if they are too many; and whether they were."""
         bos = self.tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
-        ids += self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids += self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         return ids[-limit:], len(ids) > limit
 
