@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 CHUNK = 1 << 20  # characters or bytes read at a time
+UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,11 +27,11 @@ class BadRecordError(ValueError):
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def open_text(path: str | os.PathLike):
+def open_text(path: str | os.PathLike, *, errors: str = "strict"):
     """Open a UTF-8 file, with or without a byte order mark, with any line ending; FileNotFoundError names the path."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
-    return open(path, encoding="utf-8-sig")
+    return open(path, encoding="utf-8-sig", errors=errors)
 
 
 def log_skipped(message: str) -> None:
@@ -50,7 +51,7 @@ def iter_records(
     a list that is cut off, and a record that is not an object.
     """
     try:
-        with open_text(path) as file:
+        with open_text(path, errors="surrogateescape" if skip_bad else "strict") as file:
             first = _first_character(file)
             if not first:
                 raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
@@ -91,6 +92,9 @@ def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[t
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        if UNDECODABLE.search(line):
+            _fault(f"{where}: not UTF-8", on_skip)
+            continue
         try:
             yield where, _as_object(json.loads(line), where)
         except json.JSONDecodeError as error:
@@ -169,6 +173,8 @@ class _JSONListReader:
                 self._fill()
             except (ValueError, RecursionError) as error:
                 raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
+        if UNDECODABLE.search(self.buffer, self.position, end):
+            raise BadRecordError(f"{where}: not UTF-8")
         self._advance(end)
         return where, _as_object(record, where)
 

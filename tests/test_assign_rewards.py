@@ -420,7 +420,26 @@ def test_missing_files_are_named_before_any_work(refuse, tmp_path):
 
 
 def test_an_input_is_never_written_over(refuse, tmp_path):
-    assert "is an input and an output" in refuse("--outcomes", tmp_path / "episodes0.jsonl")
+    assert "would be written over another file" in refuse("--outcomes", tmp_path / "episodes0.jsonl")
+
+
+@pytest.mark.parametrize("flag", ["--outcomes", "--prompt_templates"])
+def test_files_of_one_run_never_overwrite_each_other(refuse, tmp_path, flag):
+    rows = write(tmp_path / "same.json", [])
+    assert "would be written over another file" in refuse("--output_data_path", rows, flag, rows)
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, form):
+    games = [{**game, "target_word": "naïve 🎻"} for game in EPISODES]
+    texts = [json.dumps(game, ensure_ascii=False) for game in games]
+    data = ("[" + ", ".join(texts) + "]" if form == "json" else "\n".join(texts) + "\n").encode()
+    last = data.rindex("🎻".encode())
+    for cut in range(last, last + 5):
+        (tmp_path / "cut").write_bytes(data[:cut])
+        skipped = []
+        found = list(program.read_episodes([tmp_path / "cut"], skip_bad=True, on_skip=skipped.append))
+        assert found == games[:-1] and len(skipped) == 1
 
 
 def test_an_sft_example_without_texts_is_named(refuse, tmp_path):

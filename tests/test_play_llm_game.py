@@ -246,12 +246,34 @@ class TestEpisodeFiles:
 
     def test_other_settings_are_refused_and_the_difference_named(self, tmp_path):
         model = {"path": "/models/a", "sha256": "0" * 64}
-        close(start(tmp_path, ["a"], {"seed": 1, "model": model})[0])
+        files, _ = start(tmp_path, ["a"], {"seed": 1, "model": model})
+        files.append(episode(0, "a"))
+        close(files)
         close(start(tmp_path, ["a"], {"seed": 1, "model": model | {"path": "/elsewhere/a"}})[0])
         with pytest.raises(ValueError, match=r"seed: 1 then, 2 now\); use another --data_suffix"):
             start(tmp_path, ["a"], {"seed": 2, "model": model})
         with pytest.raises(ValueError, match=r"model: /elsewhere/a \(sha256 0000\w*\) then, /models/a \(sha256 1111"):
             start(tmp_path, ["a"], {"seed": 1, "model": model | {"sha256": "1" * 64}})
+
+    def test_a_launch_that_failed_before_its_first_game_binds_nobody(self, tmp_path):
+        close(start(tmp_path, ["a"], {"seed": 1})[0])
+        close(start(tmp_path, ["a"], {"seed": 2})[0])
+
+    def test_settings_that_cannot_be_read_are_named(self, tmp_path):
+        files, _ = start(tmp_path, ["a"])
+        files.append(episode(0, "a"))
+        close(files)
+        files.settings_path.write_text("{}")
+        with pytest.raises(ValueError, match="run_settings.json: not the settings of a run"):
+            start(tmp_path, ["a"])
+
+    def test_overwrite_leaves_a_run_that_is_playing_alone(self, tmp_path):
+        files, _ = start(tmp_path, ["a", "b"])
+        files.append(episode(0, "a"))
+        with pytest.raises(ValueError, match="another process is writing to it"):
+            start(tmp_path, ["a", "b"], overwrite=True)
+        files.append(episode(1, "b"))
+        assert files.merge(seconds=1, tokens_before=0)["games"] == 2
 
     def test_overwrite_deletes_the_earlier_run_and_nothing_else(self, tmp_path):
         files, _ = start(tmp_path, ["a"])
@@ -279,6 +301,7 @@ class TestEpisodeFiles:
         (tmp_path / "run_b_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
         files, missing = start(tmp_path, ["a"])
         assert missing == [0]
+        files.append(episode(0, "a"))
         close(files)
         (tmp_path / "run_settings.json").unlink()
         with pytest.raises(ValueError, match="run_rank0.jsonl: no run_settings.json beside it"):

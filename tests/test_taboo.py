@@ -190,6 +190,8 @@ def test_whole_word_matching_works_at_edges_that_are_no_letters():
         ([], "apple", None, r"'max_turns' is None"),
         ([], "apple", float("nan"), r"'max_turns' is nan"),
         ([], "apple", float("inf"), r"'max_turns' is inf"),
+        ([], "apple", 1e308, r"'max_turns' is 1e\+308"),
+        ([{"role": "attacker", "content": "half \ud83d"}], "apple", 3, "message 0: .* lone surrogate"),
     ],
 )
 def test_what_is_no_game_is_refused_with_its_place(history, target_word, max_turns, message):
@@ -466,3 +468,8 @@ def test_the_digest_depends_on_the_wording_alone(tmp_path):
     path.write_text(json.dumps(dict(reversed(TEMPLATES.items())), indent=7))
     assert taboo.templates_digest(taboo.load_templates(path)) == taboo.templates_digest(TEMPLATES)
     assert taboo.templates_digest(TEMPLATES) != taboo.templates_digest()
+
+
+def test_a_part_of_a_turn_counts_as_a_message():
+    history = [{"role": role, "content": "well"} for role in ("attacker", "defender") * 3]
+    assert [taboo.judge(history, "apple", turns).length for turns in (1, 1.2, 1.5, 2)] == [2, 3, 3, 4]

@@ -416,6 +416,8 @@ def test_rewriting_a_checkpoint_takes_back_its_mark_and_half_written_ones_never_
     (tmp_path / "out" / "checkpoint-9").mkdir()
     run(tmp_path / "out", settings | {"save_total_limit": 1, "resume_from_checkpoint": True})
     assert checkpoints(tmp_path / "out") == [4] and utils.is_complete(tmp_path / "out" / "checkpoint-4")
+    (tmp_path / "out" / "checkpoint-4" / "optimizer.pt").unlink()
+    assert not utils.is_complete(tmp_path / "out" / "checkpoint-4")
 
 
 def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):

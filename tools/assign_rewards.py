@@ -268,19 +268,27 @@ def main() -> None:
         "weights": role_weights(games),
     }
     settings = vars(args) | {"templates_sha256": taboo.templates_digest(templates)}
-    output = Path(args.output_data_path)
-    write_json(output.with_name(f"{output.stem}_rewards_settings.json"), {"settings": settings, **results})
+    write_json(settings_path(args), {"settings": settings, **results})
     print(json.dumps(results))
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raise, before any work is done, for an input file that is not there or would be overwritten."""
-    inputs = [*args.input_data_path, *([args.sft_data_path] if args.sft_data_path else [])]
-    outputs = {Path(path).resolve() for path in (args.output_data_path, args.outcomes) if path}
+    """Raise, before any work is done, for an input that is not there and for files that would overwrite each other."""
+    inputs = [*args.input_data_path, *([args.sft_data_path] if args.sft_data_path else []), args.prompt_templates]
+    outputs = [args.output_data_path, settings_path(args), *([args.outcomes] if args.outcomes else [])]
+    taken = {Path(path).resolve() for path in inputs}
     for path in inputs:
         open_text(path).close()
-        if Path(path).resolve() in outputs:
-            raise ValueError(f"{path}: is an input and an output; write to another file")
+    for path in outputs:
+        if Path(path).resolve() in taken:
+            raise ValueError(f"{path}: would be written over another file of this run; choose another name")
+        taken.add(Path(path).resolve())
+
+
+def settings_path(args: argparse.Namespace) -> Path:
+    """Where the settings and counts of the run are written."""
+    output = Path(args.output_data_path)
+    return output.with_name(f"{output.stem}_rewards_settings.json")
 
 
 def choose_prompt_fn(kind: str, seed: int, templates: taboo.Templates) -> PromptFn:

@@ -213,6 +213,9 @@ class EpisodeFiles:
         store.set(f"spag/{rank()}", launch)
         store.wait([f"spag/{other}" for other in range(world_size())])
         launch_of_rank_0 = store.get("spag/0").decode()
+        store.set(f"spag/{rank()}/done", "")
+        if rank() == 0:  # without torchrun the store lives in this process
+            store.wait([f"spag/{other}/done" for other in range(world_size())])
         deadline = time.monotonic() + SHARING_TIMEOUT
         while self._launch() != launch_of_rank_0:
             if time.monotonic() > deadline:
@@ -227,18 +230,22 @@ class EpisodeFiles:
         write_json(self.settings_path, {"settings": settings, "launch": launch})
 
     def _launch(self) -> str | None:
-        if not self.settings_path.is_file():
-            return None
-        return json.loads(self.settings_path.read_text(encoding="utf-8"))["launch"]
+        return self._stored("launch") if self.settings_path.is_file() else None
+
+    def _stored(self, name: str):
+        try:
+            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.settings_path}: not the settings of a run ({error!r})") from None
 
     def _refuse_other_run(self, settings: dict) -> None:
         advice = "use another --data_suffix or --output_dir, or --overwrite True to start anew"
-        if not self.settings_path.is_file():
-            files = [path for path in (*self._rank_paths(), self.results_path) if path.is_file()]
-            if files:
-                raise ValueError(f"{files[0]}: no {self.settings_path.name} beside it says how it was made; {advice}")
+        files = [path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size]
+        if not files:  # a launch that failed before its first game binds nobody
             return
-        stored = json.loads(self.settings_path.read_text(encoding="utf-8"))["settings"]
+        if not self.settings_path.is_file():
+            raise ValueError(f"{files[0]}: no {self.settings_path.name} beside it says how it was made; {advice}")
+        stored = self._stored("settings")
         differences = [
             f"{key}: {_show(stored.get(key))} then, {_show(settings.get(key))} now"
             for key in {**stored, **settings}
@@ -257,6 +264,8 @@ class EpisodeFiles:
         return [found[number] for number in sorted(found)]
 
     def _delete(self) -> None:
+        for path in self._rank_paths():
+            _open_to_append(path).close()  # refused while another process is writing to it
         for path in (*self._rank_paths(), self.settings_path, self.results_path, self.summary_path):
             path.unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -164,8 +165,9 @@ def load_local_model(
         disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             folder,
+            output_loading_info=True,
             dtype=dtype or "auto",
             device_map=device_map or {"": own_device()},
             use_safetensors=True,
@@ -176,10 +178,16 @@ def load_local_model(
             f"{folder}: the model does not fit on {own_device()}; use --bf16 True, or --device_map auto with one "
             f"process per machine, which spreads it over the GPUs ({error})"
         ) from None
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{folder}: its weights cannot be loaded ({error})") from None
+    if loaded["missing_keys"]:
+        raise ValueError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, more than the model's embeddings")
     logger.info("%s: %s on %s", folder, model.dtype, device_map or own_device())
     if dtype is None and model.dtype == torch.float16:
         warn_once("%s: float16, as its config says; --bf16 True has the wider range", folder)
-    if tokenizer.eos_token_id is None:
+    if not _stop_ids(model, tokenizer):
         warn_once("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and sampling.max_length > positions:

@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -264,14 +265,14 @@ def check_args(args: argparse.Namespace) -> None:
         )
     if args.min_new_tokens > args.max_new_tokens:
         problems.append(f"--min_new_tokens {args.min_new_tokens} is above --max_new_tokens {args.max_new_tokens}")
-    if args.temperature <= 0:
+    if not 0 < args.temperature < math.inf:
         problems.append(f"--temperature is {args.temperature}; it must be above 0 (--task_type {TESTING} is greedy)")
     if not 0 < args.top_p <= 1:
         problems.append(f"--top_p is {args.top_p}; it must be above 0 and at most 1")
     if args.bf16 and args.fp16:
         problems.append("--bf16 and --fp16 exclude each other")
     for name in ("model_prefix", "data_suffix"):
-        if Path(values[name]).name != values[name]:
+        if not values[name] or Path(values[name]).name != values[name]:
             problems.append(f"--{name} {values[name]!r} is no part of a file name")
     if problems:
         raise ValueError("; ".join(problems))

@@ -8,6 +8,7 @@
 import argparse
 import ast
 import json
+from pathlib import Path
 
 from tools import taboo
 from utils import open_text, run_program, write_json
@@ -70,7 +71,9 @@ def release_templates(path: str) -> taboo.Templates:
 
 
 def prepare_prompts(args: argparse.Namespace) -> None:
-    """The subcommand `prompts`."""
+    """The subcommand `prompts`. Raises ValueError for an output that is the input."""
+    if Path(args.output).resolve() == Path(args.from_release).resolve():
+        raise ValueError(f"{args.output}: is the released code; write to another file")
     templates = release_templates(args.from_release)
     write_json(args.output, templates)
     print(json.dumps({"output": args.output, "templates_sha256": taboo.templates_digest(templates)}))

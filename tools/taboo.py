@@ -35,6 +35,8 @@ WHOLE_WORD = "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
 
 GUESS = re.compile(r"i know the word! it(?=.)")  # in lower-cased text
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can escape it, UTF-8 cannot hold it
+MOST_TURNS = 10**9  # of a game; more is a slip, and overflows
 MAX_GAP = 8  # characters that may stand between the guess's "it" and the word
 GUESS_BEGINNING = "i know the word"  # after this from the defender, right or wrong, play stops
 
@@ -136,8 +138,8 @@ def check_game(history: History, target_word: str, max_turns: float) -> None:
     """Raise ValueError unless these make a game: a word, at least one turn, and messages with role and content."""
     if not isinstance(target_word, str) or not target_word.strip():
         raise ValueError(f"'target_word' is {target_word!r}; it must be a word")
-    if not isinstance(max_turns, (int, float)) or not 1 <= max_turns < math.inf:
-        raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number of at least 1")
+    if not isinstance(max_turns, (int, float)) or not 1 <= max_turns <= MOST_TURNS:
+        raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number from 1 to {MOST_TURNS:,}")
     if not isinstance(history, (list, tuple)):
         raise ValueError(f"'history' is {type(history).__name__}; it must be a list of messages")
     for index, message in enumerate(history):
@@ -147,6 +149,8 @@ def check_game(history: History, target_word: str, max_turns: float) -> None:
             raise ValueError(f"message {index}: 'role' is {message.get('role')!r}; it must be {' or '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"message {index}: 'content' is {message.get('content')!r:.40}; it must be a text")
+        if not message["content"].isascii() and LONE_SURROGATE.search(message["content"]):
+            raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
 
 
 def _decide(role: str, text: str, word: str, match: str) -> str | None:
