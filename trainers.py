@@ -317,7 +317,7 @@ class SPAGTrainer(Trainer):
         # step and does not divide by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
-        self.reference: nn.Module | None = None  # only with --ref_logprobs online
+        self.reference: nn.Module | None = None  # while a model of its own is loaded
         self.metrics = MetricSums()
         self.eval_metrics = MetricSums()
         self.add_callback(_BeforeFirstStep(self.before_first_step))
