@@ -133,7 +133,7 @@ def model_folder(name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, and samples spread over the weights; what lies between them is not seen."""
+    """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
