@@ -61,7 +61,7 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Student's quantile: exact for one and two degrees of freedom, else Abramowitz and Stegun 26.7.5 (within 0.5%)."""
+    """Student's quantile, within 0.2%: exact to two degrees of freedom, then Abramowitz and Stegun 26.7.5."""
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:
