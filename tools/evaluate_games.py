@@ -31,7 +31,6 @@ from tools.play_llm_game import (
     Seats,
     add_game_flags,
     add_machine_flags,
-    end_with_launcher,
     flag_problems,
     game_rules,
     model_setting,
@@ -41,7 +40,17 @@ from tools.play_llm_game import (
     too_small,
     words_setting,
 )
-from utils import iter_records, parse_bool, rank, replacing, run_program, set_up_logging, world_size, write_json
+from utils import (
+    end_with_launcher,
+    iter_records,
+    parse_bool,
+    rank,
+    replacing,
+    run_program,
+    set_up_logging,
+    world_size,
+    write_json,
+)
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = {SAMPLING: 5, TESTING: 1}

@@ -1,8 +1,8 @@
 """What tools/run_spag.sh leaves to Python: checks of its settings, disk space, the lock, ending its processes.
 
-    python tools/loop_support.py check NAME=value ...      every problem of the settings, a line each; no torch
-    python tools/loop_support.py prepare NAME=value ...    writes OUTPUT/settings.json, says what disk space it takes
-    python tools/loop_support.py gpus | lock FD | stop PID | repeat WORDS TIMES FILE
+python tools/loop_support.py check NAME=value ...      every problem of the settings, a line each; no torch
+python tools/loop_support.py prepare NAME=value ...    writes OUTPUT/settings.json, says what disk space it takes
+python tools/loop_support.py gpus | lock FD | stop PID | repeat WORDS TIMES FILE
 """
 
 import fcntl
@@ -167,9 +167,11 @@ def check_disk(settings: dict[str, str]) -> None:
 
 
 def check(*pairs: str) -> None:
-    """End with status 2 and all problems, if there are any."""
-    if problems := find_problems(_settings(pairs)):
-        raise ValueError("\n".join(problems))
+    """Print all problems and end with status 2, if there are any."""
+    problems = find_problems(_settings(pairs))
+    for problem in problems:
+        print(f"run_spag.sh: {problem}", file=sys.stderr)
+    sys.exit(2 if problems else 0)
 
 
 def prepare(*pairs: str) -> None:

@@ -7,9 +7,12 @@
 # The same command continues a loop that was cut off. `tools/run_spag.sh --help` shows every setting.
 # Runs on bash 3.2 (macOS).
 # shellcheck disable=SC2086,SC2206  # settings that hold several values are split at blanks
+# shellcheck disable=SC2153  # settings are assigned by their names in the table
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# shellcheck source=tools/stages.sh
+. "$root/tools/stages.sh"
 PYTHON=${PYTHON:-$(command -v python || command -v python3 || true)}
 
 # NAME|default|help. "auto" is settled by what the machine has.
@@ -99,12 +102,8 @@ END
 
 upper() { printf %s "$1" | tr '[:lower:]' '[:upper:]'; }
 lower() { printf %s "$1" | tr '[:upper:]' '[:lower:]'; }
-say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
-fail() { printf 'run_spag.sh: %s\n' "$*" >&2; exit 1; }
 bad_usage() { printf 'run_spag.sh: error: %s\n' "$*" >&2; exit 2; }
-known() { printf '%s\n' "$SETTINGS_TABLE" | grep -q "^$1|"; }
-duration() { printf '%d:%02d:%02d' $(($1 / 3600)) $(($1 / 60 % 60)) $(($1 % 60)); }
-loop_support() { "$PYTHON" "$root/tools/loop_support.py" "$@"; }
+known() { case $'\n'$SETTINGS_TABLE in *$'\n'"$1|"*) ;; *) return 1 ;; esac; }
 
 # --- settings -------------------------------------------------------------------------------------------------------
 
@@ -169,123 +168,6 @@ check_settings() {  # all problems at once, then the lock, settings.json and the
   exec 9>>"$OUTPUT/logs/.lock" # kept by this process and what it starts, until the last of them has ended
   loop_support lock 9 || fail "$OUTPUT: another loop, or a stage that it left behind, is at work here; end it first"
   loop_support prepare "${pairs[@]}" || exit 1
-}
-
-# --- stages ---------------------------------------------------------------------------------------------------------
-# A stage is described by four lists: `program`, its file and the flags that its result depends on; `how`, flags that
-# it does not depend on, so that a loop can be continued on other machines; `reads`, files whose content counts;
-# `makes`, files that are all there when it is whole.
-
-run_stage() {  # run_stage NAME launched|alone
-  stage=$1 log=$OUTPUT/logs/$1.log
-  [ "$NODE_RANK" -eq 0 ] || log=$OUTPUT/logs/$1.node$NODE_RANK.log
-  if [ "$NODE_RANK" -eq 0 ]; then check_command; fi
-  if whole; then
-    say "$stage: whole already"
-    watched=False
-    return
-  fi
-  local started=$SECONDS
-  if [ "$2" = launched ]; then
-    launcher
-    run "${launch[@]}" "${program[@]}" ${how[@]+"${how[@]}"}
-    wait_for 60
-  elif [ "$NODE_RANK" -eq 0 ]; then
-    run "$PYTHON" "${program[@]}" ${how[@]+"${how[@]}"}
-  else
-    say "$stage: waits for machine 0"
-    wait_for "$NODE_TIMEOUT"
-  fi
-  whole || fail "$stage ended without ${makes[*]}; its log: $log"
-  stage_seconds=$((SECONDS - started))
-  say "$stage: done in $(duration "$stage_seconds")"
-  times="$times${times:+, }${stage#*_} $(duration "$stage_seconds")"
-}
-
-whole() {
-  local file
-  for file in "${makes[@]}"; do [ -s "$file" ] || return 1; done
-}
-
-begun() { whole || compgen -G "$(dirname "${makes[0]}")/checkpoint-*" >/dev/null; }
-
-wait_for() {  # seconds, until what another machine wrote shows here
-  local until=$((SECONDS + $1))
-  [ "$NNODES" -gt 1 ] || return 0
-  while ! whole; do
-    [ "$SECONDS" -lt "$until" ] || fail "$stage: no ${makes[*]} after $1 seconds. Is $OUTPUT on a folder that all \
-machines share, and has machine 0 not stopped? (--node_timeout)"
-    sleep 1
-  done
-}
-
-check_command() {  # what is there must come from this command; written down when the stage begins
-  local now difference file
-  now=$(printf '%s\n' "${program[@]}" | awk '/^--/ && NR > 1 {printf "\n"} NR > 1 && !/^--/ {printf " "} {printf "%s", $0}'
-    for file in ${reads[@]+"${reads[@]}"}; do printf '\nread %s %s' "$file" "$(cksum <"$file")"; done)
-  now=${now//"$OUTPUT"/OUTPUT}
-  now=${now//"$root"\//}
-  if begun; then
-    difference=$(touch "$OUTPUT/logs/$stage.command"; diff "$OUTPUT/logs/$stage.command" - <<<"$now") ||
-      fail "$stage has results of another command (< then, > now):
-$difference
-Use another OUTPUT, or the settings of then, or delete $(dirname "${makes[0]}") to have it made anew (the stages that \
-build on it will ask the same)."
-  else
-    [ ! -e "$OUTPUT/logs/$stage.command" ] || watched=False
-    printf '%s\n' "$now" >"$OUTPUT/logs/$stage.command"
-  fi
-}
-
-launcher() {
-  launch=("$PYTHON")
-  [ $((NPROC * NNODES)) -gt 1 ] || return 0
-  launch+=(-m torch.distributed.run --nproc_per_node "$NPROC")
-  if [ "$NNODES" -eq 1 ]; then
-    launch+=(--standalone)
-  else
-    launch+=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$stage"
-      --rdzv_conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo True || echo False)")
-  fi
-}
-
-run() {  # run a command with its output in the log, showing how far it is
-  local status=0
-  say "$stage: starts; log: $log"
-  printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
-  "$@" >>"$log" 2>&1 </dev/null &
-  local child=$!
-  follow 9>&- &
-  local follower=$!
-  wait "$child" || status=$?
-  kill "$follower" 2>/dev/null || true
-  wait "$follower" 2>/dev/null || true
-  [ ! -t 1 ] || printf '\r\033[K'
-  if [ "$status" -ne 0 ]; then
-    tail -c 20000 "$log" | tr '\r' '\n' | tail -n 15 >&2
-    fail "$stage failed (exit $status); its log: $log"
-  fi
-}
-
-follow() {  # the log's last progress bar, or else its last line: on a terminal each second, elsewhere each half minute
-  local line began=$SECONDS pause=30
-  [ ! -t 1 ] || pause=1
-  while sleep "$pause" >/dev/null 2>&1; do
-    line=$(tail -c 4000 "$log" | tr '\r' '\n' | LC_ALL=C tr -cd '\n\40-\176' |
-      awk '/%\|/ {bar = $0} NF {last = $0} END {print substr(bar == "" ? last : bar, 1, 90)}')
-    if [ -t 1 ]; then
-      printf '\r%s %s %s\033[K' "$stage" "$(duration $((SECONDS - began)))" "${line:0:${COLUMNS:-80}-30}"
-    else
-      say "$stage $(duration $((SECONDS - began))) $line"
-    fi
-  done
-}
-
-stop() {  # ended by a signal: so are the programs that this one started
-  trap '' INT TERM HUP
-  loop_support stop $$ || true
-  printf '\nrun_spag.sh: stopped%s; the same command continues\n' "${stage:+ in $stage}" >&2
-  exit "$1"
 }
 
 # --- the method -----------------------------------------------------------------------------------------------------
@@ -380,7 +262,7 @@ tell_time() {  # after an epoch that was watched from its beginning to its end
   local seconds=$1 left=$((EPOCHS - epoch))
   [ "$watched" = True ] || return 0
   say "epoch $epoch took $(duration "$seconds") ($times)"
-  [ "$left" -eq 0 ] || say "the next $left: about $(duration $((left * seconds)))"
+  [ "$left" -eq 0 ] || say "epochs left: $left, about $(duration $((left * seconds)))"
 }
 
 main() {
