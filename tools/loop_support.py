@@ -5,6 +5,7 @@ python tools/loop_support.py prepare NAME=value ...    writes OUTPUT/settings.js
 python tools/loop_support.py gpus | lock FD | stop PID | repeat WORDS TIMES FILE
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -12,9 +13,9 @@ import os
 import shutil
 import struct
 import sys
+import time
 from pathlib import Path
 
-from tools.taboo import MATCHES
 from utils import run_program, write_json
 
 AT_LEAST = {
@@ -28,7 +29,7 @@ TRUTH = ("True", "False")
 CHOICES = {
     **dict.fromkeys(("DETACH_KL", "GRADIENT_CHECKPOINTING", "EVAL_IMITATION", "REPORT", "CHECK_DISK"), TRUTH),
     "PRECISION": ("bf16", "fp16", "fp32"),
-    "MATCH": MATCHES,
+    "MATCH": ("substring", "word"),  # as in tools/taboo.py, which is slow to import
     "BACKEND": ("local",),
 }
 MAY_BE_EMPTY = ("GAMES", "PLAY_BATCH")
@@ -206,14 +207,20 @@ def stop(pid: str) -> None:
     """End all processes that a process started, and those that they started."""
     import psutil
 
+    def is_alive(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     children = [child for child in psutil.Process(int(pid)).children(recursive=True) if child.pid != os.getpid()]
     for signal in ("terminate", "kill"):
-        for child in children:
-            try:
+        for child in filter(is_alive, children):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(child, signal)()
-            except psutil.NoSuchProcess:
-                continue
-        _, children = psutil.wait_procs(children, timeout=STOP_TIMEOUT)
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while any(map(is_alive, children)) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def repeat(words: str, times: str, output: str) -> None:
