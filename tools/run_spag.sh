@@ -265,6 +265,13 @@ tell_time() {  # after an epoch that was watched from its beginning to its end
   [ "$left" -eq 0 ] || say "epochs left: $left, about $(duration $((left * seconds)))"
 }
 
+stop() {  # ended by a signal: so are the programs that this one started
+  trap '' INT TERM HUP
+  loop_support stop $$ || true
+  printf '\nrun_spag.sh: stopped%s; the same command continues\n' "${stage:+ in $stage}" >&2
+  exit "$1"
+}
+
 main() {
   local started
   read_flags "$@"

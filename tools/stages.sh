@@ -1,12 +1,12 @@
-# shellcheck shell=bash disable=SC2154  # sourced by tools/run_spag.sh, which sets what is used here
-# How run_spag.sh runs a stage: skipped when it is whole, logged, followed, ended on a signal.
+# shellcheck shell=bash disable=SC2154,SC2034  # sourced by run_spag.sh, which sets what is used here, and quickstart.sh
+# How run_spag.sh runs a stage: skipped when it is whole, logged, followed.
 #
 # A stage is described by four lists: `program`, its file and the flags that its result depends on; `how`, flags that
 # it does not depend on, so that a loop can be continued on other machines; `reads`, files whose content counts;
 # `makes`, files that are all there when it is whole.
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
-fail() { printf 'run_spag.sh: %s\n' "$*" >&2; exit 1; }
+fail() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 duration() { printf '%d:%02d:%02d' $(($1 / 3600)) $(($1 / 60 % 60)) $(($1 % 60)); }
 loop_support() { "$PYTHON" "$root/tools/loop_support.py" "$@"; }
 
@@ -80,22 +80,27 @@ launcher() {
   fi
 }
 
-run() {  # run a command with its output in the log, showing how far it is
+run() {  # run a command as the stage; a failure ends this script
   local status=0
   say "$stage: starts; log: $log"
+  run_logged "$@" || status=$?
+  [ "$status" -ne 0 ] || return 0
+  tail -c 20000 "$log" | tr '\r' '\n' | tail -n 15 >&2
+  fail "$stage failed (exit $status); its log: $log"
+}
+
+run_logged() {  # run a command with its output in the log, showing how far it is; returns its status
+  local status=0 follower
   printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
   "$@" >>"$log" 2>&1 </dev/null &
-  local child=$!
+  child=$!
   follow 9>&- &
-  local follower=$!
+  follower=$!
   wait "$child" || status=$?
   kill "$follower" 2>/dev/null || true
   wait "$follower" 2>/dev/null || true
   [ ! -t 1 ] || printf '\r\033[K'
-  if [ "$status" -ne 0 ]; then
-    tail -c 20000 "$log" | tr '\r' '\n' | tail -n 15 >&2
-    fail "$stage failed (exit $status); its log: $log"
-  fi
+  return "$status"
 }
 
 follow() {  # the log's last progress bar, or else its last line: on a terminal each second, elsewhere each half minute
@@ -110,11 +115,4 @@ follow() {  # the log's last progress bar, or else its last line: on a terminal 
       say "$stage $(duration $((SECONDS - began))) $line"
     fi
   done
-}
-
-stop() {  # ended by a signal: so are the programs that this one started
-  trap '' INT TERM HUP
-  loop_support stop $$ || true
-  printf '\nrun_spag.sh: stopped%s; the same command continues\n' "${stage:+ in $stage}" >&2
-  exit "$1"
 }
