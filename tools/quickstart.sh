@@ -45,14 +45,15 @@ pip_install() {  # status of pip, whose output goes to the log
 }
 
 install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
-  local wanted
+  local wanted settings
+  settings=$("$venv" -m pip config list)
   wanted=$(grep '^torch[<>=]' requirements.txt)
   if [ "$(uname -s)" != Linux ]; then
     pip_install "$wanted"
   elif command -v nvidia-smi >/dev/null; then
     need_space "$CUDA_GB"
     pip_install "$wanted"
-  elif "$venv" -m pip config list | grep -q find-links; then
+  elif [ "$settings" != "${settings/find-links/}" ]; then
     pip_install torch==2.13.0 # a build that was put there on purpose; a range might prefer a newer one with CUDA
   elif ! pip_install --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then
     say "no CPU build of PyTorch from $CPU_INDEX: installing the large one with CUDA"
