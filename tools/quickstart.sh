@@ -19,7 +19,7 @@ CPU_INDEX=https://download.pytorch.org/whl/cpu # PyPI's own build for Linux brin
 CPU_GB=3 CUDA_GB=12                            # that an environment takes while it is installed
 DRAWING='matplotlib>=3.10,<4'
 venv=$root/.venv/bin/python
-child=''
+child='' follower=''
 
 find_python() {  # the first one that is new enough
   local python version found=''
@@ -94,6 +94,7 @@ in_foreground() {  # a command that a signal to this script ends too
 
 stop() {
   trap '' INT TERM
+  [ -z "$follower" ] || kill "$follower" 2>/dev/null || true
   [ -z "$child" ] || { kill "$child" 2>/dev/null && wait "$child"; } || true
   exit 130
 }

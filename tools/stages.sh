@@ -90,7 +90,7 @@ run() {  # run a command as the stage; a failure ends this script
 }
 
 run_logged() {  # run a command with its output in the log, showing how far it is; returns its status
-  local status=0 follower
+  local status=0
   printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
   "$@" >>"$log" 2>&1 </dev/null &
   child=$!
@@ -106,7 +106,7 @@ run_logged() {  # run a command with its output in the log, showing how far it i
 follow() {  # the log's last progress bar, or else its last line: on a terminal each second, elsewhere each half minute
   local line began=$SECONDS pause=30 width=100
   [ ! -t 1 ] || pause=1 width=55
-  while sleep "$pause" >/dev/null 2>&1; do
+  while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
     line=$(tail -c 4000 "$log" | tr '\r' '\n' | LC_ALL=C tr -cd '\n\40-\176' |
       awk -v width="$width" '/%\|/ {bar = $0} NF {last = $0} END {print substr(bar == "" ? last : bar, 1, width)}')
     if [ -t 1 ]; then
