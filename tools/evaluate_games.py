@@ -24,23 +24,19 @@ from tools import taboo
 from tools.episodes import Episode, EpisodeFiles, read_words
 from tools.match_report import matches_text, write_plot
 from tools.match_stats import ALL, Match, count_matches, result_rows
-from tools.play_llm_game import (
+from tools.play_flags import (
     SAMPLING,
     TESTING,
-    Progress,
-    Seats,
     add_game_flags,
     add_machine_flags,
-    end_with_launcher,
     flag_problems,
     game_rules,
     model_setting,
-    run_games,
-    seed_draws,
     set_precision,
     too_small,
     words_setting,
 )
+from tools.play_llm_game import Progress, Seats, end_with_launcher, run_games, seed_draws
 from utils import iter_records, parse_bool, rank, replacing, run_program, set_up_logging, world_size, write_json
 
 STEM = "games"  # of the files of the games

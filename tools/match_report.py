@@ -130,15 +130,16 @@ ROLE_STYLES = {  # colour, marker, size; colours that colour-blind readers can t
 }
 SHARE_COLOURS = {
     "win": "#2a7f62",
-    "win by the other's breach": "#9fd3bf",
+    "win by breach": "#9fd3bf",
     "tie": "#dcdcdc",
-    "loss by own breach": "#f3bfa0",
+    "loss by breach": "#f3bfa0",
     "loss": "#c4572e",
 }
 LEGEND = {BOTH: "both roles", ATTACKER: "as attacker", DEFENDER: "as defender"}
 LABELLED_SHARE = 7  # percent; narrower parts of a bar have no room for their number
 BAR_HEIGHT = 0.36
 INCHES_PER_PAIR, INCHES_PER_LIST = 0.85, 5.2
+LEGEND_STYLE = {"loc": "outside upper center", "ncols": 5, "frameon": False, "columnspacing": 1.4, "handlelength": 1.5}
 
 
 def write_plot(path: Path, results: dict) -> bool:
@@ -164,7 +165,7 @@ def write_plot(path: Path, results: dict) -> bool:
                 axis.set_title(f"{words}: {games} games", fontsize=10)
                 axis.spines[["top", "right", "left"]].set_visible(False)
                 axis.tick_params(axis="y", length=0)
-            half.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+            half.legend(*axes[0].get_legend_handles_labels(), **LEGEND_STYLE)
             axes[0].set_yticks(range(len(pairs)), [f"{player}\nvs {opponent}" for player, opponent in pairs])
             axes[0].set_ylim(len(pairs) - 0.5, -0.5)
         with replacing(path, "wb") as file:
@@ -178,6 +179,8 @@ def _draw_points(axis, pairs: list[list[dict | None]]) -> None:
     for number, role in enumerate(ROLE_ORDER):
         colour, marker, size = ROLE_STYLES[role]
         drawn = [(place + (number - 1) * 0.24, pair[number]) for place, pair in enumerate(pairs) if pair[number]]
+        if not drawn:  # of a player against itself there is nothing to pool
+            continue
         points = [100 * row["points"] for _, row in drawn]
         lower = [100 * (row["points"] - row["points_interval"][0]) for _, row in drawn]
         upper = [100 * (row["points_interval"][1] - row["points"]) for _, row in drawn]
@@ -192,9 +195,8 @@ def _draw_points(axis, pairs: list[list[dict | None]]) -> None:
 def _draw_rates(axis, pairs: list[list[dict | None]]) -> None:
     """Stacked shares of outcomes: for each pair, the player as attacker above, as defender below."""
     for role, offset in ((ATTACKER, -0.2), (DEFENDER, 0.2)):
-        drawn = [(place + offset, pair[ROLE_ORDER.index(role)]) for place, pair in enumerate(pairs)]
-        heights = [height for height, row in drawn if row]
-        shares = [_parts(row) for _, row in drawn if row]
+        heights = [place + offset for place in range(len(pairs))]
+        shares = [_parts(pair[ROLE_ORDER.index(role)]) for pair in pairs]
         for height in heights:
             axis.text(-1, height, role[:3] + ".", ha="right", va="center", fontsize=8, color=ROLE_STYLES[role][0])
         left = [0.0] * len(heights)
