@@ -182,9 +182,6 @@ def test_three_players_meet_and_the_files_agree(
     assert results["settings"]["player epoch2"]["sha256"] == results["settings"]["player epoch1"]["sha256"]
     text = (tmp_path / "matches.txt").read_text()
     assert capsys.readouterr().out.endswith(text)
-    drawn = ElementTree.parse(tmp_path / "matches.svg").getroot()
-    labels = "".join(drawn.itertext())
-    assert all(label in labels for label in ("epoch2", "vs imitation", "held_out: 72 games", "as defender"))
 
 
 def test_a_match_does_not_depend_on_those_before_it(
@@ -282,7 +279,8 @@ class TestOneProcess:
     ):
         arguments = flags(place, {"a": tiny_model}, tmp_path, max_words=2)
         run_here(arguments, monkeypatch)
-        names = ("games_results.json", "matches.json", "matches.txt", "matches.svg")
+        names = sorted(path.name for path in tmp_path.iterdir() if not re.search("rank|settings|summary", path.name))
+        assert {"games_results.json", "matches.json", "matches.txt"} <= set(names)
         before = [(tmp_path / name).read_bytes() for name in names]
         for name in names:
             (tmp_path / name).unlink()
@@ -414,3 +412,21 @@ def test_the_parts_of_a_bar_are_its_games():
     assert [parts[name] for name in colours] == [0.25, 0.0, 0.25, 0.25, 0.25]  # win, by breach, tie, by breach, loss
     parts = match_report._parts(rows["played", "mid", "old", taboo.DEFENDER])
     assert [parts[name] for name in colours] == [0.25, 0.25, 0.25, 0.0, 0.25]
+
+
+def test_the_plot_names_players_lists_and_roles(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert match_report.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN))
+    shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
+    labels = ("new", "vs old", "vs mid", "played: 24 games", "as defender", "both roles", "loss by breach", "att.")
+    assert not [label for label in labels if label not in shown]
+
+
+def test_the_documentation_names_every_field_of_a_row():
+    section = (ROOT / "data" / "README.md").read_text(encoding="utf-8").partition("## Evaluation by match")[2]
+    example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
+    for row in results_of(ROUND_ROBIN)["results"]:
+        assert list(row) == list(example)
+        assert set(row) <= table
+        assert list(row["rates"]) == list(example["rates"]) and list(row["clean"]) == list(example["clean"])
