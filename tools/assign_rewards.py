@@ -33,6 +33,7 @@ from utils import (
 )
 
 PromptFn = Callable[[taboo.History, str, float], str]  # history before the message, target word, max_turns -> query
+WINNER, ALL = "winner", "all"  # whose messages become rows
 EPISODE_KEYS = ("history", "target_word", "max_turns")
 
 
@@ -125,6 +126,23 @@ def game_rows(episodes: Iterable[dict], games: Games, *, decay_weight: float, pr
                 "reward": reward,
                 "role": winner,
                 "weight": weights[winner],
+            }
+
+
+def every_message_rows(episodes: Iterable[dict], games: Games, *, prompt_fn: PromptFn) -> Iterator[dict]:
+    """A row of reward and weight 1 per message of either player, up to the end of each game, whatever its outcome.
+
+    For imitation of players whose lost games are worth learning from too; not the paper's, whose rows are `game_rows`.
+    """
+    for episode, (_, length) in zip(episodes, games, strict=True):
+        history = episode["history"]
+        for index, message in enumerate(history[:length]):
+            yield {
+                "query": prompt_fn(history[:index], episode["target_word"], episode["max_turns"]),
+                "target": message["content"].strip(),
+                "reward": 1.0,
+                "role": message["role"],
+                "weight": 1.0,
             }
 
 
@@ -233,6 +251,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         default=str(taboo.DEFAULT_TEMPLATES),
         help="file of prompts (default: configs/prompts.json)",
     )
+    add("--messages", choices=(WINNER, ALL), default=WINNER, help="rows of the winner's messages, or of all players'")
     add("--drop_empty_targets", type=parse_bool, default=False, help="True: leave out rows without a target text")
     add("--skip_bad", type=parse_bool, default=False, help="True: pass over what is no episode instead of stopping")
     add("--outcomes", help="file to write every episode's outcome and length to, JSON or JSONL")
@@ -256,7 +275,10 @@ def main() -> None:
 
     games = judge_games(open_episodes(count_skipped), match=args.match)
     prompt_fn = choose_prompt_fn(args.training_prompt, args.seed, templates)
-    rows = game_rows(open_episodes(), games, decay_weight=args.decay_weight, prompt_fn=prompt_fn)
+    if args.messages == ALL:
+        rows = every_message_rows(open_episodes(), games, prompt_fn=prompt_fn)
+    else:
+        rows = game_rows(open_episodes(), games, decay_weight=args.decay_weight, prompt_fn=prompt_fn)
     sft_rows = read_sft_rows(args.sft_data_path) if args.sft_data_path else ()
     all_rows = counted(chain(rows, sft_rows), counts, drop_empty=args.drop_empty_targets)
     write_records(args.output_data_path, all_rows)

@@ -1,6 +1,6 @@
 """The files of one run of self-play: each rank's finished games, settings, merged results; shards, resume, merge.
 
-Imported by tools/play_llm_game.py. In one folder, with one stem (prefix, task, suffix):
+Imported by tools/play_llm_game.py and tools/evaluate_games.py. In one folder, with one stem:
 
     STEM_rank0.jsonl ...   finished games of each rank, appended one by one: what a restart need not play again
     STEM_settings.json     what the games depend on; a restart with other settings is refused

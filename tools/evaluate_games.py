@@ -20,26 +20,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools import taboo
+from tools import models, taboo
 from tools.episodes import Episode, EpisodeFiles, read_words
 from tools.match_report import matches_text, write_plot
 from tools.match_stats import ALL, Match, count_matches, result_rows
-from tools.play_llm_game import (
+from tools.play_flags import (
     SAMPLING,
     TESTING,
-    Progress,
-    Seats,
     add_game_flags,
     add_machine_flags,
     flag_problems,
     game_rules,
     model_setting,
-    run_games,
-    seed_draws,
     set_precision,
     too_small,
     words_setting,
 )
+from tools.play_llm_game import Progress, Seats, run_games, seed_draws
 from utils import (
     end_with_launcher,
     iter_records,
@@ -109,38 +106,41 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
-def play_matches(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates) -> float:
+class Table:
+    """Where one match after another is played, and each game stored as it ends."""
+
+    def __init__(self, args: argparse.Namespace, files: EpisodeFiles, templates: taboo.Templates, games: int):
+        self.args, self.files, self.templates = args, files, templates
+        self.folders = {name: str(models.model_folder(path)) for name, path in args.players}
+        self.seats, self.progress = Seats(args), Progress(games, args.logging_steps)
+
+    def play(self, match: Match, indices: list[int]) -> None:
+        """Play these games of one match."""
+        names = (self.folders[match.attacker], self.folders[match.defender])
+        # Held no longer than their match: the next models need the room.
+        attacker, defender, concurrent_games = self.seats.take(names, self.progress.batch)
+        logger.info("%s attacks %s: %s, seed %d, %d games", *match, len(indices))
+        # By the names too, so that a match does not depend on what was played before, and no two draw alike.
+        seed_draws(json.dumps(match), games_left=len(indices))
+
+        def on_episode(episode: Episode) -> None:
+            self.files.append(episode | match._asdict())
+            self.progress.game(episode)
+
+        games = [(index, self.files.words[index]) for index in indices]
+        how = {"concurrent_games": concurrent_games, "on_episode": on_episode}
+        run_games(self.args, games, attacker, defender, self.templates, **how)
+
+
+def play_matches(
+    args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates
+) -> float:
     """Play the games that are missing, match after match; returns the seconds this took."""
-    schedule, seats = files.words, Seats(args)
-    progress = Progress(len(to_play), args.logging_steps)
+    schedule, table = files.words, Table(args, files, templates, len(to_play))
     for number, indices in itertools.groupby(to_play, key=schedule.match_of):
-        play_match(args, files, schedule.matches[number], list(indices), seats, progress, templates)
-    progress.bar.close()
-    return time.monotonic() - progress.started
-
-
-def play_match(
-    args: argparse.Namespace,
-    files: EpisodeFiles,
-    match: Match,
-    indices: list[int],
-    seats: Seats,
-    progress: Progress,
-    templates: taboo.Templates,
-) -> None:
-    """Play these games of one match and store each as it ends."""
-    paths = dict(args.players)
-    attacker, defender, concurrent_games = seats.take((paths[match.attacker], paths[match.defender]), progress.batch)
-    logger.info("%s attacks %s: %s, seed %d, %d games", *match, len(indices))
-    # By the names too, so that a match does not depend on what was played before, and no two draw alike.
-    seed_draws(json.dumps(match), games_left=len(indices))
-
-    def on_episode(episode: Episode) -> None:
-        files.append(episode | match._asdict())
-        progress.game(episode)
-
-    games = [(index, files.words[index]) for index in indices]
-    run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
+        table.play(schedule.matches[number], list(indices))
+    table.progress.bar.close()
+    return time.monotonic() - table.progress.started
 
 
 def write_results(folder: Path, results_path: Path, settings: dict) -> str:

@@ -57,7 +57,7 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
     spread = quantile**2 / observations
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
-    return [max(0.0, centre - half), min(1.0, centre + half)]
+    return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
 
 
 def t_quantile(probability: float, freedom: int) -> float:

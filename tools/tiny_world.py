@@ -1,0 +1,169 @@
+"""The embedded world: a language model of about a million parameters that plays Adversarial Taboo about 162 words.
+
+    python -m tools.tiny_world build --output_dir outputs/quickstart
+
+It stands in for Llama-2 (a small Llama, pre-trained here on facts about the words), for GPT-4's games (scripted players)
+and for Alpaca (the facts), so that the whole method can be seen at work where there is no GPU and no model hub. What it
+learns says something about the method's code, nothing about reasoning.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from tools import taboo
+from tools.episodes import Episode
+from tools.play_llm_game import play_games
+from tools.tiny_players import Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from utils import run_program, write_records
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
+MAX_TURNS = 3
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+
+
+# --- the stand-ins -------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of the world's own texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def random_llama(tokenizer, *, hidden_size: int, layers: int, seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights for this tokenizer."""
+    set_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
+    """Complete games of the scripted players, so many for each word."""
+    episodes: list[Episode] = []
+    attacker, defender = (player(lexicon, Skill(), rng) for player in (LexiconAttacker, LexiconDefender))
+    games = play_games(
+        enumerate(lexicon.words * rounds),
+        attacker,
+        defender,
+        concurrent_games=1,
+        on_episode=episodes.append,
+        max_turns=MAX_TURNS,
+        templates=taboo.load_templates(TEMPLATES),
+    )
+    asyncio.run(games)
+    return episodes
+
+
+def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
+    """All texts of the world, for its tokenizer."""
+    templates = taboo.load_templates(TEMPLATES)
+    for row in rows:
+        yield row["query"] + row["target"]
+    for episode in episodes:
+        for end in range(len(episode["history"]) + 1):
+            yield taboo.play_prompt(episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+
+
+# --- building the world --------------------------------------------------------------------------------------------
+
+
+def build(args: argparse.Namespace) -> None:
+    """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
+    folder = Path(args.output_dir)
+    if not (folder / "data" / "imitation.json").is_file():
+        write_data(folder, args)
+    if not (folder / "base" / "train_results.json").is_file():
+        pretrain(folder, args)
+
+
+def write_data(folder: Path, args: argparse.Namespace) -> None:
+    """Facts, word lists, imitation games with their rows, tokenizer and random model; the rows are written last."""
+    lexicon, rng = load_lexicon(), random.Random(args.seed)
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "words.txt").write_text("".join(f"{word}\n" for word in lexicon.played()), encoding="utf-8")
+    (data / "held_out.txt").write_text("".join(f"{word}\n" for word in lexicon.held_out()), encoding="utf-8")
+    pretraining = list(fact_rows(lexicon, rng, args.pretraining_facts))
+    write_records(data / "pretraining.json", pretraining)
+    write_records(data / "facts.json", fact_rows(lexicon, rng, args.facts))
+    episodes = scripted_games(lexicon, rounds=args.imitation_rounds, rng=rng)
+    write_records(data / "imitation_games.json", episodes)
+    tokenizer = train_tokenizer(corpus(pretraining, episodes), args.vocab_size)
+    model = random_llama(tokenizer, hidden_size=args.hidden_size, layers=args.layers, seed=args.seed)
+    for part in (tokenizer, model):
+        part.save_pretrained(folder / "random")
+    run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play", "--prompt_templates", TEMPLATES,
+        "--input_data_path", data / "imitation_games.json", "--output_data_path", data / "imitation.json",
+        "--sft_data_path", data / "facts.json")  # fmt: skip
+
+
+def pretrain(folder: Path, args: argparse.Namespace) -> None:
+    """Train the random model on the facts alone: what it brings to the game, as a base model does."""
+    run("train.py", "--train_method", "SFT", "--output_dir", folder / "base", "--model_name_or_path", folder / "random",
+        "--train_data_path", folder / "data" / "pretraining.json", "--max_length", "128", "--seed", args.seed,
+        "--per_device_train_batch_size", "64", "--learning_rate", args.pretraining_lr, "--warmup_ratio", "0.03",
+        "--lr_scheduler_type", "cosine", "--num_train_epochs", args.pretraining_epochs, "--logging_steps", "50",
+        "--save_strategy", "no", "--cache_dir", folder / "cache")  # fmt: skip
+
+
+def run(*command) -> None:
+    """Run one of this project's programs, its output on the terminal."""
+    subprocess.run([sys.executable, *map(str, command)], check=True)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The embedded world.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("build", help="make the data and the base model", allow_abbrev=False)
+    add = command.add_argument
+    add("--output_dir", required=True, help="folder to write to")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--vocab_size", type=int, default=3072, help="tokens of the tokenizer at most")
+    add("--hidden_size", type=int, default=128, help="width of the model")
+    add("--layers", type=int, default=3, help="layers of the model")
+    add("--pretraining_facts", type=int, default=20000, help="fact rows the base model is trained on")
+    add("--pretraining_epochs", type=float, default=1, help="passes over them")
+    add("--pretraining_lr", type=float, default=2e-3, help="learning rate of the pre-training")
+    add("--facts", type=int, default=4000, help="fact rows mixed into imitation and self-play")
+    add("--imitation_rounds", type=int, default=25, help="scripted games for each word")
+    command.set_defaults(run=build)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    run_program(main)
