@@ -98,7 +98,7 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart"
     assert show == "-m tools.tiny_world show outputs/quickstart"
     assert loop == (
-        f"loop {start.folder}/.venv/bin/python --settings configs/tiny.yaml --model outputs/quickstart/base/model "
+        f"loop {start.folder}/.venv/bin/python --settings configs/tiny.yaml --model outputs/quickstart/base "
         "--output outputs/quickstart --imitation_data outputs/quickstart/data/imitation.json "
         "--sft_data outputs/quickstart/data/facts.json --words outputs/quickstart/data/words.txt --eval_words "
         "played=outputs/quickstart/data/words.txt held_out=outputs/quickstart/data/held_out.txt --seed 3"

@@ -110,7 +110,7 @@ main() {
   export PYTHON=$venv PYTHONPATH=$root OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
   say "world: data and base model"
   in_foreground "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
-  in_foreground tools/run_spag.sh --settings configs/tiny.yaml --model "$OUTPUT/base/model" --output "$OUTPUT" \
+  in_foreground tools/run_spag.sh --settings configs/tiny.yaml --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \
     --eval_words "played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
   in_foreground "$venv" -m tools.tiny_world show "$OUTPUT"
