@@ -40,7 +40,7 @@ stage = "imitation" if stage == "imitation_train" else stage
 with open(os.environ["STUB_CALLS"], "a") as file:
     file.write(json.dumps([stage, words]) + "\\n")
 told = json.loads(os.environ.get("STUB_TOLD", "{}")).get(stage, "")
-print("games:  45%|####      | 9/20 [00:02<00:03,  4.5game/s]", end="\\r", flush=True)
+print("\\x1b[Agames:  45%|####      | 9/20 [00:02<00:03,  4.5game/s]", end="\\r", flush=True)
 if told == "fail":
     print("something is wrong here", flush=True)
     sys.exit(3)

@@ -180,7 +180,8 @@ train() {  # train STAGE OUTPUT_DIR START METHOD FLAGS...: from the model START,
     --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0 --logging_steps 1
     ${precision[@]+"${precision[@]}"} "$@")
   how=(--per_device_train_batch_size "$TRAIN_BATCH" --gradient_accumulation_steps "$accumulation"
-    --gradient_checkpointing "$GRADIENT_CHECKPOINTING" --eval_strategy no)
+    --per_device_eval_batch_size $((TRAIN_BATCH > 8 ? TRAIN_BATCH : 8)) --gradient_checkpointing
+    "$GRADIENT_CHECKPOINTING" --eval_strategy no) # the second batch size is that of the reference
   if [ "$SAVE_STEPS" = 0 ]; then
     how+=(--save_strategy no)
   else

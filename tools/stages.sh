@@ -107,8 +107,9 @@ follow() {  # the log's last progress bar, or else its last line: on a terminal 
   local line began=$SECONDS pause=30 width=100
   [ ! -t 1 ] || pause=1 width=55
   while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-    line=$(tail -c 4000 "$log" | tr '\r' '\n' | LC_ALL=C tr -cd '\n\40-\176' |
-      awk -v width="$width" '/%\|/ {bar = $0} NF {last = $0} END {print substr(bar == "" ? last : bar, 1, width)}')
+    line=$(tail -c 4000 "$log" | tr '\r' '\n' | LC_ALL=C tr -cd '\n\33\40-\176' |
+      awk -v width="$width" '{gsub(/\033\[[0-9;]*[A-Za-z]/, "")} /%\|/ {bar = $0} NF {last = $0}
+        END {print substr(bar == "" ? last : bar, 1, width)}')
     if [ -t 1 ]; then
       printf '\r%s %s %s\033[K' "$stage" "$(duration $((SECONDS - began)))" "$line"
     else
