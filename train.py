@@ -218,6 +218,7 @@ def leave() -> None:
 
 
 def main(argv: list[str]) -> None:
+    utils.end_with_launcher()
     utils.set_up_logging()
     run(utils.run_program(lambda: set_up(argv)))
     leave()

@@ -1,11 +1,13 @@
 """What every program shares: reading and writing files, the rank of this process, special tokens. No torch."""
 
 import argparse
+import ctypes
 import hashlib
 import json
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ from typing import IO, TypeVar
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -326,6 +329,12 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes the launch has, 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def end_with_launcher() -> None:
+    """End this process when torchrun is killed: its orphans would write on into the files of the next launch."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_up_logging() -> None:

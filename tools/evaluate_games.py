@@ -36,8 +36,18 @@ from tools.play_flags import (
     too_small,
     words_setting,
 )
-from tools.play_llm_game import Progress, Seats, end_with_launcher, run_games, seed_draws
-from utils import iter_records, parse_bool, rank, replacing, run_program, set_up_logging, world_size, write_json
+from tools.play_llm_game import Progress, Seats, run_games, seed_draws
+from utils import (
+    end_with_launcher,
+    iter_records,
+    parse_bool,
+    rank,
+    replacing,
+    run_program,
+    set_up_logging,
+    world_size,
+    write_json,
+)
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = {SAMPLING: 5, TESTING: 1}

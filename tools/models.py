@@ -196,9 +196,9 @@ def load_local_model(
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU where there is none; ValueError for more processes than GPUs."""
+    """The GPU of this process, Apple's, or the CPU where there is none; ValueError for more processes than GPUs."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
         raise ValueError(f"process {local_rank} of this machine has no GPU; there are {torch.cuda.device_count()}")

@@ -11,13 +11,10 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import json
 import logging
-import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -40,9 +37,8 @@ from tools.play_flags import (
     words_setting,
 )
 from tools.players import Batcher, GameView, LocalPlayer, Player
-from utils import parse_bool, rank, run_program, set_up_logging, world_size
+from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 logger = logging.getLogger(__name__)
 
 
@@ -214,12 +210,6 @@ def run_games(args: argparse.Namespace, games, attacker, defender, templates: ta
         asyncio.run(play_games(games, attacker, defender, **how, **rules))
     except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
         raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
-
-
-def end_with_launcher() -> None:
-    """End this process when torchrun is killed: its orphans would play on into the files of the next launch."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:

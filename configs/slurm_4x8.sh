@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The loop on 4 machines of 8 GPUs under Slurm: sbatch configs/slurm_4x8.sh, from this folder, which all machines
+# must see, as they must OUTPUT. The same job submitted again continues where it was.
+#SBATCH --job-name=spag
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0
+#SBATCH --time=48:00:00
+#SBATCH --requeue
+#SBATCH --output=spag-%j.out
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+
+export MODEL=meta-llama/Llama-2-7b-hf OUTPUT=outputs/spag EPOCHS=3
+export IMITATION_DATA=data/train_imitation_gpt4.json WORDS=data/all_target_words.txt SFT_DATA=data/alpaca_train.json
+# 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps. Weights, gradients and optimizer states of
+# a 7B model, 16 bytes a parameter, are 3.5 GB a GPU here: nothing needs to be offloaded.
+export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2 DEEPSPEED=configs/zero3.json
+RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
+export RDZV_ENDPOINT RDZV_ID=spag-$SLURM_JOB_ID
+
+# One task a machine; a machine that fails ends the others too.
+# shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec tools/run_spag.sh'

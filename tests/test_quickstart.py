@@ -1,0 +1,214 @@
+"""The quick start with an interpreter that only notes what it is asked to do, in a copy of the scripts."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from tools import models
+
+# Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
+PYTHON = r"""#!/bin/bash
+echo "$*" >>"$CALLS"
+case "$*" in
+  *version_info\[*) echo "$VERSION" ;;
+  *version_info*) [ "$VERSION" != 3.9 ] ;;
+  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"config list"*) echo "$PIP_SETTINGS" ;;
+  *"$FAILING"*) echo "$SAYING"; exit 1 ;;
+esac
+"""
+LOOP = '#!/bin/bash\necho "loop $PYTHON $*" >>"$CALLS"\nsleep "$LOOP_SECONDS"\n'
+
+
+class Start:
+    """tools/quickstart.sh in a folder of its own, with stubs for all that it runs."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.calls_path = folder / "checkout", folder / "calls"
+        (self.folder / "tools").mkdir(parents=True)
+        for name in ("tools/quickstart.sh", "tools/stages.sh", "requirements.txt"):
+            shutil.copy(ROOT / name, self.folder / name)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.program("python3", PYTHON)
+        self.program("uname", "#!/bin/sh\necho Linux\n")
+        self.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 100000000 1%% /\\n'\n")
+        self.program("../checkout/tools/run_spag.sh", LOOP)
+        for name in ("bash", "sh", "env", "mkdir", "cp", "cat", "grep", "awk", "tail", "tr", "cksum", "date", "sleep"):
+            (self.bin / name).symlink_to(shutil.which(name))
+        for name in ("dirname", "basename", "rm"):
+            (self.bin / name).symlink_to(shutil.which(name))
+        self.environment = {"PATH": str(self.bin), "CALLS": str(self.calls_path), "VERSION": "3.12"}
+        self.environment |= {"LOOP_SECONDS": "0", "FAILING": "nothing", "PIP_SETTINGS": "", "HOME": str(folder)}
+
+    def program(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def start(self, *flags: str, **environment: str) -> subprocess.Popen:
+        self.calls_path.write_text("")
+        return subprocess.Popen(
+            ["bash", str(self.folder / "tools" / "quickstart.sh"), *flags],
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *flags: str, **environment: str):
+        """(exit status, output, errors)."""
+        process = self.start(*flags, **environment)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def calls(self) -> list[str]:
+        return self.calls_path.read_text().splitlines()
+
+    def installed(self) -> list[str]:
+        """What pip was asked for, without the settings that are the same each time."""
+        calls = [call for call in self.calls() if "pip install" in call]
+        return [call.split("--progress-bar off ")[1] for call in calls]
+
+
+@pytest.fixture
+def start(tmp_path) -> Start:
+    return Start(tmp_path)
+
+
+TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch"))
+FROM_CPU_INDEX = f"--index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 {TORCH}"
+THE_REST = "-r .venv/requirements.txt matplotlib>=3.10,<4"
+
+
+def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_result(start):
+    status, out, err = start.run("--seed", "3")
+    assert status == 0, err
+    assert start.installed() == [FROM_CPU_INDEX, THE_REST]
+    requirements = (start.folder / ".venv" / "requirements.txt").read_text()
+    assert "transformers" in requirements and "deepspeed" not in requirements
+    build, loop, show = start.calls()[-3:]
+    assert build == "-m tools.tiny_world build --output_dir outputs/quickstart"
+    assert show == "-m tools.tiny_world show outputs/quickstart"
+    assert loop == (
+        f"loop {start.folder}/.venv/bin/python --settings configs/tiny.yaml --model outputs/quickstart/base "
+        "--output outputs/quickstart --imitation_data outputs/quickstart/data/imitation.json "
+        "--sft_data outputs/quickstart/data/facts.json --words outputs/quickstart/data/words.txt --eval_words "
+        "played=outputs/quickstart/data/words.txt held_out=outputs/quickstart/data/held_out.txt --seed 3"
+    )
+    assert "all of it took 0:00:0" in out
+
+
+def test_run_again_it_installs_nothing_until_the_requirements_change(start):
+    assert start.run()[0] == 0
+    status, out, _ = start.run()
+    assert status == 0 and start.installed() == [] and ".venv is up to date" in out
+    with open(start.folder / "requirements.txt", "a") as file:
+        file.write("# more\n")
+    assert start.run()[0] == 0 and start.installed() == [FROM_CPU_INDEX, THE_REST]
+
+
+def test_quick_is_a_smaller_run_in_a_folder_of_its_own(start):
+    assert start.run(QUICK="1")[0] == 0
+    build, loop, show = start.calls()[-3:]
+    assert build == "-m tools.tiny_world build --output_dir outputs/quickstart_quick --quick"
+    assert "--epochs 1 " in loop and show == "-m tools.tiny_world show outputs/quickstart_quick"
+    assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show elsewhere")
+
+
+def test_a_build_of_torch_that_was_put_there_is_taken(start):
+    assert start.run(PIP_SETTINGS="global.find-links='/wheels'")[0] == 0
+    assert start.installed() == ["torch==2.13.0", THE_REST]
+
+
+def test_a_gpu_and_a_mac_get_the_usual_build(start):
+    start.program("nvidia-smi", "#!/bin/sh\n")
+    assert start.run()[0] == 0 and start.installed() == [TORCH, THE_REST]
+    (start.bin / "nvidia-smi").unlink()
+    shutil.rmtree(start.folder / ".venv")
+    start.program("uname", "#!/bin/sh\necho Darwin\n")
+    assert start.run()[0] == 0 and start.installed() == [TORCH, THE_REST]
+
+
+def test_without_the_cpu_index_the_usual_build_is_taken_if_there_is_room(start):
+    status, out, _ = start.run(FAILING="download.pytorch.org")
+    assert status == 0 and start.installed() == [FROM_CPU_INDEX, TORCH, THE_REST]
+    assert "no CPU build of PyTorch from https://download.pytorch.org/whl/cpu" in out
+    shutil.rmtree(start.folder / ".venv")
+    start.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 5000000 1%% /\\n'\n")
+    status, _, err = start.run(FAILING="download.pytorch.org")
+    assert status == 1 and "has 5 GB free, the environment takes 12 GB" in err
+
+
+def test_an_old_python_is_named(start):
+    status, _, err = start.run(VERSION="3.9")
+    assert status == 1 and not (start.folder / ".venv").exists()
+    assert (
+        err
+        == "quickstart.sh: needs Python 3.10 or newer; found: python3 is 3.9. PYTHON=/path/to/python names another\n"
+    )
+    status, _, err = start.run(PYTHON="/none/python")
+    assert status == 1 and "found: none." in err
+
+
+def test_a_newer_python_beside_an_old_one_is_found(start):
+    start.program("python3.12", PYTHON)
+    start.program("python3", PYTHON.replace('echo "$VERSION"', "echo 3.9").replace('[ "$VERSION" != 3.9 ]', "exit 1"))
+    status, _, err = start.run()
+    assert status == 0, err
+    assert any(call.startswith("-m venv") for call in start.calls())
+
+
+def test_no_room_is_told_before_anything_is_made(start):
+    start.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 1000000 1%% /\\n'\n")
+    status, _, err = start.run()
+    assert status == 1 and not (start.folder / ".venv").exists()
+    assert f"not enough disk space: {start.folder} has 1 GB free, the environment takes 3 GB" in err
+
+
+@pytest.mark.parametrize(
+    "saying, message",
+    [
+        ("NewConnectionError: Name or service not known", "no network: pip could not reach the index of packages"),
+        ("ERROR: ResolutionImpossible", "pip could not install the requirements"),
+    ],
+)
+def test_a_failing_pip_ends_it_in_one_clear_line(start, saying, message):
+    status, _, err = start.run(FAILING="pip install", SAYING=saying)
+    assert status == 1 and saying in err
+    assert err.splitlines()[-1] == f"quickstart.sh: {message}; its log: {start.folder}/.venv/quickstart.log"
+    assert start.run()[0] == 0 and start.installed()  # the environment counts as unfinished
+
+
+def test_a_failing_world_or_loop_ends_it(start):
+    status, out, _ = start.run(FAILING="tiny_world build", SAYING="no lexicon")
+    assert status == 1 and "no lexicon" in out and not start.calls()[-1].startswith("loop")
+    start.program("../checkout/tools/run_spag.sh", "#!/bin/sh\nexit 3\n")
+    assert start.run()[0] == 3 and "show" not in start.calls()[-1]
+
+
+def test_a_signal_ends_the_loop_too(start):
+    process = start.start(LOOP_SECONDS="60")
+    deadline = time.monotonic() + 30
+    while not start.calls() or not start.calls()[-1].startswith("loop"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130 and time.monotonic() - started < 20
+    os.killpg(process.pid, signal.SIGKILL)  # the stub's sleep
+
+
+def test_apples_gpu_plays_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert models.own_device() == torch.device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert models.own_device() == torch.device("cpu")
