@@ -43,6 +43,10 @@ class Report:
     sources: list[dict] = field(default_factory=list)  # sets of games: group, kind, games, sampled
     games: list[dict] = field(default_factory=list)  # "source" is the place of theirs
 
+    def add_charts(self, drawn: Iterable[dict]) -> None:
+        """Add the charts that have anything to show."""
+        self.charts += [chart for chart in drawn if chart["series"]]
+
     def add_games(self, group: str, kind: str, tally: GameTally) -> None:
         """Add the sampled games of a set."""
         games = tally.sampled()
@@ -78,7 +82,7 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
     report = Report(folder.resolve().name)
     settings = report.read_json(folder / "settings.json")
     if settings is None:
-        report.missing.append("settings.json, the loop's settings, is not there.")
+        report.missing.append("The loop's settings.json is not there.")
     report.add_settings("The loop", settings)
     learning, matches = read_learning(report, folder, epochs), read_matches(report, folder, epochs)
     tallies = read_self_play(report, epochs, new_tally)
@@ -86,13 +90,13 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
         report.missing.append(f"Epoch {number} has not begun.")
     if tallies:
         report.tables.append(charts.play_table(tallies, EPOCH))
-        report.charts += charts.play_charts(tallies, "epoch (played by the model of the epoch before)")
+        report.add_charts(charts.play_charts(tallies, "epoch (played by the model of the epoch before)"))
     if matches:
         report.headlines.append(charts.match_headline(*matches[-1]))
         report.tables.append(charts.match_table(matches, EPOCH))
-        report.charts += charts.match_charts(matches, EPOCH)
-    report.charts += charts.learning_charts("Imitation", learning[:1])
-    report.charts += charts.learning_charts("Self-play", learning[1:])
+        report.add_charts(charts.match_charts(matches, EPOCH))
+    report.add_charts(charts.learning_charts("imitation", learning[:1]))
+    report.add_charts(charts.learning_charts("learning", learning[1:]))
     for number, path in [(0, folder / IMITATION), *epochs.items()]:
         read_evaluation_games(report, path, str(number), new_tally)
     return report
@@ -118,7 +122,7 @@ def read_self_play(report: Report, epochs: Mapping[int, Path], new_tally: partia
         unfinished = sorted((folder / "episodes").glob("*_rank*.jsonl"))
         tally = tally_games(results or unfinished, new_tally(), unfinished=not results)
         if not tally.games:
-            report.missing.append(f"Epoch {number}: no games yet.")
+            report.missing.append(f"Epoch {number}: no games.")
             continue
         if not results:
             report.missing.append(f"Epoch {number}: games are still being played; {tally.games:,} are there.")
@@ -143,7 +147,7 @@ def read_learning(report: Report, folder: Path, epochs: Mapping[int, Path]) -> l
         entries = state.get("log_history", []) if state else []
         logs.append((name.lower(), entries))
         if not entries:
-            report.missing.append(f"{name}: no training yet.")
+            report.missing.append(f"{name}: no training.")
         elif not (model / "train_results.json").is_file():
             report.missing.append(f"{name}: training has not ended; its curves go to step {entries[-1].get('step')}.")
         report.add_settings(f"{name}, training", report.read_json(model / "settings.json"))
@@ -164,8 +168,7 @@ def read_matches(report: Report, folder: Path, epochs: Mapping[int, Path]) -> li
             matches.append((str(number), rows))
             report.add_settings(f"Epoch {number}, match", results.get("settings"))
         elif number:
-            reason = f"no match of {path.name} against {IMITATION} in its eval/" if results else "no match yet"
-            report.missing.append(f"Epoch {number}: {reason}.")
+            report.missing.append(f"Epoch {number}: no match against imitation.")
     return matches
 
 
@@ -191,7 +194,7 @@ def report_of_episodes(paths: Sequence[Path], new_tally: partial) -> Report:
     for name, tally in tallies:
         report.add_games(name, SELF_PLAY, tally)
     report.tables.append(charts.play_table(tallies, FILE))
-    report.charts += charts.play_charts(tallies, FILE)
+    report.add_charts(charts.play_charts(tallies, FILE))
     return report
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tools import taboo
 from tools.report_games import CUT_OFF, EMPTY, Estimate, GameTally
 
-PLAY, MATCH, LEARNING = "play", "match", "learning"  # sections of the page
+PLAY, MATCH = "play", "match"  # sections of the page
 COLOURS = {taboo.DEFENDER_WINS: 0, taboo.ATTACKER_WINS: 1, taboo.ATTACKER_BREAKS: 3, taboo.TIED: 6}
 ROLE_COLOURS = {taboo.DEFENDER: 0, taboo.ATTACKER: 1}
 MATCH_ROLES = ("both", *taboo.ROLES)
@@ -32,9 +32,10 @@ Labelled = Sequence[tuple[str, GameTally]]
 
 
 def chart(section: str, title: str, series: Sequence[dict], **more) -> dict:
-    """A chart; `more` are its other fields where they differ from none."""
+    """A chart of those series that have points; `more` are its other fields where they differ from none."""
     fields = {"note": "", "x_label": "", "y_label": "", "labels": None, "percent": False, "reference": None}
-    return {"section": section, "title": title, "series": list(series)} | fields | more
+    drawn = [one for one in series if one["points"]]
+    return {"section": section, "title": title, "series": drawn} | fields | more
 
 
 def line(name: str, colour: int, estimates: Sequence[Estimate | None]) -> dict:
@@ -60,7 +61,8 @@ def play_charts(tallies: Labelled, x_label: str) -> Iterator[dict]:
     )
     lengths = [line("all games", 2, [tally.mean_length() for tally in games])]
     lengths += [line(name, COLOURS[name], [tally.mean_length(name) for tally in games]) for name in taboo.OUTCOMES]
-    yield chart(PLAY, "Game length", lengths, y_label="mean messages up to the decisive one", **axis)
+    note = "up to and with the message that decided the game"
+    yield chart(PLAY, "Game length", lengths, y_label="mean number of messages", note=note, **axis)
     faults = (EMPTY, CUT_OFF) if any(tally.tells_cut_off for tally in games) else (EMPTY,)
     yield chart(
         PLAY,
@@ -166,7 +168,7 @@ def _rate(row: Mapping | None, rate: str) -> Estimate | None:
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def learning_charts(title: str, logs: Sequence[tuple[str, Sequence[Mapping]]]) -> Iterator[dict]:
+def learning_charts(section: str, logs: Sequence[tuple[str, Sequence[Mapping]]]) -> Iterator[dict]:
     """A chart per logged metric with a curve per run; `logs` are the log histories of runs by one method."""
     for metric, meaning in METRICS.items():
         curves = [[(e["step"], e[metric]) for e in log if isinstance(e.get(metric), (int, float))] for _, log in logs]
@@ -174,11 +176,9 @@ def learning_charts(title: str, logs: Sequence[tuple[str, Sequence[Mapping]]]) -
         series = [
             {"name": name, "colour": number, "points": _thinned(values, size)}
             for number, ((name, _), values) in enumerate(zip(logs, curves, strict=True))
-            if values
         ]
-        if series:
-            note = meaning + (f"; each point is the mean of {size} logged values" if size > 1 else "")
-            yield chart(LEARNING, f"{title}: {metric}", series, note=note, x_label="optimizer step", y_label=metric)
+        x_label = "optimizer step" + (f" (means of {size} logged values)" if size > 1 else "")
+        yield chart(section, metric, series, note=meaning, x_label=x_label, y_label=metric)
 
 
 def _thinned(values: Sequence[tuple[float, float]], size: int) -> list[list[float | None]]:
