@@ -203,6 +203,7 @@ def test_intervals_are_wilsons_and_the_normal_one_of_a_mean():
     assert share_estimate(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-4)
     assert share_estimate(0, 10) == pytest.approx((0, 0, 0.2775), abs=1e-4)
     assert share_estimate(0, 0) is None
+    assert mean_estimate(1, 4, 16) == (4, None, None)
     # 2, 4, 6: mean 4, variance 4, standard error 2 / sqrt(3)
     assert mean_estimate(3, 12, 56) == pytest.approx((4, 4 - 1.96 * 1.1547, 4 + 1.96 * 1.1547), abs=1e-3)
 
@@ -272,9 +273,15 @@ def test_a_finished_run_is_reported_whole(output):
     assert Counter(game["source"] for game in made.games) == dict.fromkeys(range(4), 20)
     assert {chart["section"] for chart in made.charts} == {"play", "match", "learning", "imitation"}
     titles = [one["title"] for one in made.settings]
-    assert titles[:2] == ["The loop", "Imitation, training"] and "Epoch 2, play" in titles
+    stages = ["play", "rewards", "training", "match"]
+    assert set(titles) == {
+        "The loop",
+        "Imitation, training",
+        *(f"Epoch {k}, {stage}" for k in (1, 2) for stage in stages),
+    }
     assert ["LEARNING_RATE", "2e-6"] in made.settings[0]["rows"]
-    assert made.settings[1]["rows"] == [["arguments.learning_rate", "2e-06"], ["data.train", "{}"]]
+    (training,) = (one["rows"] for one in made.settings if one["title"] == "Imitation, training")
+    assert training == [["arguments.learning_rate", "2e-06"], ["data.train", "{}"]]
 
 
 def test_shares_of_outcomes_are_those_of_the_games(output):

@@ -9,6 +9,7 @@ draws the charts from the numbers put into it here, are tools/report_template.ht
 
 import argparse
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,8 +85,9 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
     if settings is None:
         report.missing.append("The loop's settings.json is not there.")
     report.add_settings("The loop", settings)
-    learning, matches = read_learning(report, folder, epochs), read_matches(report, folder, epochs)
     tallies = read_self_play(report, epochs, new_tally)
+    learning = read_learning(report, folder, epochs)
+    matches = read_matches(report, folder, epochs)
     for number in range(max(epochs, default=0) + 1, planned_epochs(settings) + 1):
         report.missing.append(f"Epoch {number} has not begun.")
     if tallies:
@@ -188,8 +190,10 @@ def read_evaluation_games(report: Report, folder: Path, group: str, new_tally: p
 def report_of_episodes(paths: Sequence[Path], new_tally: partial) -> Report:
     """The report of files of episodes, one group each."""
     names = [path.name for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    report = Report(", ".join(names), group=FILE)
+    if len(set(names)) < len(names):
+        shared = os.path.commonpath([path.resolve().parent for path in paths])
+        names = [os.path.relpath(path, shared) for path in paths]
+    report = Report(names[0] if len(names) == 1 else f"{len(names)} files", group=FILE)
     tallies = [(name, tally_games([path], new_tally())) for name, path in zip(names, paths, strict=True)]
     for name, tally in tallies:
         report.add_games(name, SELF_PLAY, tally)

@@ -21,7 +21,7 @@ MOST_CHARACTERS = 4000  # of a message that are shown
 PLAIN, WORD, GUESS, WORD_IN_GUESS = "", "word", "guess", "word guess"  # kinds of text; the classes of the page
 GUESS_SENTENCE = re.compile(taboo.GUESS.pattern + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 LABELS = ("attacker", "defender", "words", "seed")  # what match play adds to an episode
-Estimate = tuple[float, float, float]  # and its 95% interval
+Estimate = tuple[float, float | None, float | None]  # and its 95% interval, if it has one
 
 
 # --- counting ------------------------------------------------------------------------------------------------------
@@ -120,11 +120,13 @@ def share_estimate(count: int, total: int) -> Estimate | None:
 
 
 def mean_estimate(count: int, total: float, squares: float) -> Estimate | None:
-    """A mean with its normal interval, from the sums of the observations and of their squares."""
+    """A mean with its normal interval (from two observations on), from their sum and the sum of their squares."""
     if not count:
         return None
     mean = total / count
-    variance = max(0.0, squares - count * mean**2) / max(1, count - 1)
+    if count == 1:
+        return mean, None, None
+    variance = max(0.0, squares - count * mean**2) / (count - 1)
     half = QUANTILE * math.sqrt(variance / count)
     return mean, mean - half, mean + half
 
