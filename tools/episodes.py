@@ -1,6 +1,6 @@
 """The files of one run of self-play: each rank's finished games, settings, merged results; shards, resume, merge.
 
-Imported by tools/play_llm_game.py. In one folder, with one stem (prefix, task, suffix):
+Imported by tools/play_llm_game.py and tools/evaluate_games.py. In one folder, with one stem:
 
     STEM_rank0.jsonl ...   finished games of each rank, appended one by one: what a restart need not play again
     STEM_settings.json     what the games depend on; a restart with other settings is refused
@@ -136,8 +136,11 @@ class FinishedGames:
 class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
-    def __init__(self, output_dir: str | Path, stem: str, words: Sequence[str]):
+    def __init__(
+        self, output_dir: str | Path, stem: str, words: Sequence[str], flags: str = "--data_suffix or --output_dir"
+    ):
         self.folder, self.stem, self.words = Path(output_dir), stem, words
+        self.flags = flags  # those that tell runs apart, to be named when another run is met
         self.settings_path, self.results_path, self.summary_path = (
             self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
         )
@@ -239,7 +242,7 @@ class EpisodeFiles:
             raise ValueError(f"{self.settings_path}: not the settings of a run ({error!r})") from None
 
     def _refuse_other_run(self, settings: dict) -> None:
-        advice = "use another --data_suffix or --output_dir, or --overwrite True to start anew"
+        advice = f"use another {self.flags}, or --overwrite True to start anew"
         files = [path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size]
         if not files:  # a launch that failed before its first game binds nobody
             return

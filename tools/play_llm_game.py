@@ -12,16 +12,15 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 import argparse
 import asyncio
 import ctypes
-import hashlib
+import gc
 import json
 import logging
-import math
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,12 +28,21 @@ from tqdm import tqdm
 
 from tools import models, taboo
 from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
-from tools.models import Sampling
+from tools.play_flags import (
+    add_game_flags,
+    add_machine_flags,
+    flag_problems,
+    game_rules,
+    model_setting,
+    sampling_settings,
+    set_precision,
+    too_small,
+    words_setting,
+)
 from tools.players import Batcher, GameView, LocalPlayer, Player
-from utils import parse_bool, rank, run_program, set_up_logging, warn_once, world_size
+from utils import parse_bool, rank, run_program, set_up_logging, world_size
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
-SAMPLING, TESTING = "sampling", "testing"
 logger = logging.getLogger(__name__)
 
 
@@ -96,35 +104,49 @@ async def play_games(
 # --- the players ---------------------------------------------------------------------------------------------------
 
 
+class Seats:
+    """The players of a process: only the models of the games at hand are loaded, equal ones once."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.loaded: dict[Path, models.LocalModel] = {}
+        self.batch_size = args.per_device_eval_batch_size
+        if self.batch_size == 1:
+            logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
+
+    def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
+        """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
+        folders = [models.model_folder(name).resolve() for name in names]
+        self._load(set(folders))
+        batcher = Batcher(self.batch_size, on_batch)
+        players = {folder: LocalPlayer(model, batcher) for folder, model in self.loaded.items()}
+        attacker, defender = (players[folder] for folder in folders)
+        # Of so many games, one of the models always has a full batch waiting.
+        return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
+
+    def _load(self, folders: set[Path]) -> None:
+        if folders == set(self.loaded):
+            return
+        self.loaded = {folder: model for folder, model in self.loaded.items() if folder in folders}
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        args = self.args
+        how = {
+            "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            "device_map": args.device_map,
+            "trust_remote_code": args.trust_remote_code,
+        }
+        for folder in sorted(folders - set(self.loaded)):
+            self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
+        if args.per_device_eval_batch_size is None:
+            sizes = [models.batch_size_for_memory(model.model, args.max_length) for model in self.loaded.values()]
+            self.batch_size = min(sizes)
+            logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
+
+
 def load_players(args: argparse.Namespace, on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
     """Attacker, defender, and how many games to play at once. The same model for both is loaded once."""
-    sampling = Sampling(
-        max_length=args.max_length,
-        max_new_tokens=args.max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
-        do_sample=args.task_type == SAMPLING,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-    )
-    how = {
-        "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        "device_map": args.device_map,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    folders = [models.model_folder(name).resolve() for name in model_names(args)]
-    loaded = {folder: models.load_local_model(folder, sampling, **how) for folder in dict.fromkeys(folders)}
-    batch_size = args.per_device_eval_batch_size
-    if batch_size is None:
-        batch_size = min(models.batch_size_for_memory(model.model, args.max_length) for model in loaded.values())
-        logger.info("--per_device_eval_batch_size %d, from the free memory", batch_size)
-    elif batch_size == 1:
-        logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
-    batcher = Batcher(batch_size, on_batch)
-    players = {folder: LocalPlayer(model, batcher) for folder, model in loaded.items()}
-    attacker, defender = (players[folder] for folder in folders)
-    # Of so many games, one of the models always has a full batch waiting.
-    return attacker, defender, args.concurrent_games or batch_size * len(loaded)
+    return Seats(args).take(model_names(args), on_batch)
 
 
 def model_names(args: argparse.Namespace) -> tuple[str, str]:
@@ -179,22 +201,19 @@ def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], temp
         files.append(episode)
         progress.game(episode)
 
-    games = play_games(
-        [(index, files.words[index]) for index in to_play],
-        attacker,
-        defender,
-        concurrent_games=concurrent_games,
-        on_episode=on_episode,
-        max_turns=args.taboo_max_turns,
-        match=args.match,
-        templates=templates,
-    )
-    try:
-        asyncio.run(games)
-    except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
-        raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+    games = [(index, files.words[index]) for index in to_play]
+    run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
     progress.bar.close()
     return time.monotonic() - progress.started
+
+
+def run_games(args: argparse.Namespace, games, attacker, defender, templates: taboo.Templates, **how) -> None:
+    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`. RuntimeError for any fault."""
+    rules = {"max_turns": args.taboo_max_turns, "match": args.match, "templates": templates}
+    try:
+        asyncio.run(play_games(games, attacker, defender, **how, **rules))
+    except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
+        raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
 
 
 def end_with_launcher() -> None:
@@ -203,7 +222,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def seed_draws(seed: int, *, games_left: int) -> None:
+def seed_draws(seed: int | str, *, games_left: int) -> None:
     """Seed torch for this rank. What is left to play counts too: a resumed run draws anew."""
     torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
 
@@ -224,73 +243,34 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", required=True, help="folder of the results, shared by all processes")
     add("--model_prefix", required=True, help="first part of the names of the result files")
     add("--data_suffix", required=True, help="last part of the names of the result files")
-    add("--task_type", choices=(SAMPLING, TESTING), default=SAMPLING, help="draw tokens, or take the likeliest")
-    add("--taboo_max_turns", type=int, default=5, help="turns of a game; a turn is a message of each player")
-    add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
-    add("--prompt_templates", default=str(taboo.DEFAULT_TEMPLATES), help="file of prompts")
     add("--max_games", type=int, help="play the first so many words only; a larger number extends a run")
-    add("--max_length", type=int, default=2048, help="tokens of prompt and reply; longer prompts lose their beginning")
-    add("--max_new_tokens", type=int, default=256, help="tokens of a reply at most")
-    add("--min_new_tokens", type=int, default=0, help="tokens of a reply at least")
-    add("--temperature", type=float, default=1.2, help="of sampling")
-    add("--top_k", type=int, default=50, help="sample from the likeliest so many tokens; 0: from all")
-    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability")
     add("--seed", type=int, default=42, help="of sampling")
-    add("--per_device_eval_batch_size", type=int, help="prompts answered at once; chosen from memory if unset")
-    add("--concurrent_games", type=int, help="games alive at once; a batch for each model if unset")
-    add("--bf16", type=parse_bool, default=False, help="True: bfloat16 instead of the type in the model's config")
-    add("--fp16", type=parse_bool, default=False, help="True: float16 instead of the type in the model's config")
-    add("--tf32", type=parse_bool, default=False, help="True: TF32 for float32 products, on GPUs that have it")
-    add("--device_map", help="auto: spread each model over all GPUs, with one process per machine")
-    add("--trust_remote_code", type=parse_bool, default=False, help="True: run code that comes with a model")
-    add("--logging_steps", type=int, default=10, help="show a finished game every so many batches; 0: none")
+    add_game_flags(parser)
+    add_machine_flags(parser)
     add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
     return parser.parse_args(arguments)
 
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise one ValueError for all that is wrong with the flags."""
-    at_least = {"taboo_max_turns": 1, "max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0, "logging_steps": 0}
-    at_least |= {"max_games": 1, "per_device_eval_batch_size": 1, "concurrent_games": 1}
-    values = vars(args)
-    problems = [
-        f"--{name} is {values[name]}; it must be at least {least}"
-        for name, least in at_least.items()
-        if values[name] is not None and values[name] < least
-    ]
-    if args.max_length <= args.max_new_tokens:
-        problems.append(
-            f"--max_length {args.max_length} leaves no room for a prompt: it must be larger than "
-            f"--max_new_tokens {args.max_new_tokens}"
-        )
-    if args.min_new_tokens > args.max_new_tokens:
-        problems.append(f"--min_new_tokens {args.min_new_tokens} is above --max_new_tokens {args.max_new_tokens}")
-    if not 0 < args.temperature < math.inf:
-        problems.append(f"--temperature is {args.temperature}; it must be above 0 (--task_type {TESTING} is greedy)")
-    if not 0 < args.top_p <= 1:
-        problems.append(f"--top_p is {args.top_p}; it must be above 0 and at most 1")
-    if args.bf16 and args.fp16:
-        problems.append("--bf16 and --fp16 exclude each other")
+    problems = too_small(args, max_games=1) + flag_problems(args)
     for name in ("model_prefix", "data_suffix"):
-        if not values[name] or Path(values[name]).name != values[name]:
-            problems.append(f"--{name} {values[name]!r} is no part of a file name")
+        value = getattr(args, name)
+        if not value or Path(value).name != value:
+            problems.append(f"--{name} {value!r} is no part of a file name")
     if problems:
         raise ValueError("; ".join(problems))
 
 
 def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
     """All that the games depend on; of files and models, what is in them."""
-    names = ("task_type", "taboo_max_turns", "match", "max_length", "max_new_tokens", "min_new_tokens")
-    names += ("temperature", "top_k", "top_p", "seed", "bf16", "fp16")
-    attacker, defender = (
-        {"path": name, "sha256": models.model_fingerprint(models.model_folder(name))} for name in model_names(args)
-    )
+    attacker, defender = (model_setting(name) for name in model_names(args))
     return {
         "attacker_model_name_or_path": attacker,
         "defender_model_name_or_path": defender,
-        "data_path": {"path": args.data_path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()},
-        "prompt_templates": {"path": args.prompt_templates, "sha256": taboo.templates_digest(templates)},
-        **{name: getattr(args, name) for name in names},
+        "data_path": words_setting(args.data_path, words),
+        **game_rules(args, templates),
+        "seed": args.seed,
     }
 
 
@@ -303,9 +283,7 @@ def main() -> None:
     templates = taboo.load_templates(args.prompt_templates)
     stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
     files = EpisodeFiles(args.output_dir, stem, words[: args.max_games])
-    if args.tf32 and not torch.cuda.is_available():
-        warn_once("--tf32 True has no effect: there is no GPU")
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    set_precision(args)
     finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
     to_play = finished.missing(range(rank(), len(files.words), world_size()))
     seconds = play(args, files, to_play, templates) if to_play else 0.0

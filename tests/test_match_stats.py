@@ -1,0 +1,209 @@
+"""Statistics of match play: counts seen from both sides, and intervals against numbers worked by hand."""
+
+import json
+import math
+import random
+
+import pytest
+
+from tools import taboo
+from tools.match_stats import (
+    ALL,
+    BOTH,
+    clustered_standard_error,
+    count_matches,
+    estimate,
+    result_rows,
+    t_quantile,
+    wilson,
+)
+from tools.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
+
+# --- intervals -----------------------------------------------------------------------------------------------------
+
+
+def test_the_standard_error_is_that_of_words_worked_by_hand():
+    """Three words of 2, 2 and 4 games with 2, 0 and 3 points: mean 5/8, residuals 3/4, -5/4 and 1/2."""
+    by_hand = math.sqrt(3 / 2 * (0.75**2 + 1.25**2 + 0.5**2)) / 8
+    assert clustered_standard_error([2, 2, 4], [2, 0, 3]) == pytest.approx(by_hand)
+
+
+def test_a_word_without_games_changes_nothing():
+    assert clustered_standard_error([2, 0, 2, 4], [2, 0, 0, 3]) == clustered_standard_error([2, 2, 4], [2, 0, 3])
+
+
+def test_the_standard_error_is_the_jackknifes_where_words_have_equally_many_games():
+    """The delete-one-word jackknife, a formula of another kind."""
+    draw = random.Random(0)
+    totals = [draw.randint(0, 12) / 2 for _ in range(25)]
+    left_out = [(sum(totals) - total) / (24 * 6) for total in totals]
+    mean = sum(left_out) / 25
+    jackknife = math.sqrt(24 / 25 * sum((value - mean) ** 2 for value in left_out))
+    assert clustered_standard_error([6] * 25, totals) == pytest.approx(jackknife)
+
+
+def test_one_game_a_word_gives_the_usual_standard_error_of_a_share():
+    assert clustered_standard_error([1] * 50, [1] * 20 + [0] * 30) == pytest.approx(math.sqrt(0.4 * 0.6 / 49))
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say_although_words_differ():
+    """Each word has a chance of its own, drawn from a Beta distribution of mean 0.6, and is played 8 times."""
+    draw = random.Random(1)
+    held, held_if_games_counted, runs = 0, 0, 2000
+    for _ in range(runs):
+        totals = []
+        for _ in range(40):
+            chance = draw.betavariate(1.5, 1.0)
+            totals.append(sum(draw.random() < chance for _ in range(8)))
+        mean, (low, high) = estimate([8] * 40, totals)
+        held += low <= 0.6 <= high
+        low, high = wilson(mean, 320, 1.96)
+        held_if_games_counted += low <= 0.6 <= high
+    assert 0.935 < held / runs < 0.965
+    assert held_if_games_counted / runs < 0.85
+
+
+def test_wilsons_interval_is_that_of_the_textbooks():
+    assert wilson(0.0, 10, 1.96) == pytest.approx([0.0, 0.2775], abs=1e-4)
+    assert wilson(8 / 10, 10, 1.96) == pytest.approx([0.4902, 0.9433], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "freedom, quantile",
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.9623)],
+)
+def test_students_quantile_is_that_of_the_tables(freedom, quantile):
+    assert t_quantile(0.975, freedom) == pytest.approx(quantile, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes, totals, mean, interval",
+    [
+        ([], [], None, None),
+        ([0, 0], [0, 0], None, None),
+        ([1], [1], 1.0, [0.2065, 1.0]),  # Wilson's for one observation
+        ([6], [3], 0.5, [0.0546, 0.9454]),  # one word: its games say nothing about other words
+        ([5] * 16, [5] * 16, 1.0, [0.8064, 1.0]),  # 16 words
+        ([5] * 16, [0] * 16, 0.0, [0.0, 0.1936]),
+        ([4, 4], [2.0, 2.0], 0.5, [0.0945, 0.9055]),  # all tied
+    ],
+)
+def test_games_that_are_all_alike_count_once_a_word(sizes, totals, mean, interval):
+    found, bounds = estimate(sizes, totals)
+    assert found == mean
+    assert bounds == (interval if interval is None else pytest.approx(interval, abs=1e-4))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_interval_holds_its_mean_and_stays_within_0_and_1(seed):
+    draw = random.Random(seed)
+    for words in (1, 2, 3, 20):
+        sizes = [draw.randint(1, 4) for _ in range(words)]
+        mean, (low, high) = estimate(sizes, [draw.randint(0, 2 * size) / 2 for size in sizes])
+        assert 0 <= low <= mean <= high <= 1
+
+
+# --- counting ------------------------------------------------------------------------------------------------------
+
+
+def game(attacker, defender, outcome, word="a", *, words="played", seed=0, messages=("x", "y"), length=2):
+    history = [{"role": taboo.ROLES[place % 2], "content": text} for place, text in enumerate(messages)]
+    who = {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
+    return {"target_word": word, "history": history, "outcome": outcome, "length": length, **who}
+
+
+def rows_of(games):
+    rows = list(result_rows(count_matches(games)))
+    found = {(row["player"], row["opponent"], row["words"], row["role"], row["seed"]): row for row in rows}
+    assert len(found) == len(rows)  # no row twice
+    return found
+
+
+NEW_AGAINST_OLD = [
+    game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "x", "y"), length=4),
+    game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "", "y"), length=4),
+    game("new", "old", ATTACKER_BREAKS, "b", messages=("x",), length=1),
+    game("new", "old", TIED, "b", messages=("x", ""), length=2),
+    game("old", "new", DEFENDER_WINS, "a"),
+    game("old", "new", ATTACKER_BREAKS, "b", messages=("x",), length=1),
+    game("old", "new", ATTACKER_WINS, "b"),
+]
+
+
+def test_a_row_counts_its_players_games_in_its_role():
+    row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", ATTACKER, None]
+    assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 2, 1, 1, 1)
+    assert row["points"] == 2.5 / 4
+    assert {name: rate["share"] for name, rate in row["rates"].items()} == {
+        "win": 0.5,
+        "loss": 0.25,
+        "tie": 0.25,
+        "breach": 0.25,
+    }
+    assert (row["clean"]["games"], row["clean"]["points"]) == (1, 1.0)  # the second has an empty reply
+    assert row["mean_length"] == (4 + 4 + 1 + 2) / 4
+    assert (row["empty_replies"], row["messages"]) == (1, 6)  # its own: the other's empty reply counts for the other
+
+
+def test_a_breach_of_the_attacker_is_the_defenders_win():
+    row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", DEFENDER, None]
+    assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (3, 2, 1, 0, 1)
+    assert (row["clean"]["games"], row["clean"]["points"]) == (2, 0.5)
+    assert (row["empty_replies"], row["messages"]) == (0, 2)
+
+
+def test_both_roles_are_the_sum_of_the_two_and_the_opponents_row_is_the_mirror_image():
+    rows = rows_of(NEW_AGAINST_OLD)
+    both = rows["new", "old", "played", BOTH, None]
+    for name in ("games", "wins", "losses", "ties", "breaches", "empty_replies", "messages"):
+        assert both[name] == sum(rows["new", "old", "played", role, None][name] for role in taboo.ROLES)
+    mirror = rows["old", "new", "played", BOTH, None]
+    assert (mirror["wins"], mirror["losses"], mirror["ties"]) == (both["losses"], both["wins"], both["ties"])
+    assert mirror["points"] == pytest.approx(1 - both["points"])
+    assert mirror["points_interval"] == pytest.approx([1 - bound for bound in reversed(both["points_interval"])])
+
+
+def test_the_interval_of_both_roles_takes_games_of_a_word_together():
+    """Word a: 3 games, 3 points; word b: 4 games, 1.5 points. Mean 4.5/7, residuals 15/14 and -15/14, t of 1."""
+    row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", BOTH, None]
+    mean = 4.5 / 7
+    error = math.sqrt(2 * 2 * (15 / 14) ** 2) / 7
+    assert row["points"] == pytest.approx(mean)
+    assert row["points_interval"] == pytest.approx(wilson(mean, mean * (1 - mean) / error**2, t_quantile(0.975, 1)))
+
+
+def test_seeds_and_lists_are_pooled_and_a_word_of_several_stays_one():
+    games = [
+        game("new", "old", outcome, "a", words=words, seed=seed)
+        for words in ("played", "held_out")
+        for seed, outcome in ((0, ATTACKER_WINS), (7, DEFENDER_WINS))
+    ]
+    rows = rows_of(games)
+    assert {key[2] for key in rows} == {"played", "held_out", ALL}
+    assert {key[4] for key in rows} == {None, 0, 7}
+    pooled = rows["new", "old", ALL, ATTACKER, None]
+    assert (pooled["games"], pooled["points"], pooled["target_words"]) == (4, 0.5, 1)
+    assert rows["new", "old", ALL, ATTACKER, 0]["points"] == 1.0
+    assert rows["new", "old", "played", ATTACKER, 7]["games"] == 1
+
+
+def test_one_list_of_words_has_no_pooled_rows():
+    assert {key[2] for key in rows_of(NEW_AGAINST_OLD)} == {"played"}
+
+
+def test_a_player_against_itself_counts_each_game_once_in_each_role():
+    rows = rows_of([game("new", "new", ATTACKER_WINS), game("new", "new", TIED, "b")])
+    assert set(rows) == {("new", "new", "played", role, seed) for role in taboo.ROLES for seed in (None, 0)}
+    assert [rows["new", "new", "played", role, None]["points"] for role in taboo.ROLES] == [0.75, 0.25]
+    assert rows["new", "new", "played", ATTACKER, None]["games"] == 2
+
+
+@pytest.mark.parametrize("outcome", taboo.OUTCOMES)
+def test_the_rows_of_a_single_game_are_strict_json(outcome):
+    rows = list(result_rows(count_matches([game("new", "old", outcome)])))
+    json.dumps(rows, allow_nan=False)
+    clean = next(row for row in rows if (row["player"], row["role"]) == ("new", ATTACKER))["clean"]
+    if outcome in taboo.WINNERS:
+        assert clean["games"] == 1 and clean["points_interval"] is not None
+    else:
+        assert clean == {"games": 0, "points": None, "points_interval": None}

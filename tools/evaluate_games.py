@@ -1,0 +1,266 @@
+"""Evaluation by match: players against each other at Adversarial Taboo, in both roles, on the same words.
+
+    python -m tools.evaluate_games --players imitation=MODEL epoch1=MODEL epoch2=MODEL --against imitation \\
+        --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 \\
+        --task_type sampling --output_dir DIR
+
+Writes DIR/games_results.json (every game), matches.json (points and rates with intervals), matches.txt and
+matches.svg; data/README.md tells what is in them. Every pair of different players meets, or with --against every
+player meets that one; a single player meets itself. Finished games are stored at once: after a kill, the same command
+plays those that are missing. Under torchrun the games are dealt out to the processes.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools import models, taboo
+from tools.episodes import Episode, EpisodeFiles, read_words
+from tools.match_report import matches_text, write_plot
+from tools.match_stats import ALL, Match, count_matches, result_rows
+from tools.play_flags import (
+    SAMPLING,
+    TESTING,
+    add_game_flags,
+    add_machine_flags,
+    flag_problems,
+    game_rules,
+    model_setting,
+    set_precision,
+    too_small,
+    words_setting,
+)
+from tools.play_llm_game import Progress, Seats, end_with_launcher, run_games, seed_draws
+from utils import iter_records, parse_bool, rank, replacing, run_program, set_up_logging, world_size, write_json
+
+STEM = "games"  # of the files of the games
+GAMES_PER_WORD = {SAMPLING: 5, TESTING: 1}
+logger = logging.getLogger(__name__)
+
+
+# --- the schedule --------------------------------------------------------------------------------------------------
+
+
+def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
+    """Attacker and defender of every match; those of the same two players stand side by side."""
+    if len(players) == 1:
+        return [(players[0], players[0])]
+    meetings = itertools.combinations(players, 2)
+    if against is not None:
+        meetings = ((player, against) for player in players if player != against)
+    return [pair for one, other in meetings for pair in ((one, other), (other, one))]
+
+
+class Schedule(Sequence[str]):
+    """The target words of all games, match after match: in each, every word of its list once, then all again."""
+
+    def __init__(self, matches: Sequence[Match], lists: dict[str, list[str]], games_per_word: int):
+        self.matches, self.lists = matches, lists
+        lengths = (len(lists[match.words]) * games_per_word for match in matches)
+        self.starts = list(itertools.accumulate(lengths, initial=0))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = self.match_of(index)
+        words = self.lists[self.matches[number].words]
+        return words[(index - self.starts[number]) % len(words)]
+
+    def match_of(self, index: int) -> int:
+        """The number of the match that a game belongs to."""
+        return bisect_right(self.starts, index) - 1
+
+
+def make_schedule(args: argparse.Namespace) -> Schedule:
+    """What is to be played, by the flags; reads the word lists."""
+    lists = {item.name: read_words(item.path)[: args.max_words] for item in args.words}
+    names = [player.name for player in args.players]
+    matches = [
+        Match(attacker, defender, words, seed)
+        for attacker, defender in pairs(names, args.against)
+        for words in lists
+        for seed in args.seeds
+    ]
+    return Schedule(matches, lists, games_per_word(args))
+
+
+# --- the run -------------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """Where one match after another is played, and each game stored as it ends."""
+
+    def __init__(self, args: argparse.Namespace, files: EpisodeFiles, templates: taboo.Templates, games: int):
+        self.args, self.files, self.templates = args, files, templates
+        self.folders = {name: str(models.model_folder(path)) for name, path in args.players}
+        self.seats, self.progress = Seats(args), Progress(games, args.logging_steps)
+
+    def play(self, match: Match, indices: list[int]) -> None:
+        """Play these games of one match."""
+        names = (self.folders[match.attacker], self.folders[match.defender])
+        # Held no longer than their match: the next models need the room.
+        attacker, defender, concurrent_games = self.seats.take(names, self.progress.batch)
+        logger.info("%s attacks %s: %s, seed %d, %d games", *match, len(indices))
+        # By the names too, so that a match does not depend on what was played before, and no two draw alike.
+        seed_draws(json.dumps(match), games_left=len(indices))
+
+        def on_episode(episode: Episode) -> None:
+            self.files.append(episode | match._asdict())
+            self.progress.game(episode)
+
+        games = [(index, self.files.words[index]) for index in indices]
+        how = {"concurrent_games": concurrent_games, "on_episode": on_episode}
+        run_games(self.args, games, attacker, defender, self.templates, **how)
+
+
+def play_matches(
+    args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates
+) -> float:
+    """Play the games that are missing, match after match; returns the seconds this took."""
+    schedule, table = files.words, Table(args, files, templates, len(to_play))
+    for number, indices in itertools.groupby(to_play, key=schedule.match_of):
+        table.play(schedule.matches[number], list(indices))
+    table.progress.bar.close()
+    return time.monotonic() - table.progress.started
+
+
+def write_results(folder: Path, results_path: Path, settings: dict) -> str:
+    """Write the statistics of all games as JSON, text and, if it can be drawn, a plot; returns the text."""
+    counts = count_matches(episode for _, episode in iter_records(results_path))
+    results = {"settings": settings, "results": list(result_rows(counts)), "games_path": results_path.name}
+    text = matches_text(results)
+    with replacing(folder / "matches.txt") as file:
+        file.write(text)
+    write_plot(folder / "matches.svg", results)
+    write_json(folder / "matches.json", results)  # last: who finds it finds the others
+    return text
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    """A file or folder with a name to call it by."""
+
+    name: str
+    path: str
+
+
+def named_player(text: str) -> Named:
+    """The `type` of --players."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
+    return Named(name, path)
+
+
+def named_words(text: str) -> Named:
+    """The `type` of --words."""
+    name, equals, path = text.partition("=")
+    named = Named(name, path) if equals else Named(Path(text).stem, text)
+    if not (named.name and named.path):
+        raise argparse.ArgumentTypeError(f"expected NAME=FILE or FILE, got {text!r}")
+    return named
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Players against each other at Adversarial Taboo, in both roles.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--players",
+        nargs="+",
+        required=True,
+        type=named_player,
+        metavar="NAME=MODEL",
+        help="model folders or hub names",
+    )
+    add("--against", metavar="NAME", help="only matches with this player; unset: every pair of players")
+    add(
+        "--words",
+        nargs="+",
+        required=True,
+        type=named_words,
+        metavar="NAME=FILE",
+        help="word lists; a file's own name is used if no name is given",
+    )
+    add("--games_per_word", type=int, help=f"of each match and seed; {GAMES_PER_WORD[SAMPLING]} if unset, 1 if greedy")
+    add("--max_words", type=int, help="take the first so many words of each list only")
+    add("--seeds", nargs="+", type=int, default=[0], help="of sampling; every match is played with each")
+    add("--output_dir", required=True, help="folder of the results, shared by all processes")
+    add_game_flags(parser)
+    add_machine_flags(parser)
+    add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run in this folder")
+    return parser.parse_args(arguments)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raise one ValueError for all that is wrong with the flags."""
+    problems = too_small(args, games_per_word=1, max_words=1) + flag_problems(args)
+    players, lists = [player.name for player in args.players], [item.name for item in args.words]
+    for flag, values in (("players", players), ("words", lists), ("seeds", args.seeds)):
+        if repeated := sorted({value for value in values if values.count(value) > 1}):
+            problems.append(f"--{flag} names {repeated[0]} twice")
+    if ALL in lists:
+        problems.append(f"--words names a list {ALL!r}, the name of what pools the lists; call it otherwise")
+    if args.against is not None and args.against not in players:
+        problems.append(f"--against {args.against} is none of the --players {', '.join(players)}")
+    if args.task_type == TESTING and (games_per_word(args) > 1 or len(args.seeds) > 1):
+        problems.append(f"--task_type {TESTING} plays a word alike each time: leave out --games_per_word and --seeds")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def games_per_word(args: argparse.Namespace) -> int:
+    """How often each word is played in a match."""
+    return args.games_per_word or GAMES_PER_WORD[args.task_type]
+
+
+def evaluation_settings(args: argparse.Namespace, schedule: Schedule, templates: taboo.Templates) -> dict:
+    """All that the games depend on; of files and models, what is in them."""
+    return {
+        "players": [player.name for player in args.players],
+        "against": args.against,
+        "words": list(schedule.lists),
+        "seeds": args.seeds,
+        "games_per_word": games_per_word(args),
+        **{f"player {name}": model_setting(path) for name, path in args.players},
+        **{f"words {name}": words_setting(path, schedule.lists[name]) for name, path in args.words},
+        **game_rules(args, templates),
+    }
+
+
+def main() -> None:
+    end_with_launcher()
+    args = parse_args()
+    set_up_logging()
+    check_args(args)
+    schedule = make_schedule(args)
+    templates = taboo.load_templates(args.prompt_templates)
+    files = EpisodeFiles(args.output_dir, STEM, schedule, flags="--output_dir")
+    set_precision(args)
+    settings = evaluation_settings(args, schedule, templates)
+    finished = files.start(settings, overwrite=args.overwrite)
+    to_play = finished.missing(range(rank(), len(schedule), world_size()))
+    if to_play:  # results of fewer games, or of those that were overwritten
+        for name in ("matches.json", "matches.txt", "matches.svg"):
+            (files.folder / name).unlink(missing_ok=True)
+    seconds = play_matches(args, files, to_play, templates) if to_play else 0.0
+    if files.merge(seconds=seconds, tokens_before=finished.new_tokens):
+        print(write_results(files.folder, files.results_path, settings), end="")
+
+
+if __name__ == "__main__":
+    run_program(main)
