@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT
 
 from tools import report, taboo
+from tools.match_stats import count_matches, result_rows
 from tools.report_games import CUT_OFF, EMPTY, GameTally, marked, mean_estimate, share_estimate
 from utils import write_json, write_records
 
@@ -73,38 +74,19 @@ def make_log(method: str, steps: int, rng: random.Random) -> dict:
     return {"log_history": [*entries, {"step": steps, "train_loss": 0.5}]}
 
 
-def match_row(player: str, role: str, words: str, points: float, games: int = 480) -> dict:
-    """A row of matches.json."""
-    wins, ties = round((points - 0.05) * games), round(0.1 * games)
-    losses = games - wins - ties
-    counts = {"win": wins, "loss": losses, "tie": ties, "breach": games // 20}
-    rates = {
-        name: {"share": n / games, "interval": [n / games - 0.04, n / games + 0.04]} for name, n in counts.items()
-    }
-    row = {"player": player, "opponent": "imitation", "words": words, "role": role, "seed": None, "games": games}
-    row |= {"wins": wins, "losses": losses, "ties": ties, "breaches": counts["breach"], "rates": rates}
-    row |= {"points": points, "points_interval": [points - 0.045, points + 0.045], "mean_length": 4.5}
-    row["clean"] = {"games": 300, "points": points + 0.01, "points_interval": [points - 0.05, points + 0.06]}
-    return row | {"empty_replies": 3, "messages": games * 3}
-
-
 def make_match(folder: Path, epoch: int, games: int, rng: random.Random) -> None:
-    """What the match of an epoch's model against imitation leaves."""
-    player, rows = f"epoch{epoch}", []
-    for words, less in (("played", 0.0), ("held_out", 0.02), ("all", 0.01)):
-        gains = {"attacker": 0.03, "defender": 0.01, "both": 0.02}
-        rows += [match_row(player, role, words, 0.5 + gain * epoch - less) for role, gain in gains.items()]
-    rows.append(rows[-1] | {"seed": 0, "points": 0.99})  # of one seed: not for the report
-    rows.append(rows[-2] | {"player": "imitation", "opponent": player, "points": 0.98})
+    """What tools/evaluate_games.py leaves of the match of an epoch's model against imitation."""
+    pairs = [(f"epoch{epoch}", "imitation"), ("imitation", f"epoch{epoch}")]
     played = [
-        make_game(index, rng, 0.8) | {"words": "played", "seed": 0, "attacker": names[0], "defender": names[1]}
+        make_game(index, rng, 0.8) | {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
+        for words in ("played", "held_out")
+        for seed in (0, 1)
+        for attacker, defender in pairs
         for index in range(games)
-        for names in [(player, "imitation") if index % 2 else ("imitation", player)]
     ]
     write_records(folder / "games_results.json", played)
-    write_json(
-        folder / "matches.json", {"settings": {"seeds": [0]}, "results": rows, "games_path": "games_results.json"}
-    )
+    results = {"settings": {"seeds": [0, 1]}, "results": list(result_rows(count_matches(played)))}
+    write_json(folder / "matches.json", results | {"games_path": "games_results.json"})
 
 
 def make_output(folder: Path, *, epochs: int = 2, games: int = 60, steps: int = 30) -> Path:
@@ -121,7 +103,7 @@ def make_output(folder: Path, *, epochs: int = 2, games: int = 60, steps: int = 
             write_records(f"{stem}_results.json", [make_game(i, rng, number / epochs) for i in range(games)])
             write_json(f"{stem}_settings.json", {"settings": {"temperature": 1.2}, "launch": "x"})
             write_json(stage / "rows" / "rows_rewards_settings.json", {"settings": {"decay_weight": 0.8}})
-            make_match(stage / "eval", number, games // 2, rng)
+            make_match(stage / "eval", number, games // 12, rng)
     return folder
 
 
@@ -269,7 +251,7 @@ def test_a_finished_run_is_reported_whole(output):
     made = of_run(output)
     assert made.missing == [] and made.name == "demo"
     groups = [(source["group"], source["kind"], source["games"], source["sampled"]) for source in made.sources]
-    assert groups == [(str(k), kind, n, 20) for kind, n in (("self-play", 60), ("evaluation", 30)) for k in (1, 2)]
+    assert groups == [(str(k), kind, n, 20) for kind, n in (("self-play", 60), ("evaluation", 40)) for k in (1, 2)]
     assert Counter(game["source"] for game in made.games) == dict.fromkeys(range(4), 20)
     assert {chart["section"] for chart in made.charts} == {"play", "match", "learning", "imitation"}
     titles = [one["title"] for one in made.settings]
@@ -294,28 +276,48 @@ def test_shares_of_outcomes_are_those_of_the_games(output):
         assert found[1][2] <= share <= found[1][3]
 
 
+def match_row(output: Path, epoch: int, words: str, role: str) -> dict:
+    """The row of an epoch's model over all seeds."""
+    rows = json.loads((output / f"epoch{epoch}/eval/matches.json").read_text(encoding="utf-8"))["results"]
+    key = (f"epoch{epoch}", "imitation", words, role, None)
+    (found,) = (
+        row for row in rows if tuple(row[name] for name in ("player", "opponent", "words", "role", "seed")) == key
+    )
+    return found
+
+
 def test_points_against_imitation_are_the_pooled_ones_of_the_match(output):
     made = of_run(output)
-    chart = chart_named(made, "Points against imitation, as attacker")
-    assert list(points(chart)) == ["words: all", "words: played", "words: held_out"]
-    assert points(chart)["words: played"] == [
-        [0, pytest.approx(0.53), pytest.approx(0.485), pytest.approx(0.575)],
-        [1, pytest.approx(0.56), pytest.approx(0.515), pytest.approx(0.605)],
-    ]
-    assert chart["reference"] == 0.5
+    for role, title in (("both", "both roles"), ("attacker", "as attacker"), ("defender", "as defender")):
+        found, ended = (
+            chart_named(made, f"{start}, {title}")
+            for start in ("Points against imitation", "How its games against imitation ended")
+        )
+        assert list(points(found)) == ["words: all", "words: played", "words: held_out"] and found["reference"] == 0.5
+        for words in ("all", "played", "held_out"):
+            rows = [match_row(output, epoch, words, role) for epoch in (1, 2)]
+            expected = [[x, row["points"], *row["points_interval"]] for x, row in enumerate(rows)]
+            assert points(found)[f"words: {words}"] == expected
+        rates = match_row(output, 2, "all", role)["rates"]
+        for rate in ("win", "loss", "tie", "breach"):
+            assert points(ended)[rate][1] == [1, rates[rate]["share"], *rates[rate]["interval"]]
+
+
+def test_the_table_and_the_first_sentence_tell_the_match_in_both_roles(output):
+    made, row = of_run(output), match_row(output, 2, "all", "attacker")
     table = next(table for table in made.tables if table["section"] == "match")
-    assert len(table["rows"]) == 2 * 3 * 3 and table["rows"][0][:5] == [
-        "1",
-        "all",
-        "both",
-        "480",
-        "0.510 [0.465, 0.555]",
+    assert [cells[:3] for cells in table["rows"]] == [
+        [epoch, words, role]
+        for epoch in "12"
+        for words in ("all", "played", "held_out")
+        for role in ("both", "attacker", "defender")
     ]
-    assert "0.98" not in str(table) and "0.99" not in str(table)
-    assert (
-        made.headlines[0].startswith("Epoch 2 against imitation")
-        and "0.550 [0.505, 0.595] as attacker" in made.headlines[0]
-    )
+    cells = dict(zip(table["head"], table["rows"][10], strict=True))
+    shown = f"{row['points']:.3f} [{row['points_interval'][0]:.3f}, {row['points_interval'][1]:.3f}]"
+    assert (cells["role"], cells["points"], cells["wins"]) == ("attacker", shown, str(row["wins"]))
+    assert cells["own empty replies"] == f"{row['empty_replies']} of {row['messages']}"
+    assert made.headlines[0].startswith("Epoch 2 against imitation, words “all”, 40 games: points ")
+    assert f"{shown} as attacker" in made.headlines[0]
 
 
 def test_curves_are_the_logged_numbers_and_long_ones_are_thinned_by_means(output, tmp_path):
@@ -446,7 +448,9 @@ def assert_silent(browser, path: Path) -> None:
 
 
 def texts(browser, selector: str) -> list[str]:
-    return [element.text for element in browser.find_elements("css selector", selector) if element.is_displayed()]
+    """What can be read in the elements that are visible."""
+    script = "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).map((e) => "
+    return browser.execute_script(script + "(e.innerText ?? e.textContent).trim())", selector)
 
 
 def choose(browser, name: str, value: str) -> None:
@@ -465,19 +469,23 @@ def test_the_browser_shows_charts_tables_and_games_without_errors_or_requests(br
     assert texts(browser, "h1") == ["SPAG run demo"]
     sections = ["Against imitation", "Games", "Self-play training", "Imitation training", "Games to read", "Settings"]
     assert texts(browser, "h2") == sections == texts(browser, "nav a")
-    charts = data_of(page)["charts"]
-    assert len(texts(browser, "svg.chart")) == len(charts) == 6 + 3 + 8 + 4
-    for figure, chart in zip(browser.find_elements("css selector", "figure"), charts, strict=False):
-        labels = [label.text for label in figure.find_elements("css selector", "text.label")]
-        assert len(labels) == 2 and all(labels), chart["title"]
-        assert len(figure.find_elements("css selector", ".legend > span")) == len(
-            figure.find_elements("css selector", "g.series")
-        )
-    first = browser.find_element("css selector", "figure")
-    assert len(first.find_elements("css selector", "line.interval")) == 3 * 2
-    first.find_element("css selector", "summary").click()
-    assert "0.52 [0.475, 0.565]" in first.text
-    assert "0.550 [0.505, 0.595]" in " ".join(texts(browser, "#match td"))
+    order = ["match", "play", "learning", "imitation"]
+    charts = sorted(data_of(page)["charts"], key=lambda chart: order.index(chart["section"]))
+    figures = browser.find_elements("css selector", "figure")
+    assert len(figures) == len(texts(browser, "svg.chart")) == 6 + 3 + 8 + 4
+    script = "return ['figcaption', '.label', '.legend > span', '.series', '.interval'].map((selector) => "
+    script += "[...arguments[0].querySelectorAll(selector)].map((e) => e.textContent))"
+    for figure, chart in zip(figures, charts, strict=True):
+        (title,), labels, legend, drawn, intervals = browser.execute_script(script, figure)
+        assert title == chart["title"] + chart["note"]
+        assert labels == [chart["x_label"], chart["y_label"]] and all(labels)
+        assert legend == [line["name"] for line in chart["series"]] and len(drawn) == len(legend)
+        points = [point for line in chart["series"] for point in line["points"]]
+        assert len(intervals) == sum(point[2] is not None for point in points)
+    figures[0].find_element("css selector", "summary").click()
+    assert len(texts(browser, "figure tbody tr")) == 2
+    cells = [cell for table in data_of(page)["tables"] for row in table["rows"] for cell in row]
+    assert cells == texts(browser, "#play .card td") + texts(browser, "#match .card td")
     assert "NaN" not in browser.find_element("css selector", "main").get_attribute("innerHTML")
     assert texts(browser, "#missing") == []
     assert_silent(browser, page)

@@ -8,14 +8,14 @@ each with `name`, `colour` (number in the page's palette) and `points` [x, y, lo
 from collections.abc import Iterator, Mapping, Sequence
 
 from tools import taboo
+from tools.match_stats import ALL, BOTH, RATES
 from tools.report_games import CUT_OFF, EMPTY, Estimate, GameTally
 
 PLAY, MATCH = "play", "match"  # sections of the page
 COLOURS = {taboo.DEFENDER_WINS: 0, taboo.ATTACKER_WINS: 1, taboo.ATTACKER_BREAKS: 3, taboo.TIED: 6}
 ROLE_COLOURS = {taboo.DEFENDER: 0, taboo.ATTACKER: 1}
-MATCH_ROLES = ("both", *taboo.ROLES)
-RATES = {"win": 2, "loss": 4, "tie": 6, "breach": 3}  # of match play, with their colours
-ALL_WORDS = "all"  # the rows of match play that pool the word lists
+RATE_COLOURS = dict(zip(RATES, (2, 4, 6, 3), strict=True))
+MATCH_ROLES = (BOTH, *taboo.ROLES)
 MOST_POINTS = 200  # of a curve
 METRICS = {  # of a training log, as the README's glossary names them
     "loss": "whole loss of a step",
@@ -109,7 +109,7 @@ def match_charts(matches: Sequence[tuple[str, Sequence[Mapping]]], x_label: str)
         yield chart(MATCH, title, series, y_label="(wins + ties / 2) / games", reference=0.5, **axis)
     for role in MATCH_ROLES:
         found = [find_row(rows, role, lists[0]) for _, rows in matches]
-        series = [line(rate, colour, [_rate(row, rate) for row in found]) for rate, colour in RATES.items()]
+        series = [line(rate, colour, [_rate(row, rate) for row in found]) for rate, colour in RATE_COLOURS.items()]
         title = f"How its games against imitation ended, {_as_role(role)}"
         yield chart(MATCH, title, series, y_label="share of games", percent=True, note=f"words: {lists[0]}", **axis)
 
@@ -144,7 +144,7 @@ def match_headline(label: str, rows: Sequence[Mapping]) -> str:
 def word_lists(matches: Sequence[tuple[str, Sequence[Mapping]]]) -> list[str]:
     """The names of the word lists, the pooled one first."""
     names = dict.fromkeys(row["words"] for _, rows in matches for row in rows)
-    return sorted(names, key=lambda name: name != ALL_WORDS)
+    return sorted(names, key=lambda name: name != ALL)
 
 
 def find_row(rows: Sequence[Mapping], role: str, words: str) -> Mapping | None:
@@ -153,7 +153,7 @@ def find_row(rows: Sequence[Mapping], role: str, words: str) -> Mapping | None:
 
 
 def _as_role(role: str) -> str:
-    return "both roles" if role == "both" else f"as {role}"
+    return "both roles" if role == BOTH else f"as {role}"
 
 
 def _points(row: Mapping | None) -> Estimate | None:

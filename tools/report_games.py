@@ -13,14 +13,14 @@ from itertools import zip_longest
 from statistics import NormalDist
 
 from tools import taboo
+from tools.match_stats import CONFIDENCE, Match, wilson
 from tools.players import LENGTH
 
-QUANTILE = NormalDist().inv_cdf(0.975)  # of 95% intervals
+QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 EMPTY, CUT_OFF = "empty", "cut off"
 MOST_CHARACTERS = 4000  # of a message that are shown
 PLAIN, WORD, GUESS, WORD_IN_GUESS = "", "word", "guess", "word guess"  # kinds of text; the classes of the page
 GUESS_SENTENCE = re.compile(taboo.GUESS.pattern + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-LABELS = ("attacker", "defender", "words", "seed")  # what match play adds to an episode
 Estimate = tuple[float, float | None, float | None]  # and its 95% interval, if it has one
 
 
@@ -110,13 +110,8 @@ def messages_of(episode: Mapping) -> Iterator[tuple[Mapping, bool]]:
 
 
 def share_estimate(count: int, total: int) -> Estimate | None:
-    """A share with Wilson's interval (J. Am. Stat. Assoc. 22, 1927), as if observations were independent."""
-    if not total:
-        return None
-    share, spread = count / total, QUANTILE**2 / total
-    centre = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
-    return share, max(0.0, centre - half), min(1.0, centre + half)
+    """A share with Wilson's interval, as if observations were independent."""
+    return (count / total, *wilson(count / total, total, QUANTILE)) if total else None
 
 
 def mean_estimate(count: int, total: float, squares: float) -> Estimate | None:
@@ -152,7 +147,7 @@ def shown_game(number: int, episode: Mapping, verdict: taboo.Verdict) -> dict:
         "length": verdict.length,
         "max_turns": episode["max_turns"],
         "messages": messages,
-        "labels": {label: str(episode[label]) for label in LABELS if label in episode},
+        "labels": {label: str(episode[label]) for label in Match._fields if label in episode},
     }
 
 
