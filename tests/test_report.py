@@ -74,9 +74,9 @@ def make_log(method: str, steps: int, rng: random.Random) -> dict:
     return {"log_history": [*entries, {"step": steps, "train_loss": 0.5}]}
 
 
-def make_match(folder: Path, epoch: int, games: int, rng: random.Random) -> None:
-    """What tools/evaluate_games.py leaves of the match of an epoch's model against imitation."""
-    pairs = [(f"epoch{epoch}", "imitation"), ("imitation", f"epoch{epoch}")]
+def make_match(folder: Path, player: str, games: int, rng: random.Random) -> None:
+    """What tools/evaluate_games.py leaves of the match of a player against imitation, which may be the same."""
+    pairs = dict.fromkeys([(player, "imitation"), ("imitation", player)])
     played = [
         make_game(index, rng, 0.8) | {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
         for words in ("played", "held_out")
@@ -103,7 +103,7 @@ def make_output(folder: Path, *, epochs: int = 2, games: int = 60, steps: int = 
             write_records(f"{stem}_results.json", [make_game(i, rng, number / epochs) for i in range(games)])
             write_json(f"{stem}_settings.json", {"settings": {"temperature": 1.2}, "launch": "x"})
             write_json(stage / "rows" / "rows_rewards_settings.json", {"settings": {"decay_weight": 0.8}})
-            make_match(stage / "eval", number, games // 12, rng)
+            make_match(stage / "eval", stage.name, games // 12, rng)
     return folder
 
 
@@ -318,6 +318,20 @@ def test_the_table_and_the_first_sentence_tell_the_match_in_both_roles(output):
     assert cells["own empty replies"] == f"{row['empty_replies']} of {row['messages']}"
     assert made.headlines[0].startswith("Epoch 2 against imitation, words “all”, 40 games: points ")
     assert f"{shown} as attacker" in made.headlines[0]
+
+
+def test_imitation_against_itself_is_epoch_0_in_each_role(output, tmp_path):
+    shutil.copytree(output, tmp_path / "more")
+    make_match(tmp_path / "more/imitation/eval", "imitation", 5, random.Random(0))
+    (tmp_path / "more/epoch2/eval/games_results.json").unlink()
+    made = of_run(tmp_path / "more")
+    found = [
+        points(chart_named(made, f"Points against imitation, {title}")) for title in ("both roles", "as attacker")
+    ]
+    assert [[x for x, *_ in lines["words: all"]] for lines in found] == [[1, 2], [0, 1, 2]]
+    assert [source["group"] for source in made.sources if source["kind"] == "evaluation"] == ["0", "1"]
+    (missing,) = made.missing
+    assert missing.endswith("epoch2/eval/games_results.json: the games of the match are not there.")
 
 
 def test_curves_are_the_logged_numbers_and_long_ones_are_thinned_by_means(output, tmp_path):

@@ -87,7 +87,7 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
     report.add_settings("The loop", settings)
     tallies = read_self_play(report, epochs, new_tally)
     learning = read_learning(report, folder, epochs)
-    matches = read_matches(report, folder, epochs)
+    matches = read_matches(report, folder, epochs, new_tally)
     for number in range(max(epochs, default=0) + 1, planned_epochs(settings) + 1):
         report.missing.append(f"Epoch {number} has not begun.")
     if tallies:
@@ -99,8 +99,6 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
         report.add_charts(charts.match_charts(matches, EPOCH))
     report.add_charts(charts.learning_charts("imitation", learning[:1]))
     report.add_charts(charts.learning_charts("learning", learning[1:]))
-    for number, path in [(0, folder / IMITATION), *epochs.items()]:
-        read_evaluation_games(report, path, str(number), new_tally)
     return report
 
 
@@ -156,32 +154,30 @@ def read_learning(report: Report, folder: Path, epochs: Mapping[int, Path]) -> l
     return logs
 
 
-def read_matches(report: Report, folder: Path, epochs: Mapping[int, Path]) -> list[tuple[str, Sequence[Mapping]]]:
+def read_matches(
+    report: Report, folder: Path, epochs: Mapping[int, Path], new_tally: partial
+) -> list[tuple[str, Sequence[Mapping]]]:
     """The rows of each epoch's model against imitation, over all seeds; epoch 0 is imitation against itself."""
     matches = []
     for number, path in [(0, folder / IMITATION), *epochs.items()]:
         results = report.read_json(path / "eval" / "matches.json")
-        rows = [
-            row
-            for row in (results or {}).get("results", [])
-            if (row["player"], row["opponent"], row["seed"]) == (path.name, IMITATION, None)
-        ]
+        if results is None:
+            if number:
+                report.missing.append(f"Epoch {number}: no match against imitation.")
+            continue
+        of_all_seeds = (path.name, IMITATION, None)
+        rows = [row for row in results["results"] if (row["player"], row["opponent"], row["seed"]) == of_all_seeds]
         if rows:
             matches.append((str(number), rows))
-            report.add_settings(f"Epoch {number}, match", results.get("settings"))
-        elif number:
-            report.missing.append(f"Epoch {number}: no match against imitation.")
+        else:
+            report.missing.append(f"{path / 'eval'}: no match of {path.name} against {IMITATION}.")
+        report.add_settings(f"Epoch {number}, match", results["settings"])
+        games = path / "eval" / results["games_path"]
+        if games.is_file():
+            report.add_games(str(number), EVALUATION, tally_games([games], new_tally()))
+        else:
+            report.missing.append(f"{games}: the games of the match are not there.")
     return matches
-
-
-def read_evaluation_games(report: Report, folder: Path, group: str, new_tally: partial) -> None:
-    """Add the games that a match played."""
-    results = report.read_json(folder / "eval" / "matches.json")
-    path = folder / "eval" / results["games_path"] if results else None
-    if path and path.is_file():
-        report.add_games(group, EVALUATION, tally_games([path], new_tally()))
-    elif path:
-        report.missing.append(f"{folder.name}: the games of its match are not at {path}.")
 
 
 # --- files of episodes ---------------------------------------------------------------------------------------------
