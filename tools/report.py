@@ -97,7 +97,7 @@ def report_of_run(folder: Path, new_tally: partial) -> Report:
         report.headlines.append(charts.match_headline(*matches[-1]))
         report.tables.append(charts.match_table(matches, EPOCH))
         report.add_charts(charts.match_charts(matches, EPOCH))
-    report.add_charts(charts.learning_charts("imitation", learning[:1]))
+    report.add_charts(charts.learning_charts("imitation", learning[:1], charts.IMITATION_METRICS))
     report.add_charts(charts.learning_charts("learning", learning[1:]))
     return report
 

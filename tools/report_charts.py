@@ -5,7 +5,7 @@ Imported by tools/report.py. A chart is a dict: `section` of the page, `title`, 
 each with `name`, `colour` (number in the page's palette) and `points` [x, y, low, high]; low and high may be None.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tools import taboo
 from tools.match_stats import ALL, BOTH, RATES
@@ -28,6 +28,7 @@ METRICS = {  # of a training log, as the README's glossary names them
     "reward_attacker": "mean reward of the attacker's rows",
     "reward_defender": "mean reward of the defender's rows",
 }
+IMITATION_METRICS = ("loss", "sft_loss", "log_ratio", "kl")  # the others tell nothing there
 Labelled = Sequence[tuple[str, GameTally]]
 
 
@@ -168,9 +169,11 @@ def _rate(row: Mapping | None, rate: str) -> Estimate | None:
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def learning_charts(section: str, logs: Sequence[tuple[str, Sequence[Mapping]]]) -> Iterator[dict]:
-    """A chart per logged metric with a curve per run; `logs` are the log histories of runs by one method."""
-    for metric, meaning in METRICS.items():
+def learning_charts(
+    section: str, logs: Sequence[tuple[str, Sequence[Mapping]]], metrics: Iterable[str] = METRICS
+) -> Iterator[dict]:
+    """A chart per metric that was logged, with a curve per run; `logs` are log histories of runs by one method."""
+    for metric in metrics:
         curves = [[(e["step"], e[metric]) for e in log if isinstance(e.get(metric), (int, float))] for _, log in logs]
         size = max(1, -(-max(map(len, curves), default=0) // MOST_POINTS))
         series = [
@@ -178,7 +181,7 @@ def learning_charts(section: str, logs: Sequence[tuple[str, Sequence[Mapping]]])
             for number, ((name, _), values) in enumerate(zip(logs, curves, strict=True))
         ]
         x_label = "optimizer step" + (f" (means of {size} logged values)" if size > 1 else "")
-        yield chart(section, metric, series, note=meaning, x_label=x_label, y_label=metric)
+        yield chart(section, metric, series, note=METRICS[metric], x_label=x_label, y_label=metric)
 
 
 def _thinned(values: Sequence[tuple[float, float]], size: int) -> list[list[float | None]]:
