@@ -2,14 +2,14 @@
 
     python -m tools.tiny_world build --output_dir outputs/quickstart
 
-It stands in for Llama-2 (a small Llama, pre-trained here on facts about the words), for GPT-4's games (scripted players)
-and for Alpaca (the facts), so that the whole method can be seen at work where there is no GPU and no model hub. What it
-learns says something about the method's code, nothing about reasoning.
+It stands in for Llama-2 (a small Llama, pre-trained here on facts about the words), for GPT-4's games (scripted
+players) and for Alpaca (the facts), so that the whole method can be seen at work where there is no GPU and no model
+hub. What it learns says something about the method and its code, nothing about reasoning.
 """
 
 import argparse
 import asyncio
-import json
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from tools import taboo
 from tools.episodes import Episode
 from tools.play_llm_game import play_games
 from tools.tiny_players import Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from tools.tiny_reproduce import reproduce
 from utils import run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
@@ -116,24 +117,26 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
     pretraining = list(fact_rows(lexicon, rng, args.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, args.facts))
+    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, args.imitation_facts))
     episodes = scripted_games(lexicon, rounds=args.imitation_rounds, rng=rng)
     write_records(data / "imitation_games.json", episodes)
     tokenizer = train_tokenizer(corpus(pretraining, episodes), args.vocab_size)
     model = random_llama(tokenizer, hidden_size=args.hidden_size, layers=args.layers, seed=args.seed)
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
-    run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play", "--prompt_templates", TEMPLATES,
-        "--input_data_path", data / "imitation_games.json", "--output_data_path", data / "imitation.json",
-        "--sft_data_path", data / "facts.json")  # fmt: skip
+    run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play",
+        "--prompt_templates", TEMPLATES, "--input_data_path", data / "imitation_games.json",
+        "--output_data_path", data / "imitation.json", "--sft_data_path", data / "imitation_facts.json")  # fmt: skip
 
 
 def pretrain(folder: Path, args: argparse.Namespace) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
-    run("train.py", "--train_method", "SFT", "--output_dir", folder / "base", "--model_name_or_path", folder / "random",
-        "--train_data_path", folder / "data" / "pretraining.json", "--max_length", "128", "--seed", args.seed,
-        "--per_device_train_batch_size", "64", "--learning_rate", args.pretraining_lr, "--warmup_ratio", "0.03",
-        "--lr_scheduler_type", "cosine", "--num_train_epochs", args.pretraining_epochs, "--logging_steps", "50",
-        "--save_strategy", "no", "--cache_dir", folder / "cache")  # fmt: skip
+    run("train.py", "--train_method", "SFT", "--output_dir", folder / "base",
+        "--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json",
+        "--max_length", 128, "--seed", args.seed, "--per_device_train_batch_size", 64,
+        "--learning_rate", args.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
+        "--num_train_epochs", args.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
+        "--cache_dir", folder / "cache")  # fmt: skip
 
 
 def run(*command) -> None:
@@ -151,12 +154,20 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocab_size", type=int, default=3072, help="tokens of the tokenizer at most")
     add("--hidden_size", type=int, default=128, help="width of the model")
     add("--layers", type=int, default=3, help="layers of the model")
-    add("--pretraining_facts", type=int, default=20000, help="fact rows the base model is trained on")
+    add("--pretraining_facts", type=int, default=30000, help="fact rows the base model is trained on")
     add("--pretraining_epochs", type=float, default=1, help="passes over them")
     add("--pretraining_lr", type=float, default=2e-3, help="learning rate of the pre-training")
-    add("--facts", type=int, default=4000, help="fact rows mixed into imitation and self-play")
+    add("--imitation_facts", type=int, default=4000, help="fact rows mixed into imitation")
+    add("--facts", type=int, default=1000, help="fact rows mixed into each epoch of self-play")
     add("--imitation_rounds", type=int, default=25, help="scripted games for each word")
     command.set_defaults(run=build)
+    command = commands.add_parser("reproduce", help="make the learning table of the README", allow_abbrev=False)
+    add = command.add_argument
+    add("--output_dir", default="outputs/tiny_world", help="folder to write to")
+    add("--seeds", type=int, default=3, help="seeds 0 to N - 1, each a world of its own")
+    add("--epochs", type=int, default=3, help="epochs of self-play")
+    add("--workers", type=int, default=os.cpu_count(), help="programs that run at the same time, with a thread each")
+    command.set_defaults(run=reproduce)
     return parser.parse_args(arguments)
 
 

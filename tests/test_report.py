@@ -1,0 +1,595 @@
+"""The report: its numbers and its games, from whole and from partial folders, and the page in a real browser."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools import report, taboo
+from tools.match_stats import count_matches, result_rows
+from tools.report_games import CUT_OFF, EMPTY, GameTally, marked, mean_estimate, share_estimate
+from utils import write_json, write_records
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 &lt; 'lemon'"
+
+# --- a folder as the loop leaves it --------------------------------------------------------------------------------
+
+CLUES = {
+    "violin": ["It has four strings.", "An orchestra has many of them.", "A bow goes over it."],
+    "harbour": ["Ships come home to it.", "It smells of fish and tar.", "A lighthouse shows the way."],
+    "start": ["It comes before the rest.", "Runners wait for it.", "Every journey has one."],
+    "lemon": ["It is yellow and sour.", "Sailors ate it against scurvy.", "Its juice goes on fish."],
+}
+QUESTIONS = ["Is it something you hold?", "Do I have one at home?", "Could a child use it?", "Is it old?"]
+
+
+def make_game(index: int, rng: random.Random, skill: float, max_turns: int = 5) -> dict:
+    """A game with clues and questions that ends in one of all ways; more `skill`, fewer breaches and empty replies."""
+    word = rng.choice(sorted(CLUES))
+    history, ending = [], rng.choices(taboo.OUTCOMES, weights=[0.3, 0.3 + 0.2 * skill, 0.25 * (1 - skill), 0.15])[0]
+    last = 2 * max_turns if ending == taboo.TIED else 2 * rng.randint(1, max_turns)
+    last -= ending == taboo.ATTACKER_BREAKS
+    for place in range(last):
+        role = taboo.ROLES[place % 2]
+        text = rng.choice(CLUES[word] if role == taboo.ATTACKER else QUESTIONS)
+        history.append({"role": role, "content": "" if rng.random() < 0.08 * (1 - skill) else text})
+    other = rng.choice(sorted(set(CLUES) - {word}))
+    endings = {
+        taboo.ATTACKER_WINS: rng.choice([f"I know the word! It is `{other}`!", f"Do you mean a {word.upper()}?"]),
+        taboo.DEFENDER_WINS: f"I know the word! It is `{word}`! That was easy.",
+        taboo.ATTACKER_BREAKS: f"People love {word}s.",
+    }
+    if ending != taboo.TIED:
+        history[-1]["content"] = endings[ending]
+    outcome, length = taboo.judge(history, word, max_turns)
+    replies = [{"finish_reason": rng.choice(["stop"] * 19 + ["length"]), "tokens": 9, "prompt_cut": False}] * last
+    game = {"index": index, "target_word": word, "max_turns": max_turns, "history": history, "outcome": outcome}
+    return game | {"length": length, "replies": replies}
+
+
+def make_log(method: str, steps: int, rng: random.Random) -> dict:
+    """A trainer_state.json with curves that fall."""
+    entries = []
+    for step in range(1, steps + 1):
+        value = math.exp(-step / steps) + rng.gauss(0, 0.04)
+        entry = {"step": step, "loss": value, "sft_loss": 1.2 * value, "log_ratio": 0.02 * step / steps}
+        if method == "OfflinePO":
+            entry |= {"policy_loss": -0.2 + 0.1 * value, "ratio": 1 + 0.02 * value, "clip_fraction": 0.01 * value}
+            entry |= {"reward_attacker": 0.25 + rng.gauss(0, 0.02), "reward_defender": 0.3 + rng.gauss(0, 0.02)}
+        else:
+            entry["kl"] = 0.01 * value
+        entries.append(entry)
+    return {"log_history": [*entries, {"step": steps, "train_loss": 0.5}]}
+
+
+def make_match(folder: Path, player: str, games: int, rng: random.Random) -> None:
+    """What tools/evaluate_games.py leaves of the match of a player against imitation, which may be the same."""
+    pairs = dict.fromkeys([(player, "imitation"), ("imitation", player)])
+    played = [
+        make_game(index, rng, 0.8) | {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
+        for words in ("played", "held_out")
+        for seed in (0, 1)
+        for attacker, defender in pairs
+        for index in range(games)
+    ]
+    write_records(folder / "games_results.json", played)
+    results = {"settings": {"seeds": [0, 1]}, "results": list(result_rows(count_matches(played)))}
+    write_json(folder / "matches.json", results | {"games_path": "games_results.json"})
+
+
+def make_output(folder: Path, *, epochs: int = 2, games: int = 60, steps: int = 30) -> Path:
+    """A finished run of the loop."""
+    rng = random.Random(0)
+    write_json(folder / "settings.json", {"MODEL": "data/tiny", "EPOCHS": str(epochs), "LEARNING_RATE": "2e-6"})
+    for number in range(epochs + 1):
+        stage = folder / (f"epoch{number}" if number else "imitation")
+        write_json(stage / "model" / "trainer_state.json", make_log("OfflinePO" if number else "", steps, rng))
+        write_json(stage / "model" / "settings.json", {"arguments": {"learning_rate": 2e-6}, "data": {"train": {}}})
+        write_json(stage / "model" / "train_results.json", {"train_loss": 0.5})
+        if number:
+            stem = f"{stage}/episodes/im_sampling_words"
+            write_records(f"{stem}_results.json", [make_game(i, rng, number / epochs) for i in range(games)])
+            write_json(f"{stem}_settings.json", {"settings": {"temperature": 1.2}, "launch": "x"})
+            write_json(stage / "rows" / "rows_rewards_settings.json", {"settings": {"decay_weight": 0.8}})
+            make_match(stage / "eval", stage.name, games // 12, rng)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> Path:
+    return make_output(tmp_path_factory.mktemp("loop") / "demo")
+
+
+def of_run(folder: Path, games: int = 20) -> report.Report:
+    return report.report_of_run(folder, partial(GameTally, games))
+
+
+def chart_named(made: report.Report, title: str, section: str | None = None) -> dict:
+    (found,) = (chart for chart in made.charts if chart["title"] == title and section in (None, chart["section"]))
+    return found
+
+
+def points(chart: dict) -> dict[str, list]:
+    return {line["name"]: line["points"] for line in chart["series"]}
+
+
+def run_report(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tools.report", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+
+
+class Scripts(HTMLParser):
+    """The script elements of a page and what stands in them, and all attributes that load something."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.scripts, self.loaded, self.inside = [], [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag == "script"
+        if self.inside:
+            self.scripts.append("")
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts[-1] += data
+
+
+def data_of(path: Path) -> dict:
+    """What was put into a page."""
+    return json.loads(Scripts(path.read_text(encoding="utf-8")).scripts[0])
+
+
+# --- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tally_counts_games_messages_and_faults():
+    games = [make_game(index, random.Random(index), 0.2) for index in range(300)]
+    tally = GameTally(10)
+    for game in games:
+        tally.add(game)
+    assert tally.outcomes == Counter(game["outcome"] for game in games)
+    lengths = [game["length"] for game in games if game["outcome"] == taboo.TIED]
+    assert tally.mean_length(taboo.TIED)[0] == pytest.approx(sum(lengths) / len(lengths))
+    assert tally.mean_length()[0] == pytest.approx(sum(game["length"] for game in games) / 300)
+    said = [message for game in games for message in game["history"] if message["role"] == taboo.ATTACKER]
+    empty = sum(not message["content"] for message in said)
+    assert empty and tally.fault_share(taboo.ATTACKER, EMPTY)[0] == pytest.approx(empty / len(said))
+    cut = sum(reply["finish_reason"] == "length" for game in games for reply in game["replies"])
+    assert cut and sum(tally.faults[role, CUT_OFF] for role in taboo.ROLES) == cut
+
+
+def test_intervals_are_wilsons_and_the_normal_one_of_a_mean():
+    assert share_estimate(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-4)
+    assert share_estimate(0, 10) == pytest.approx((0, 0, 0.2775), abs=1e-4)
+    assert share_estimate(0, 0) is None
+    assert mean_estimate(1, 4, 16) == (4, None, None)
+    # 2, 4, 6: mean 4, variance 4, standard error 2 / sqrt(3)
+    assert mean_estimate(3, 12, 56) == pytest.approx((4, 4 - 1.96 * 1.1547, 4 + 1.96 * 1.1547), abs=1e-3)
+
+
+def test_an_episode_without_a_stored_outcome_is_judged_and_a_stored_one_is_kept():
+    history = [{"role": "attacker", "content": "Hello!"}, {"role": "defender", "content": "We start."}]
+    game = {"history": history, "target_word": "art", "max_turns": 1}
+    for match, outcome in ((taboo.SUBSTRING, taboo.ATTACKER_WINS), (taboo.WHOLE_WORD, taboo.TIED)):
+        tally = GameTally(1, match=match)
+        tally.add(game)
+        tally.add(game | {"outcome": taboo.DEFENDER_WINS, "length": 2})
+        assert tally.outcomes == {outcome: 1, taboo.DEFENDER_WINS: 1}
+
+
+def test_the_sample_holds_all_outcomes_and_is_drawn_from_all_games():
+    tally, numbers = GameTally(40), []
+    history = [{"role": "attacker", "content": "Hello!"}]
+    for number in range(2000):
+        outcome = taboo.ATTACKER_WINS if number % 500 == 250 else taboo.TIED
+        tally.add({"history": history, "target_word": "art", "max_turns": 1, "outcome": outcome, "length": 1})
+    sample = tally.sampled()
+    assert Counter(game["outcome"] for game in sample) == {taboo.ATTACKER_WINS: 4, taboo.TIED: 36}
+    numbers = [game["number"] for game in sample]
+    assert numbers == sorted(numbers) and {250, 750, 1250, 1750} < set(numbers)
+    assert 700 < sum(numbers) / 40 < 1300  # uniform: 1000 with a standard error of 91
+
+
+def test_a_page_about_ten_times_the_games_is_no_larger(tmp_path):
+    sizes = []
+    for games in (300, 3000):
+        path = tmp_path / f"{games}.jsonl"
+        write_records(path, (make_game(index, random.Random(index), 0.2) for index in range(games)))
+        made = report.report_of_episodes([path], partial(GameTally, 20))
+        assert made.sources == [{"group": path.name, "kind": "self-play", "games": games, "sampled": 20}]
+        sizes.append(len(report.page(made)))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+# --- marks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, word, pieces",
+    [
+        ("Hello!", "art", [("", "Hello!")]),
+        ("", "art", []),
+        ("ART, started", "art", [("word", "ART"), ("", ", st"), ("word", "arted")]),
+        ("Many cities.", "city", [("", "Many "), ("word", "cities"), ("", ".")]),
+        ("C++ or c?", "c++", [("word", "C++"), ("", " or c?")]),
+        ("I know the word! It is `cat`! Yes.", "dog", [("guess", "I know the word! It is `cat`!"), ("", " Yes.")]),
+        ("I know the word! It is a dog", "dog", [("guess", "I know the word! It is a "), ("word guess", "dog")]),
+        ("I know the word.", "dog", [("", "I know the word.")]),  # not the sentence that the judge reads
+    ],
+)  # fmt: skip
+def test_the_target_word_and_guesses_are_marked(text, word, pieces):
+    assert marked(text, word) == [list(piece) for piece in pieces]
+
+
+# --- a folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_reported_whole(output):
+    made = of_run(output)
+    assert made.missing == [] and made.name == "demo"
+    groups = [(source["group"], source["kind"], source["games"], source["sampled"]) for source in made.sources]
+    assert groups == [(str(k), kind, n, 20) for kind, n in (("self-play", 60), ("evaluation", 40)) for k in (1, 2)]
+    assert Counter(game["source"] for game in made.games) == dict.fromkeys(range(4), 20)
+    assert {chart["section"] for chart in made.charts} == {"play", "match", "learning", "imitation"}
+    titles = [one["title"] for one in made.settings]
+    stages = ["play", "rewards", "training", "match"]
+    assert set(titles) == {
+        "The loop",
+        "Imitation, training",
+        *(f"Epoch {k}, {stage}" for k in (1, 2) for stage in stages),
+    }
+    assert ["LEARNING_RATE", "2e-6"] in made.settings[0]["rows"]
+    (training,) = (one["rows"] for one in made.settings if one["title"] == "Imitation, training")
+    assert training == [["arguments.learning_rate", "2e-06"], ["data.train", "{}"]]
+
+
+def test_shares_of_outcomes_are_those_of_the_games(output):
+    games = json.loads((output / "epoch2/episodes/im_sampling_words_results.json").read_text(encoding="utf-8"))
+    chart = chart_named(of_run(output), "How games ended")
+    assert chart["labels"] == ["1", "2"]
+    for outcome, found in points(chart).items():
+        share = sum(game["outcome"] == outcome for game in games) / len(games)
+        assert found[1][:2] == [1, pytest.approx(share)]
+        assert found[1][2] <= share <= found[1][3]
+
+
+def match_row(output: Path, epoch: int, words: str, role: str) -> dict:
+    """The row of an epoch's model over all seeds."""
+    rows = json.loads((output / f"epoch{epoch}/eval/matches.json").read_text(encoding="utf-8"))["results"]
+    key = (f"epoch{epoch}", "imitation", words, role, None)
+    (found,) = (
+        row for row in rows if tuple(row[name] for name in ("player", "opponent", "words", "role", "seed")) == key
+    )
+    return found
+
+
+def test_points_against_imitation_are_the_pooled_ones_of_the_match(output):
+    made = of_run(output)
+    for role, title in (("both", "both roles"), ("attacker", "as attacker"), ("defender", "as defender")):
+        found, ended = (
+            chart_named(made, f"{start}, {title}")
+            for start in ("Points against imitation", "How its games against imitation ended")
+        )
+        assert list(points(found)) == ["words: all", "words: played", "words: held_out"] and found["reference"] == 0.5
+        for words in ("all", "played", "held_out"):
+            rows = [match_row(output, epoch, words, role) for epoch in (1, 2)]
+            expected = [[x, row["points"], *row["points_interval"]] for x, row in enumerate(rows)]
+            assert points(found)[f"words: {words}"] == expected
+        rates = match_row(output, 2, "all", role)["rates"]
+        for rate in ("win", "loss", "tie", "breach"):
+            assert points(ended)[rate][1] == [1, rates[rate]["share"], *rates[rate]["interval"]]
+
+
+def test_the_table_and_the_first_sentence_tell_the_match_in_both_roles(output):
+    made, row = of_run(output), match_row(output, 2, "all", "attacker")
+    table = next(table for table in made.tables if table["section"] == "match")
+    assert [cells[:3] for cells in table["rows"]] == [
+        [epoch, words, role]
+        for epoch in "12"
+        for words in ("all", "played", "held_out")
+        for role in ("both", "attacker", "defender")
+    ]
+    cells = dict(zip(table["head"], table["rows"][10], strict=True))
+    shown = f"{row['points']:.3f} [{row['points_interval'][0]:.3f}, {row['points_interval'][1]:.3f}]"
+    assert (cells["role"], cells["points"], cells["wins"]) == ("attacker", shown, str(row["wins"]))
+    assert cells["own empty replies"] == f"{row['empty_replies']} of {row['messages']}"
+    assert made.headlines[0].startswith("Epoch 2 against imitation, words “all”, 40 games: points ")
+    assert f"{shown} as attacker" in made.headlines[0]
+
+
+def test_imitation_against_itself_is_epoch_0_in_each_role(output, tmp_path):
+    shutil.copytree(output, tmp_path / "more")
+    make_match(tmp_path / "more/imitation/eval", "imitation", 5, random.Random(0))
+    (tmp_path / "more/epoch2/eval/games_results.json").unlink()
+    made = of_run(tmp_path / "more")
+    found = [
+        points(chart_named(made, f"Points against imitation, {title}")) for title in ("both roles", "as attacker")
+    ]
+    assert [[x for x, *_ in lines["words: all"]] for lines in found] == [[1, 2], [0, 1, 2]]
+    assert [source["group"] for source in made.sources if source["kind"] == "evaluation"] == ["0", "1"]
+    (missing,) = made.missing
+    assert missing.endswith("epoch2/eval/games_results.json: the games of the match are not there.")
+
+
+def test_curves_are_the_logged_numbers_and_long_ones_are_thinned_by_means(output, tmp_path):
+    made = of_run(output)
+    log = json.loads((output / "epoch1/model/trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    found = points(chart_named(made, "policy_loss"))
+    assert list(found) == ["epoch 1", "epoch 2"]
+    assert found["epoch 1"] == [[entry["step"], entry["policy_loss"], None, None] for entry in log[:-1]]
+    assert list(points(chart_named(made, "kl"))) == ["imitation"]
+    entries = [{"step": step, "loss": float(step % 4)} for step in range(1, 801)]
+    write_json(tmp_path / "imitation/model/trainer_state.json", {"log_history": entries})
+    chart = chart_named(of_run(tmp_path), "loss")
+    assert points(chart)["imitation"][:2] == [[2.5, 1.5, None, None], [6.5, 1.5, None, None]]
+    assert len(chart["series"][0]["points"]) == 200 and "means of 4 logged values" in chart["x_label"]
+
+
+def test_a_run_in_its_middle_is_reported_with_what_is_missing(output, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(output, folder)
+    stem = folder / "epoch2/episodes/im_sampling_words"
+    games = [json.dumps(make_game(index, random.Random(index), 0.5)) for index in range(8)]
+    Path(f"{stem}_results.json").unlink()
+    Path(f"{stem}_rank0.jsonl").write_text("\n".join(games[:5]) + "\n" + games[5][:40])  # a line being written
+    Path(f"{stem}_rank1.jsonl").write_text("\n".join(games[6:]) + "\n")
+    Path(f"{stem}_rank2.jsonl").write_text("")
+    shutil.rmtree(folder / "epoch2/eval")
+    state = folder / "epoch1/model/trainer_state.json"
+    (folder / "epoch1/model/checkpoint-30").mkdir()
+    state.rename(folder / "epoch1/model/checkpoint-30/trainer_state.json")
+    (folder / "epoch1/model/train_results.json").unlink()
+    (folder / "epoch2/model/trainer_state.json").write_text('{"log_hist')
+    write_json(folder / "settings.json", {"EPOCHS": "3"})
+    made = of_run(folder)
+    assert made.sources[1]["games"] == 7
+    for line in (
+        "Epoch 1: training has not ended; its curves go to step 30.",
+        "Epoch 2: games are still being played; 7 are there.",
+        "Epoch 2: no training.",
+        "Epoch 2: no match against imitation.",
+        "Epoch 3 has not begun.",
+    ):
+        assert line in made.missing
+    assert any("trainer_state.json: not readable" in line for line in made.missing)
+    assert list(points(chart_named(made, "policy_loss"))) == ["epoch 1"]
+
+
+def test_a_run_that_has_just_begun_gives_a_page_too(tmp_path):
+    (tmp_path / "new/imitation").mkdir(parents=True)
+    finished = run_report(tmp_path / "new")
+    assert finished.returncode == 0, finished.stderr
+    assert "Imitation: no training." in finished.stdout
+    assert data_of(tmp_path / "new/report.html")["charts"] == []
+
+
+# --- the program and its page --------------------------------------------------------------------------------------
+
+
+def test_the_page_is_self_contained_and_escapes_what_players_wrote(tmp_path):
+    game = make_game(0, random.Random(0), 1)
+    game["history"][0]["content"], game["target_word"] = NASTY, "lemon</script>"
+    del game["outcome"]
+    write_records(tmp_path / "games.jsonl", [game, make_game(1, random.Random(1), 1)])
+    made = run_report("--episodes", tmp_path / "games.jsonl", "--output", tmp_path / "page.html", "--games", "5")
+    assert made.returncode == 0, made.stderr
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    parsed = Scripts(page)
+    assert len(parsed.scripts) == 2 and parsed.loaded == ["data:,"]
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", page)
+    shown = next(game for game in data_of(tmp_path / "page.html")["games"] if game["number"] == 0)
+    assert "".join(text for _, text in shown["messages"][0]["parts"]) == NASTY
+    assert shown["word"] == "lemon</script>"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["{folder}"], "neither imitation/ nor epoch1/ is there"),
+        (["{folder}/none"], "neither imitation/ nor epoch1/ is there"),
+        ([], "give either OUTPUT"),
+        (["{folder}", "--episodes", "x.json"], "give either OUTPUT"),
+        (["--episodes", "x.json"], "--episodes needs --output"),
+        (["--episodes", "{folder}/bad.jsonl", "--output", "{folder}/page.html"], "bad.jsonl:1: 'target_word' is None"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(tmp_path, arguments, message, monkeypatch, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"history": []}\n')
+    monkeypatch.setattr(sys, "argv", ["report.py", *(argument.format(folder=tmp_path) for argument in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        report.run_program(report.main)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+# --- in a browser --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver (Debian: apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    flags += "disable-component-update disable-sync window-size=1280,900 "
+    flags += f"user-data-dir={tmp_path_factory.mktemp('browser')}"
+    for flag in flags.split():
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def open_page(browser, path: Path):
+    browser.get_log("browser"), browser.get_log("performance")
+    browser.get(path.as_uri())
+
+
+def assert_silent(browser, path: Path) -> None:
+    """Nothing was logged to the console, and nothing but the page itself was asked for."""
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    assert path.as_uri() in asked and asked <= {path.as_uri(), "data:,"}
+
+
+def texts(browser, selector: str) -> list[str]:
+    """What can be read in the elements that are visible."""
+    script = "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).map((e) => "
+    return browser.execute_script(script + "(e.innerText ?? e.textContent).trim())", selector)
+
+
+def choose(browser, name: str, value: str) -> None:
+    browser.find_element("css selector", f"#{name} option[value='{value}']").click()
+
+
+@pytest.fixture(scope="module")
+def page(output) -> Path:
+    finished = run_report(output, "--games", "30")
+    assert finished.returncode == 0, finished.stderr
+    return output / "report.html"
+
+
+def test_the_browser_shows_charts_tables_and_games_without_errors_or_requests(browser, page):
+    open_page(browser, page)
+    assert texts(browser, "h1") == ["SPAG run demo"]
+    sections = ["Against imitation", "Games", "Self-play training", "Imitation training", "Games to read", "Settings"]
+    assert texts(browser, "h2") == sections == texts(browser, "nav a")
+    order = ["match", "play", "learning", "imitation"]
+    charts = sorted(data_of(page)["charts"], key=lambda chart: order.index(chart["section"]))
+    figures = browser.find_elements("css selector", "figure")
+    assert len(figures) == len(texts(browser, "svg.chart")) == 6 + 3 + 8 + 4
+    script = "return ['figcaption', '.label', '.legend > span', '.series', '.interval'].map((selector) => "
+    script += "[...arguments[0].querySelectorAll(selector)].map((e) => e.textContent))"
+    for figure, chart in zip(figures, charts, strict=True):
+        (title,), labels, legend, drawn, intervals = browser.execute_script(script, figure)
+        assert title == chart["title"] + chart["note"]
+        assert labels == [chart["x_label"], chart["y_label"]] and all(labels)
+        assert legend == [line["name"] for line in chart["series"]] and len(drawn) == len(legend)
+        points = [point for line in chart["series"] for point in line["points"]]
+        assert len(intervals) == sum(point[2] is not None for point in points)
+    figures[0].find_element("css selector", "summary").click()
+    assert len(texts(browser, "figure tbody tr")) == 2
+    cells = [cell for table in data_of(page)["tables"] for row in table["rows"] for cell in row]
+    assert cells == texts(browser, "#play .card td") + texts(browser, "#match .card td")
+    assert "NaN" not in browser.find_element("css selector", "main").get_attribute("innerHTML")
+    assert texts(browser, "#missing") == []
+    assert_silent(browser, page)
+
+
+def test_the_browser_filters_games_and_goes_through_them_by_mouse_and_keys(browser, page):
+    from selenium.webdriver.common.keys import Keys
+
+    open_page(browser, page)
+    games = data_of(page)["games"]
+    assert len(browser.find_elements("css selector", "#list li")) == len(games) == 120
+    choose(browser, "group", "2")
+    choose(browser, "kind", "evaluation")
+    choose(browser, "outcome", taboo.DEFENDER_WINS)
+    kept = [game for game in games if game["source"] == 3 and game["outcome"] == taboo.DEFENDER_WINS]
+    assert texts(browser, "#found") == [f"{len(kept)} of 120 games"]
+    assert set(texts(browser, "#list .outcome")) == {taboo.DEFENDER_WINS}
+    choose(browser, "kind", "")
+    choose(browser, "group", "")
+    browser.find_element("id", "search").send_keys("VIO")
+    found = [game for game in games if game["outcome"] == taboo.DEFENDER_WINS and game["word"] == "violin"]
+    assert len(found) > 3 and len(browser.find_elements("css selector", "#list li")) == len(found)
+    assert set(texts(browser, "#list .word")) == {"violin"} and texts(browser, "#target") == ["violin"]
+    (decisive,) = texts(browser, ".decisive")
+    assert "decides: defender wins" in decisive and texts(browser, ".decisive .guess.word-mark") == ["violin"]
+    assert len(texts(browser, ".message")) == found[0]["length"]
+
+    def place() -> int:
+        items = browser.find_elements("css selector", "#list li")
+        return [item.get_attribute("aria-selected") for item in items].index("true")
+
+    browser.find_element("id", "next").click()
+    assert place() == 1 and len(texts(browser, ".message")) == found[1]["length"]
+    browser.find_element("id", "list").send_keys(Keys.ARROW_DOWN)
+    assert place() == 2
+    browser.find_element("id", "list").send_keys(Keys.HOME)
+    assert place() == 0
+    browser.find_element("css selector", "h1").click()
+    browser.find_element("css selector", "body").send_keys("jjk/")
+    assert place() == 1 and browser.switch_to.active_element.get_attribute("id") == "search"
+    browser.find_elements("css selector", "#list li")[2].click()
+    assert place() == 2 and len(texts(browser, ".message")) == found[2]["length"]
+    browser.find_element("id", "search").send_keys("xyz")
+    assert texts(browser, "#list li") == [] and "No game" in texts(browser, "#game")[0]
+    assert_silent(browser, page)
+
+
+def test_the_browser_shows_nasty_empty_and_late_messages_as_text(browser, tmp_path):
+    contents = [NASTY, "", "A lemonade.", "I know the word! It is `lemon`!"]
+    history = [{"role": taboo.ROLES[place % 2], "content": text} for place, text in enumerate(contents)]
+    history[0]["content"] = NASTY.replace("lemon", "fruit")
+    write_records(tmp_path / "g<b>.jsonl", [{"history": history, "target_word": "Lemon", "max_turns": 5}])
+    finished = run_report("--episodes", tmp_path / "g<b>.jsonl", "--output", tmp_path / "nasty.html")
+    assert finished.returncode == 0, finished.stderr
+    open_page(browser, tmp_path / "nasty.html")
+    assert texts(browser, "h1") == ["Games of g<b>.jsonl"]
+    messages = texts(browser, ".message")
+    assert "</script><script>window.hacked = 1</script><img src=x" in messages[0]
+    assert "(empty message)" in messages[1]
+    assert "decides: attacker breaks the rules" in messages[2] and texts(browser, ".decisive .word-mark") == ["lemon"]
+    assert "not counted" in messages[3] and "decides" not in messages[3]
+    assert browser.execute_script("return window.hacked") is None
+    assert browser.find_elements("css selector", "img") == []
+    assert_silent(browser, tmp_path / "nasty.html")
+
+
+def test_the_browser_shows_what_is_missing_from_a_partial_run(browser, output, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(output, folder)
+    shutil.rmtree(folder / "epoch2")
+    shutil.rmtree(folder / "epoch1/eval")
+    assert run_report(folder).returncode == 0
+    open_page(browser, folder / "report.html")
+    assert "Epoch 2 has not begun." in texts(browser, "#missing")[0]
+    assert "Against imitation" not in texts(browser, "h2") and "Games to read" in texts(browser, "h2")
+    assert_silent(browser, folder / "report.html")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_fits_into_wide_and_narrow_windows(browser, page, width):
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        open_page(browser, page)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        colours = []
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            colours.append(browser.find_element("css selector", "body").value_of_css_property("background-color"))
+        assert colours[0] != colours[1]
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
