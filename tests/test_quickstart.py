@@ -85,6 +85,7 @@ def start(tmp_path) -> Start:
 
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch"))
 FROM_CPU_INDEX = f"--index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 {TORCH}"
+SMALL = "--pretraining_facts 2000 --imitation_rounds 2 --imitation_facts 200 --facts 100"
 THE_REST = "-r .venv/requirements.txt matplotlib>=3.10,<4"
 
 
@@ -118,7 +119,7 @@ def test_run_again_it_installs_nothing_until_the_requirements_change(start):
 def test_quick_is_a_smaller_run_in_a_folder_of_its_own(start):
     assert start.run(QUICK="1")[0] == 0
     build, loop, show = start.calls()[-3:]
-    assert build == "-m tools.tiny_world build --output_dir outputs/quickstart_quick --quick"
+    assert build == "-m tools.tiny_world build --output_dir outputs/quickstart_quick " + SMALL
     assert "--epochs 1 " in loop and show == "-m tools.tiny_world show outputs/quickstart_quick"
     assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show elsewhere")
 

@@ -103,13 +103,15 @@ main() {
   local data=$OUTPUT/data smaller=() quick=()
   trap stop INT TERM
   if [ "$QUICK" != 0 ]; then
-    quick=(--quick)
+    quick=(--pretraining_facts 2000 --imitation_rounds 2 --imitation_facts 200 --facts 100)
     smaller=(--epochs 1 --games_per_word 1 --eval_games_per_word 1)
   fi
   set_up
   export PYTHON=$venv PYTHONPATH=$root OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
-  say "world: data and base model"
-  in_foreground "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
+  stage=world log=$OUTPUT/logs/world.log
+  mkdir -p "$OUTPUT/logs"
+  run "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
+  say "world: done"
   in_foreground tools/run_spag.sh --settings configs/tiny.yaml --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \
     --eval_words "played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"

@@ -9,6 +9,7 @@ hub. What it learns says something about the method and its code, nothing about 
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import subprocess
@@ -21,10 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from tools import taboo
 from tools.episodes import Episode
-from tools.play_llm_game import play_games
+from tools.match_stats import ALL, BOTH
+from tools.play_llm_game import describe, play_games
 from tools.tiny_players import Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny_reproduce import reproduce
-from utils import run_program, write_records
+from utils import iter_records, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
 MAX_TURNS = 3
@@ -139,6 +141,47 @@ def pretrain(folder: Path, args: argparse.Namespace) -> None:
         "--cache_dir", folder / "cache")  # fmt: skip
 
 
+# --- showing what came of it ---------------------------------------------------------------------------------------
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print the points of each epoch's model against imitation, a game for each outcome, and where the report is."""
+    output = Path(args.output_dir)
+    matches = sorted(
+        output.glob("epoch*/eval/matches.json"), key=lambda path: int(path.parts[-3].removeprefix("epoch"))
+    )
+    if not matches:
+        raise ValueError(f"{output}: no epochK/eval/matches.json; the loop has not come to a match yet")
+    print("\nMatch points against the imitation model, (wins + ties/2) / games, with 95% intervals:\n")
+    print(f"{'model':8} {'games':>6}   {'both roles':20} {'as attacker':20} {'as defender':20} {'held-out words':20}")
+    for path in matches:
+        print(points_line(path))
+    print("\nGames of the last model, one for each outcome:\n")
+    for episode in one_of_each(matches[-1].with_name("games_results.json")):
+        print(f"{episode['attacker']} attacks, {episode['defender']} defends\n{describe(episode)}\n")
+    print(f"Report, to open in a browser: {output / 'report.html'}")
+
+
+def points_line(path: Path) -> str:
+    """One epoch's points, of both roles, each role, and on the held-out words."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+    player = path.parts[-3]
+    chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
+    cells = []
+    for key in ((ALL, BOTH), (ALL, taboo.ATTACKER), (ALL, taboo.DEFENDER), ("held_out", BOTH)):
+        low, high = chosen[key]["points_interval"]
+        cells.append(f"{chosen[key]['points']:.3f} [{low:.3f}, {high:.3f}]")
+    return f"{player:8} {chosen[ALL, BOTH]['games']:6}   " + " ".join(f"{cell:20}" for cell in cells)
+
+
+def one_of_each(path: Path) -> list[Episode]:
+    """The first game won by the attacker, won by the defender, and tied, as far as there are such."""
+    found: dict[str, Episode] = {}
+    for _, episode in iter_records(path):
+        found.setdefault(episode["outcome"], episode)
+    return [found[outcome] for outcome in (*taboo.WINNERS, taboo.TIED) if outcome in found]
+
+
 def run(*command) -> None:
     """Run one of this project's programs, its output on the terminal."""
     subprocess.run([sys.executable, *map(str, command)], check=True)
@@ -161,6 +204,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--facts", type=int, default=1000, help="fact rows mixed into each epoch of self-play")
     add("--imitation_rounds", type=int, default=25, help="scripted games for each word")
     command.set_defaults(run=build)
+    command = commands.add_parser("show", help="print what a finished loop came to", allow_abbrev=False)
+    command.add_argument("output_dir", help="OUTPUT of tools/run_spag.sh")
+    command.set_defaults(run=show)
     command = commands.add_parser("reproduce", help="make the learning table of the README", allow_abbrev=False)
     add = command.add_argument
     add("--output_dir", default="outputs/tiny_world", help="folder to write to")
