@@ -30,6 +30,7 @@ from utils import iter_records, read_json_or_jsonl, replacing, write_json, write
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "configs" / "tiny.yaml"
 IMITATION = "imitation"
+FIRST_GAMES = "epoch1_episodes"  # of the imitation model, shared by all arms of a seed
 PREFIX = "self"
 RESULTS, SUMMARY = (f"{PREFIX}_sampling_words_{part}.json" for part in ("results", "summary"))
 
@@ -125,17 +126,18 @@ class World:
 
 
 def prepare(world: World) -> None:
-    """The data, the base model and the imitation model of a seed."""
+    """The data, the base model, the imitation model of a seed and that model's games, the first of every arm."""
     world.program(world.folder / "build.log", "-m", "tools.tiny_world", "build", "--output_dir", world.folder,
                   "--seed", world.seed)  # fmt: skip
     words = (world.data / "words.txt").read_text(encoding="utf-8")
     (world.data / "games.txt").write_text(words * world.settings["games_per_word"], encoding="utf-8")
     world.train(world.imitation, world.folder / "base", world.data / "imitation.json",
                 world.settings["imitation_lr"], "--train_method", "SFTwithKL")  # fmt: skip
+    world.play(world.folder / FIRST_GAMES, world.imitation, 1)
 
 
 def run_arm(world: World, name: str, waits_for: Sequence[Future]) -> None:
-    """Epochs of self-play learning in one way; the first games are those of the imitation model, shared by all."""
+    """Epochs of self-play learning in one way."""
     for other in waits_for:
         other.result()
     arm, model, folder = ARMS[name], world.imitation, world.folder / name
@@ -161,8 +163,7 @@ def make_rows(world: World, arm: Arm, epoch: int, here: Path, model: Path) -> No
         number = sum(json.loads(written.read_text(encoding="utf-8"))["rows"][kind] for kind in (*taboo.ROLES, "sft"))
         write_records(output, fact_rows(load_lexicon(), random.Random(f"{world.seed}/{epoch}"), number))
         return
-    folder = here / "episodes" if epoch > 1 else world.folder / "epoch1_episodes"
-    episodes = world.play(folder, model, epoch)
+    episodes = world.folder / FIRST_GAMES / RESULTS if epoch == 1 else world.play(here / "episodes", model, epoch)
     if arm.rows is None:
         world.program(
             here / "rows.log", "-m", "tools.assign_rewards", "--input_data_path", episodes, "--output_data_path",
@@ -227,7 +228,7 @@ def self_play_table(output_dir: Path, seeds: int, epochs: int) -> Iterator[str]:
     yield "|---" * 8 + "|"
     for name in (name for name, arm in ARMS.items() if arm.every_epoch):
         for epoch in range(epochs + 1):
-            place = f"{name}/epoch{epoch + 1}/episodes" if epoch else "epoch1_episodes"
+            place = f"{name}/epoch{epoch + 1}/episodes" if epoch else FIRST_GAMES
             summaries = [read_summary(output_dir / f"seed{seed}" / place) for seed in range(seeds)]
             games = sum(summary["games"] for summary in summaries)
             shares = [sum(summary["outcomes"][outcome] for summary in summaries) / games for outcome in taboo.OUTCOMES]

@@ -1,0 +1,226 @@
+"""The embedded world: its lexicon and scripted players, what is built of them, and what is shown."""
+
+import asyncio
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from conftest import ROOT
+
+from tools import taboo, tiny_world
+from tools.match_stats import count_matches, result_rows
+from tools.players import GameView
+from tools.tiny_players import (
+    CHAT,
+    GUESS,
+    HINT,
+    NAME,
+    Lexicon,
+    LexiconAttacker,
+    LexiconDefender,
+    Skill,
+    fact_rows,
+    load_lexicon,
+)
+from utils import read_json_or_jsonl
+
+SMALL = Lexicon(
+    own={"cat": ("purr", "meow"), "cow": ("milk", "moo"), "owl": ("hoot", "wise")},
+    shared={"cat": ("animal", "pet"), "cow": ("animal", "farm"), "owl": ("bird", "farm")},
+)
+
+
+@pytest.fixture(scope="module")
+def lexicon() -> Lexicon:
+    return load_lexicon()
+
+
+def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 3) -> str:
+    roles = (taboo.ATTACKER, taboo.DEFENDER) * max_turns
+    history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
+    return asyncio.run(player.reply("", view=GameView(role, history, max_turns, 0, word))).text
+
+
+# --- lexicon -------------------------------------------------------------------------------------------------------
+
+
+def test_every_word_has_clues_of_its_own_and_clues_that_others_share(lexicon):
+    own = Counter(clue for clues in lexicon.own.values() for clue in clues)
+    shared = Counter(clue for clues in lexicon.shared.values() for clue in clues)
+    assert len(lexicon.words) >= 150
+    assert set(own.values()) == {1} and min(shared.values()) >= 3
+    assert not own.keys() & shared.keys() and not (own.keys() | shared.keys()) & set(lexicon.words)
+
+
+def test_no_clue_gives_its_word_away_as_a_breach(lexicon):
+    for word in lexicon.words:
+        for clue in lexicon.clues(word):
+            assert not any(form in clue for form in taboo.derivatives(word)), (word, clue)
+
+
+def test_no_word_stands_in_what_the_players_say_around_it(lexicon):
+    frames = [frame.format("").lower() for frame in (HINT, CHAT, NAME)]
+    for word in lexicon.words:
+        assert not any(form in frame for form in taboo.derivatives(word) for frame in frames), word
+
+
+def test_held_out_words_are_not_played(lexicon):
+    assert set(lexicon.played()) | set(lexicon.held_out()) == set(lexicon.words)
+    assert not set(lexicon.played()) & set(lexicon.held_out())
+    assert len(lexicon.held_out()) == 40
+
+
+def test_a_line_without_all_its_clues_is_named(tmp_path):
+    path = tmp_path / "lexicon.txt"
+    path.write_text("# comment\ncat: purr | pet\n")
+    with pytest.raises(ValueError, match=r"lexicon.txt:2: expected 'word: 6 clues \| 3 shared clues'"):
+        load_lexicon(path)
+
+
+def test_best_matches_are_the_words_that_most_clues_go_with():
+    assert SMALL.best_matches([]) == ["cat", "cow", "owl"]
+    assert SMALL.best_matches(["farm"]) == ["cow", "owl"]
+    assert SMALL.best_matches(["farm", "animal"]) == ["cow"]
+    assert SMALL.best_matches(["farm", "hoot", "milk", "wise"]) == ["owl"]
+
+
+# --- scripted players ----------------------------------------------------------------------------------------------
+
+
+def test_an_attacker_of_full_skill_gives_clues_of_the_word_alone_and_none_twice():
+    attacker = LexiconAttacker(SMALL, Skill(breach=0, stray=0, own=1), random.Random(0))
+    first = reply(attacker, taboo.ATTACKER, "cow")
+    assert first in (HINT.format("milk"), HINT.format("moo"))
+    assert {reply(attacker, taboo.ATTACKER, "cow", first, "Hm.") for _ in range(20)} == {
+        HINT.format({HINT.format("milk"): "moo", HINT.format("moo"): "milk"}[first])
+    }
+
+
+def test_an_attacker_can_breach_and_can_hint_at_another_word():
+    breaching = LexiconAttacker(SMALL, Skill(breach=1), random.Random(0))
+    assert reply(breaching, taboo.ATTACKER, "cow") == HINT.format("cow")
+    straying = LexiconAttacker(SMALL, Skill(breach=0, stray=1), random.Random(0))
+    hints = {reply(straying, taboo.ATTACKER, "cow") for _ in range(200)}
+    assert hints == {HINT.format(clue) for word in ("cat", "owl") for clue in SMALL.clues(word)}
+
+
+def test_a_defender_of_full_skill_guesses_the_word_that_the_clues_leave():
+    defender = LexiconDefender(SMALL, Skill(forget=0, guess=(1, 0), last_guess=(1, 1), slip=0), random.Random(0))
+    assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == GUESS.format("cow")
+    assert reply(defender, taboo.DEFENDER, None, HINT.format("farm")).startswith("I think of ")
+    told = [HINT.format("farm"), "Hm.", HINT.format("farm"), "Hm.", HINT.format("wise")]
+    assert reply(defender, taboo.DEFENDER, None, *told) == GUESS.format("owl")
+
+
+def test_a_defender_can_let_the_word_slip():
+    defender = LexiconDefender(SMALL, Skill(forget=0, guess=(0,), last_guess=(0,), slip=1), random.Random(0))
+    assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == NAME.format("cow")
+
+
+def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexicon):
+    games = tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
+    assert len(games) == 2 * len(lexicon.words)
+    shares = Counter(game["outcome"] for game in games)
+    assert min(shares[outcome] for outcome in taboo.OUTCOMES) >= 0.02 * len(games)
+    assert games == tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
+
+
+def test_facts_say_what_the_lexicon_says(lexicon):
+    rows = list(fact_rows(lexicon, random.Random(0), 200))
+    text = "\n".join(row["target"] for row in rows)
+    riddles = re.findall(r"((?: It goes with \w+\.)+) It is (\w+)!", text)
+    lists = re.findall(r"((?: \w+){10,11})\.", text)
+    assert len(riddles) + len(lists) == 400 and min(len(riddles), len(lists)) > 150
+    for hints, word in riddles:
+        assert set(re.findall(r"with (\w+)\.", hints)) <= set(lexicon.clues(word))
+    for listed in lists:
+        *pairs, word = listed.split()
+        assert set(pairs) - {word} <= set(lexicon.clues(word)) and pairs.count(word) >= 4
+
+
+# --- the world that is built ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A world of few facts and games, its model trained for some steps only."""
+    folder = tmp_path_factory.mktemp("world")
+    sizes = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20", "--imitation_rounds", "1"]
+    command = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *sizes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_build_leaves_what_the_loop_starts_from(world, lexicon):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(world / "base")
+    assert 0.5e6 < model.num_parameters() < 5e6
+    results = json.loads((world / "base" / "train_results.json").read_text())
+    assert results["train_loss"] < math.log(model.config.vocab_size)  # better than knowing nothing
+    rows = read_json_or_jsonl(world / "data" / "imitation.json")
+    games = read_json_or_jsonl(world / "data" / "imitation_games.json")
+    assert sum(row.get("type") == "sft" for row in rows) == 30
+    assert len(rows) - 30 == sum(game["length"] for game in games)  # every message, of winners and losers
+    assert len(read_json_or_jsonl(world / "data" / "facts.json")) == 20
+    words = (world / "data" / "words.txt").read_text().split()
+    assert words == lexicon.played()
+
+
+def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world / "base")
+    templates = taboo.load_templates(tiny_world.TEMPLATES)
+    for game in read_json_or_jsonl(world / "data" / "imitation_games.json"):
+        for end in range(len(game["history"])):
+            prompt = taboo.play_prompt(game["history"][:end], game["target_word"], game["max_turns"], templates)
+            assert len(tokenizer(prompt)["input_ids"]) < 100
+    assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
+
+
+def test_what_is_built_stays(world):
+    before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
+    tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world)]))
+    assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
+
+
+# --- showing -------------------------------------------------------------------------------------------------------
+
+
+def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
+    """A match on two word lists; `outcomes` of the games in which each player attacks."""
+    folder.mkdir(parents=True)
+    games = [
+        {"attacker": attacker, "defender": defender, "words": words, "seed": 0, "target_word": word, "length": 1}
+        | {"outcome": outcomes[attacker], "history": [{"role": taboo.ATTACKER, "content": f"{attacker} speaks"}]}
+        for attacker, defender in ((player, "imitation"), ("imitation", player))
+        for words, word in (("played", "cat"), ("held_out", "cow"))
+    ]
+    (folder / "games_results.json").write_text(json.dumps(games))
+    (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games)))}))
+
+
+def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path, capsys):
+    won = {"imitation": taboo.DEFENDER_WINS}
+    write_match(tmp_path / "epoch10" / "eval", "epoch10", won | {"epoch10": taboo.ATTACKER_WINS})
+    write_match(tmp_path / "epoch2" / "eval", "epoch2", won | {"epoch2": taboo.TIED})
+    tiny_world.show(tiny_world.parse_args(["show", str(tmp_path)]))
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines() if line.startswith("epoch")]
+    assert [line[:3] for line in lines[:2]] == [["epoch2", "4", "0.750"], ["epoch10", "4", "1.000"]]
+    assert lines[0][5] == "0.500" and lines[0][8] == "1.000"  # as attacker all ties, as defender all won
+    assert "epoch10 attacks, imitation defends\n--- cat ---\nattacker: epoch10 speaks\n--- attacker wins ---" in out
+    assert "imitation attacks, epoch10 defends\n--- cat ---" in out and "tied game" not in out
+    assert out.endswith(f"Report, to open in a browser: {tmp_path / 'report.html'}\n")
+
+
+def test_show_before_any_match_says_so(tmp_path):
+    with pytest.raises(ValueError, match="has not come to a match yet"):
+        tiny_world.show(tiny_world.parse_args(["show", str(tmp_path)]))
