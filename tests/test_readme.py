@@ -66,6 +66,14 @@ def accepted_flags(*command: str) -> set[str]:
     return set(re.findall(r"--\w+", finished.stdout))
 
 
+def test_the_loop_in_the_readme_accepts_the_flags_it_is_given():
+    loops = [words for words in commands() if words[0] == "tools/run_spag.sh"]
+    usage = subprocess.run(["bash", "tools/run_spag.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
+    for words in loops:
+        assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--\w+", usage.stdout)), words
+    assert loops
+
+
 def test_shell_scripts_in_the_readme_exist():
     scripts = {word for words in commands() for word in words if word.endswith(".sh")}
     assert scripts and all((ROOT / script).is_file() for script in scripts)
