@@ -252,6 +252,16 @@ def alpaca_to_row(example: dict) -> dict:
     return {"prompt": prompt + "\n\n### Response: ", "target": example["output"], "type": "sft"}
 
 
+def remember_settings(path: Path, made_with: dict) -> None:
+    """Write down what results are made with; ValueError if those that are there were made with something else."""
+    if path.is_file():
+        then = json.loads(path.read_text(encoding="utf-8"))
+        if different := [key for key in {**then, **made_with} if then.get(key) != made_with.get(key)]:
+            raise ValueError(f"{path}: made with other settings ({', '.join(different)}); use another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, made_with)
+
+
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     """SHA-256 over the contents of the files, in the order given."""
     whole = hashlib.sha256()

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import math
 import random
 from collections import Counter
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
 
-from tools import taboo, tiny_reproduce
+from tools import taboo, tiny_reproduce, tiny_table
 from tools.assign_rewards import assign_rewards
+from tools.match_stats import count_matches
 from tools.tiny_controls import cloning_rows, coin_rows, shuffled_rows
 from tools.tiny_players import load_lexicon
 from tools.tiny_world import TEMPLATES, scripted_games
@@ -85,10 +88,11 @@ class Programs:
     """Stands in for the programs: notes what is asked for and leaves the files that each would leave."""
 
     def __init__(self, games):
-        self.games, self.calls, self.fails_at = games, [], None
+        self.games, self.calls, self.fails_at, self.guessed = games, [], None, 1
 
     def __call__(self, world, log, *command):
-        flags = dict(zip(command[1:], command[2:], strict=False))
+        flags = flags_of(command)
+        command = [part.replace(f"{world.args.output_dir}/", "") for part in command]
         self.calls.append((str(log.relative_to(world.args.output_dir)), command))
         if self.fails_at and self.fails_at in str(log):
             raise RuntimeError(f"{log}: ended with exit status 1")
@@ -100,10 +104,10 @@ class Programs:
         elif "--train_method" in command:
             write_json(Path(flags["--output_dir"]) / "train_results.json", {})
         elif "tools.play_llm_game" in command:
-            outcomes = dict.fromkeys(taboo.OUTCOMES, 1)
+            outcomes = dict.fromkeys(taboo.OUTCOMES, 1) | {taboo.DEFENDER_WINS: self.guessed}
             counts = {"games": 4, "outcomes": outcomes, "empty_replies": 1, "messages": 10, "mean_length": 2.5}
-            write_records(Path(flags["--output_dir"]) / tiny_reproduce.RESULTS, self.games)
-            write_json(Path(flags["--output_dir"]) / tiny_reproduce.SUMMARY, counts)
+            write_records(Path(flags["--output_dir"]) / tiny_table.RESULTS, self.games)
+            write_json(Path(flags["--output_dir"]) / tiny_table.SUMMARY, counts)
         elif "tools.assign_rewards" in command:
             write_records(flags["--output_data_path"], SFT)
             settings = Path(flags["--output_data_path"]).with_name("rows_rewards_settings.json")
@@ -112,6 +116,11 @@ class Programs:
             player = command[command.index("--players") + 2].partition("=")[0]
             write_json(Path(flags["--output_dir"]) / "matches.json", {})
             write_records(Path(flags["--output_dir"]) / "games_results.json", match(player, world.seed))
+
+
+def flags_of(command) -> dict[str, str]:
+    """The word behind each word, so that of a flag its first value."""
+    return dict(zip(command[1:], command[2:], strict=False))
 
 
 def match(player: str, seed: int) -> list[dict]:
@@ -136,50 +145,137 @@ def programs(games, monkeypatch):
     return programs
 
 
-def arguments(folder: Path) -> argparse.Namespace:
-    return argparse.Namespace(output_dir=str(folder), seeds=2, epochs=2, workers=2)
+def arguments(folder: Path, workers: int = 2) -> argparse.Namespace:
+    (folder / tiny_reproduce.TIMES).write_text('{"program": "seed0/build", "seconds": 60.0}\n')  # the stub writes none
+    return argparse.Namespace(output_dir=str(folder), seeds=2, epochs=2, workers=workers)
 
 
 def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, capsys):
     tiny_reproduce.reproduce(arguments(tmp_path))
     table = (tmp_path / "table.md").read_text()
-    assert table in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert table in printed
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    evaluated = [line[:2] for line in lines[2 : lines.index([])]]
     titles = {name: arm.title for name, arm in tiny_reproduce.ARMS.items()}
-    assert evaluated == [[titles[name], epoch] for name in ("released", "detached") for epoch in "12"] + [
-        [titles[name], "2"] for name in ("cloning", "shuffled", "coin", "sft")
-    ]
-    whole, by_seed, attacker, defender = lines[2][2:6]
+    points, differences, self_play = (list(part) for key, part in groupby(lines, key=bool) if key)
+    assert [line[:2] for line in points[3:]] == [
+        [titles[name], epoch] for name in ("released", "detached") for epoch in "12"
+    ] + [[titles[name], "2"] for name in ("cloning", "shuffled", "coin", "sft")]
+    assert points[2] == ["imitation against itself", "-", "0.500", "", "0.375", "0.625", "", "", "", "0.250", "0.250"]
+    whole, by_seed, attacker, defender = points[3][2:6]
     assert whole.startswith("0.750 [") and by_seed == "0.750, 0.750"
     assert attacker.startswith("1.000 [") and defender.startswith("0.500 [")
-    assert lines[-1][:2] == [titles["detached"], "epoch 2"] and lines[-1][2:] == ["0.250"] * 4 + ["0.100", "2.50"]
-    assert len({row["seed"] for row in json.loads((tmp_path / "table.json").read_text())["results"]}) == 3  # 0, 1, all
+    assert [line[:2] for line in differences[2:]] == [
+        [titles[name], titles[control]] for name in ("released", "detached") for control in ("coin", "sft")
+    ]
+    assert {line[2] for line in differences[2:]} == {"+0.000 [+0.000, +0.000]"}
+    assert self_play[-1][:2] == [titles["detached"], "epoch 2"] and self_play[-1][2:] == ["0.250"] * 4 + [
+        "0.100",
+        "2.50",
+    ]
+    assert {row["seed"] for row in json.loads((tmp_path / "table.json").read_text())["results"]} == {None, 0, 1}
+    assert "The programs took 1 minutes in all" in printed
 
 
-def test_arms_differ_in_rows_and_flags_only_and_share_the_first_games(programs, tmp_path):
+@pytest.fixture
+def commands(programs, tmp_path) -> dict[str, list[str]]:
+    """Every command of a whole run by its log, paths from the output folder on."""
     tiny_reproduce.reproduce(arguments(tmp_path))
-    calls = dict(programs.calls)
-    plays = sorted(log for log in calls if log.endswith("play.log") and log.startswith("seed0"))
-    first = [log for log in plays if "epoch1_episodes" in log]
-    assert len(first) == 1 and not any("sft" in log for log in plays)
+    assert len({log for log, _ in programs.calls}) == len(programs.calls)  # nothing ran twice
+    return {log.removesuffix(".log"): command for log, command in programs.calls}
 
-    def without_paths(name: str) -> list[str]:
-        command = list(calls[f"seed0/{name}/epoch2/train.log"])
-        return [part for part in command if str(tmp_path) not in part]
 
-    assert without_paths("detached") == without_paths("released") + ["--detach_kl", "True"]
-    for name in ("cloning", "shuffled", "coin", "sft"):
-        assert without_paths(name) == without_paths("released")
+def test_arms_differ_in_their_rows_and_flags_only(commands):
+    for epoch in (1, 2):
+        released = commands[f"seed0/released/epoch{epoch}/train"]
+        for name, arm in tiny_reproduce.ARMS.items():
+            train = [
+                part.replace(f"seed0/{name}/", "seed0/released/")
+                for part in commands[f"seed0/{name}/epoch{epoch}/train"]
+            ]
+            assert train == [*released, *arm.flags], name
+    assert tiny_reproduce.ARMS["detached"].flags == ("--detach_kl", "True")
+    assert not any(arm.flags for name, arm in tiny_reproduce.ARMS.items() if name != "detached")
+
+
+@pytest.mark.parametrize("name", tiny_reproduce.ARMS)
+def test_each_epoch_plays_and_learns_with_the_model_of_the_one_before(commands, name):
+    model = "seed1/imitation/model"
+    for epoch in (1, 2):
+        train = flags_of(commands[f"seed1/{name}/epoch{epoch}/train"])
+        assert train["--model_name_or_path"] == train["--ref_model_name_or_path"] == model
+        assert train["--train_data_path"] == f"seed1/{name}/epoch{epoch}/rows/rows.json"
+        if epoch > 1 and name != "sft":
+            play = flags_of(commands[f"seed1/{name}/epoch{epoch}/episodes/play"])
+            assert play["--attacker_model_name_or_path"] == play["--defender_model_name_or_path"] == model
+            assert play["--data_path"] == "seed1/data/games.txt"
+        model = train["--output_dir"]
+        assert model == f"seed1/{name}/epoch{epoch}/model"
+    evaluate = commands[f"seed1/{name}/epoch2/eval/evaluate"]
+    at = evaluate.index("--players")
+    assert evaluate[at + 1 : at + 3] == ["imitation=seed1/imitation/model", f"{name}2={model}"]
+    at = evaluate.index("--words")
+    assert evaluate[at + 1 : at + 3] == ["played=seed1/data/words.txt", "held_out=seed1/data/held_out.txt"]
+    assert (f"seed1/{name}/epoch1/eval/evaluate" in commands) == tiny_reproduce.ARMS[name].every_epoch
+
+
+def test_the_first_games_are_the_imitation_models_on_played_words_alone(commands, tmp_path):
+    first = flags_of(commands["seed0/epoch1_episodes/play"])
+    assert first["--attacker_model_name_or_path"] == first["--defender_model_name_or_path"] == "seed0/imitation/model"
+    assert (tmp_path / "seed0" / "data" / "games.txt").read_text() == "cat\n" * 12
+    assert not any(log.endswith("epoch1/episodes/play") or "sft/epoch2/episodes" in log for log in commands)
     assert len(json.loads((tmp_path / "seed1" / "sft" / "epoch2" / "rows" / "rows.json").read_text())) == 7
 
 
 def test_what_is_finished_is_not_run_again(programs, tmp_path):
-    programs.fails_at = "released/epoch2/train"
+    programs.fails_at = "seed0/released/epoch2/train"
     with pytest.raises(RuntimeError, match="exit status 1"):
         tiny_reproduce.reproduce(arguments(tmp_path))
     before = {log for log, _ in programs.calls if "build" not in log}
+    assert not (tmp_path / "table.md").exists()
     programs.calls, programs.fails_at = [], None
     tiny_reproduce.reproduce(arguments(tmp_path))
-    again = {log for log, _ in programs.calls if "build" not in log} & before
-    assert again == {"seed0/released/epoch2/train.log", "seed1/released/epoch2/train.log"}
+    assert {log for log, _ in programs.calls} & before == {"seed0/released/epoch2/train.log"}
+
+
+def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
+    programs.fails_at = "seed0/build"
+    with pytest.raises(RuntimeError, match="exit status 1"):
+        tiny_reproduce.reproduce(arguments(tmp_path, workers=1))
+    assert len(programs.calls) < 6  # of 60: what was begun before the failure was seen
+
+
+def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):
+    programs.guessed = 0
+    with pytest.raises(RuntimeError, match="guesses the word in 0.0% of its games"):
+        tiny_reproduce.reproduce(arguments(tmp_path))
+
+
+def test_results_of_other_settings_are_refused(programs, tmp_path):
+    tiny_reproduce.reproduce(arguments(tmp_path))
+    other = arguments(tmp_path)
+    other.epochs = 3
+    with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs\)"):
+        tiny_reproduce.reproduce(other)
+
+
+# --- differences ---------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_paired_by_word():
+    # Ours has 2, 1, 0 points of 2 games on three words, the other 1, 0, 0: 0.5, 0.5, 0 a game, 1/3 in the mean.
+    outcomes = {"a": (2, 1), "b": (1, 0), "c": (0, 0)}
+    games = [
+        {"attacker": player, "defender": "imitation", "words": "w", "seed": 0, "target_word": word, "length": 1}
+        | {"history": [], "outcome": taboo.ATTACKER_WINS if number < won[which] else taboo.DEFENDER_WINS}
+        for which, players in enumerate((("released2", "detached2"), ("coin2", "sft2")))
+        for player in players
+        for word, won in outcomes.items()
+        for number in range(2)
+    ]
+    rows = list(tiny_table.control_differences(count_matches(games), epochs=2))
+    assert [(row["arm"], row["control"]) for row in rows] == list(product(("released", "detached"), ("coin", "sft")))
+    error = math.sqrt(3 / 2 * 4 * ((0.5 - 1 / 3) ** 2 * 2 + (1 / 3) ** 2)) / 6  # of the mean of 0.5, 0.5 and 0
+    for row in rows:
+        assert row["difference"] == pytest.approx(1 / 3)
+        assert row["interval"] == pytest.approx([1 / 3 - 4.303 * error, 1 / 3 + 4.303 * error], rel=1e-3)

@@ -133,7 +133,7 @@ def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexi
 def test_facts_say_what_the_lexicon_says(lexicon):
     rows = list(fact_rows(lexicon, random.Random(0), 200))
     text = "\n".join(row["target"] for row in rows)
-    riddles = re.findall(r"((?: It goes with \w+\.)+) It is (\w+)!", text)
+    riddles = re.findall(r"((?: It goes with \w+\.| I think of \w+\.)+) I know the word! It is (\w+)!", text)
     lists = re.findall(r"((?: \w+){10,11})\.", text)
     assert len(riddles) + len(lists) == 400 and min(len(riddles), len(lists)) > 150
     for hints, word in riddles:

@@ -154,6 +154,10 @@ def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
 
 
 def _riddle(lexicon: Lexicon, word: str, rng: random.Random) -> str:
-    """One to three hints and the word."""
-    clues = rng.sample(lexicon.clues(word), rng.choice((1, 2, 3)))
-    return "".join(" " + HINT.format(clue) for clue in clues) + f" It is {word}!"
+    """One to three hints, about half of them answered beside the point, and the guess."""
+    said = ""
+    for clue in rng.sample(lexicon.clues(word), rng.choice((1, 2, 3))):
+        said += f" {HINT.format(clue)}"
+        if rng.random() < 0.5:
+            said += f" {CHAT.format(rng.choice(lexicon.shared[rng.choice(lexicon.words)]))}"
+    return f"{said} {GUESS.format(word)}"

@@ -13,45 +13,35 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import yaml
 
 from tools import taboo
-from tools.match_stats import ALL, BOTH, count_matches, result_rows
 from tools.tiny_controls import CONTROLS
-from tools.tiny_players import fact_rows, load_lexicon
-from utils import iter_records, read_json_or_jsonl, replacing, write_json, write_records
+from tools.tiny_players import LEXICON, fact_rows, load_lexicon
+from tools.tiny_table import FIRST_GAMES, IMITATION, PREFIX, RESULTS, SUMMARY, Arm, read_summary, write_table
+from utils import file_digest, iter_records, read_json_or_jsonl, remember_settings, write_records
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "configs" / "tiny.yaml"
-IMITATION = "imitation"
-FIRST_GAMES = "epoch1_episodes"  # of the imitation model, shared by all arms of a seed
-PREFIX = "self"
-RESULTS, SUMMARY = (f"{PREFIX}_sampling_words_{part}.json" for part in ("results", "summary"))
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way of learning from self-play."""
-
-    title: str
-    rows: str | None = None  # a control of CONTROLS, or sft; None: the rows of tools/assign_rewards.py
-    flags: tuple[str, ...] = ()  # of train.py
-    every_epoch: bool = False  # whether the models of all epochs are evaluated, not only the last
-
+TIMES = "programs.jsonl"
+LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
 
 ARMS = {
-    "released": Arm("SPAG, loss as released", every_epoch=True),
-    "detached": Arm("SPAG, `--detach_kl True`", flags=("--detach_kl", "True"), every_epoch=True),
-    "cloning": Arm("filtered behaviour cloning", rows="cloning"),
-    "shuffled": Arm("rewards shuffled among the winner's messages", rows="shuffled"),
-    "coin": Arm("winner drawn by coin", rows="coin"),
-    "sft": Arm("SFT rows only, as many steps", rows="sft"),
+    arm.name: arm
+    for arm in (
+        Arm("released", "SPAG, loss as released", every_epoch=True),
+        Arm("detached", "SPAG, `--detach_kl True`", flags=("--detach_kl", "True"), every_epoch=True),
+        Arm("cloning", "filtered behaviour cloning", rows="cloning"),
+        Arm("shuffled", "rewards shuffled among the winner's messages", rows="shuffled"),
+        Arm("coin", "control: winner drawn by coin", rows="coin"),
+        Arm("sft", "control: SFT rows only, as many steps", rows="sft"),
+    )
 }
 
 
@@ -66,24 +56,30 @@ class World:
 
     def program(self, log: Path, *command) -> None:
         """Run one program with one thread, its output in the log. Raises RuntimeError if it fails."""
+        if self.args.stop.is_set():
+            raise RuntimeError(f"{log}: not begun, since another program failed")
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         started = time.monotonic()
-        with open(log, "w", encoding="utf-8") as file:
+        with open(log, "a", encoding="utf-8") as file:
             done = subprocess.run([sys.executable, *map(str, command)], stdout=file, stderr=file, env=environment)
         if done.returncode:
             raise RuntimeError(f"{log}: ended with exit status {done.returncode}; run the same command to go on")
-        name = log.relative_to(self.args.output_dir).with_suffix("")
-        print(f"{time.strftime('%H:%M:%S')} {name}: {time.monotonic() - started:.0f} s", flush=True)
+        name, seconds = str(log.relative_to(self.args.output_dir).with_suffix("")), time.monotonic() - started
+        with open(self.args.output_dir / TIMES, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"program": name, "seconds": round(seconds, 1)}) + "\n")
+        print(f"{time.strftime('%H:%M:%S')} {name}: {seconds:.0f} s", flush=True)
 
     def train(self, output: Path, start: Path, rows: Path, learning_rate: float, *flags) -> None:
         """One epoch of train.py from a model that is the reference too."""
         if (output / "train_results.json").is_file():
             return
+        batch = self.settings["train_batch"]
         self.program(
             output.parent / "train.log", ROOT / "train.py", "--output_dir", output, "--model_name_or_path", start,
             "--ref_model_name_or_path", start, "--train_data_path", rows, "--num_train_epochs", 1,
-            "--max_length", self.settings["max_length"], "--per_device_train_batch_size", self.settings["train_batch"],
+            "--max_length", self.settings["max_length"], "--per_device_train_batch_size", batch,
+            "--gradient_accumulation_steps", self.settings["global_batch"] // batch, "--overwrite_output_dir", "True",
             "--learning_rate", learning_rate, "--lr_scheduler_type", "cosine", "--warmup_ratio", 0.03,
             "--logging_steps", 5, "--save_strategy", "no", "--seed", self.seed,
             "--cache_dir", self.folder / "cache", *flags,
@@ -134,13 +130,20 @@ def prepare(world: World) -> None:
     world.train(world.imitation, world.folder / "base", world.data / "imitation.json",
                 world.settings["imitation_lr"], "--train_method", "SFTwithKL")  # fmt: skip
     world.play(world.folder / FIRST_GAMES, world.imitation, 1)
+    summary = read_summary(world.folder / FIRST_GAMES)
+    guessed = summary["outcomes"][taboo.DEFENDER_WINS] / summary["games"]
+    if guessed < LEAST_GUESSED:
+        raise RuntimeError(
+            f"{world.folder}: the imitation model guesses the word in {guessed:.1%} of its games; it has not learned "
+            "the game, and points against it would say little"
+        )
 
 
-def run_arm(world: World, name: str, waits_for: Sequence[Future]) -> None:
+def run_arm(world: World, arm: Arm, waits_for: Sequence[Future]) -> None:
     """Epochs of self-play learning in one way."""
     for other in waits_for:
         other.result()
-    arm, model, folder = ARMS[name], world.imitation, world.folder / name
+    model, folder = world.imitation, world.folder / arm.name
     for epoch in range(1, world.args.epochs + 1):
         here = folder / f"epoch{epoch}"
         if not (here / "rows" / "rows.json").is_file():
@@ -149,7 +152,7 @@ def run_arm(world: World, name: str, waits_for: Sequence[Future]) -> None:
         flags = ("--train_method", "OfflinePO", *arm.flags)
         world.train(model, start, here / "rows" / "rows.json", world.settings["learning_rate"], *flags)
         if arm.every_epoch or epoch == world.args.epochs:
-            world.evaluate(here / "eval", f"{name}{epoch}", model)
+            world.evaluate(here / "eval", f"{arm.name}{epoch}", model)
     if arm.every_epoch:
         world.play(folder / f"epoch{world.args.epochs + 1}" / "episodes", model, world.args.epochs + 1)
 
@@ -177,98 +180,37 @@ def make_rows(world: World, arm: Arm, epoch: int, here: Path, model: Path) -> No
     write_records(output, CONTROLS[arm.rows](read_json_or_jsonl(episodes), sft_rows, templates, rng))
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
-
-
-def result_files(output_dir: Path, seeds: int) -> list[Path]:
-    """The games of all evaluations."""
-    paths = (output_dir / f"seed{seed}" / arm for seed in range(seeds) for arm in ARMS)
-    return [file for path in paths for file in sorted(path.glob("epoch*/eval/games_results.json"))]
-
-
-def match_table(rows: Sequence[dict], epochs: int) -> Iterator[str]:
-    """Points against imitation, a line for each evaluated model: pooled over seeds, and seed by seed."""
-    yield (
-        "| learning | epoch | points | of each seed | as attacker | as defender | held-out words | clean games "
-        "| breaches | ties |"
-    )
-    yield "|---" * 10 + "|"
-    chosen = {(row["player"], row["words"], row["role"], row["seed"]): row for row in rows}
-    for name, arm in ARMS.items():
-        for epoch in range(1, epochs + 1):
-            player = f"{name}{epoch}"
-            whole = chosen.get((player, ALL, BOTH, None))
-            if whole is None:
-                continue
-            sides = [chosen[player, ALL, role, None] for role in taboo.ROLES]
-            by_seed = [row for key, row in chosen.items() if key[:3] == (player, ALL, BOTH) and key[3] is not None]
-            cells = [
-                arm.title,
-                str(epoch),
-                with_interval(whole),
-                ", ".join(f"{row['points']:.3f}" for row in by_seed),
-                *(with_interval(side) for side in sides),
-                with_interval(chosen[player, "held_out", BOTH, None]),
-                with_interval(whole["clean"]),
-                f"{sides[0]['rates']['breach']['share']:.3f}",
-                f"{whole['rates']['tie']['share']:.3f}",
-            ]
-            yield "| " + " | ".join(cells) + " |"
-
-
-def with_interval(row: dict) -> str:
-    """Points and their 95% interval."""
-    low, high = row["points_interval"]
-    return f"{row['points']:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def self_play_table(output_dir: Path, seeds: int, epochs: int) -> Iterator[str]:
-    """What the models' games against themselves came to, over all seeds: shares of games, of replies, and length."""
-    yield "| learning | model | attacker wins | defender wins | breaches | ties | empty replies | messages |"
-    yield "|---" * 8 + "|"
-    for name in (name for name, arm in ARMS.items() if arm.every_epoch):
-        for epoch in range(epochs + 1):
-            place = f"{name}/epoch{epoch + 1}/episodes" if epoch else FIRST_GAMES
-            summaries = [read_summary(output_dir / f"seed{seed}" / place) for seed in range(seeds)]
-            games = sum(summary["games"] for summary in summaries)
-            shares = [sum(summary["outcomes"][outcome] for summary in summaries) / games for outcome in taboo.OUTCOMES]
-            empty = sum(summary["empty_replies"] for summary in summaries)
-            messages = sum(summary["messages"] for summary in summaries)
-            length = sum(summary["mean_length"] * summary["games"] for summary in summaries) / games
-            numbers = " | ".join(f"{share:.3f}" for share in (*shares, empty / messages))
-            yield f"| {ARMS[name].title} | {f'epoch {epoch}' if epoch else IMITATION} | {numbers} | {length:.2f} |"
-
-
-def read_summary(folder: Path) -> dict:
-    """The summary of the games in a folder."""
-    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-
-
-def write_table(args: argparse.Namespace) -> str:
-    """Write table.json and table.md; returns the text."""
-    episodes = (episode for path in result_files(args.output_dir, args.seeds) for _, episode in iter_records(path))
-    rows = [row for row in result_rows(count_matches(episodes)) if row["opponent"] == IMITATION]
-    lines = [*match_table(rows, args.epochs), "", *self_play_table(args.output_dir, args.seeds, args.epochs)]
-    text = "\n".join(lines) + "\n"
-    write_json(args.output_dir / "table.json", {"results": rows})
-    with replacing(args.output_dir / "table.md") as file:
-        file.write(text)
-    return text
+# --- all of them ---------------------------------------------------------------------------------------------------
 
 
 def reproduce(args: argparse.Namespace) -> None:
     """Run what is missing of all seeds and arms, and make the table."""
     args.output_dir = Path(args.output_dir)
-    started = time.monotonic()
-    with ThreadPoolExecutor(args.workers) as pool:
-        worlds = [World(args.output_dir / f"seed{seed}", seed, args) for seed in range(args.seeds)]
-        prepared = [pool.submit(prepare, world) for world in worlds]
-        runs: dict[tuple[int, str], Future] = {}
-        for world, ready in zip(worlds, prepared, strict=True):
-            for name, arm in ARMS.items():
-                waits_for = [ready] if arm.rows != "sft" else [ready, runs[world.seed, "released"]]
-                runs[world.seed, name] = pool.submit(run_arm, world, name, waits_for)
-        for run in runs.values():
+    for name in ("seeds", "epochs", "workers"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    args.stop = threading.Event()
+    worlds = [World(args.output_dir / f"seed{seed}", seed, args) for seed in range(args.seeds)]
+    made_with = worlds[0].settings | {"epochs": args.epochs, "lexicon_sha256": file_digest([LEXICON])}
+    remember_settings(args.output_dir / "settings.json", made_with)
+    pool = ThreadPoolExecutor(args.workers)
+    try:
+        for run in as_completed(submit(pool, worlds)):
             run.result()
-    print(write_table(args))
-    print(f"{(time.monotonic() - started) / 60:.0f} minutes, with {args.workers} processes at a time")
+    finally:
+        args.stop.set()  # after a failure: programs that run may end, nothing else begins
+        pool.shutdown(cancel_futures=True)
+    print(write_table(args.output_dir, list(ARMS.values()), args.seeds, args.epochs))
+    seconds = sum(record["seconds"] for _, record in iter_records(args.output_dir / TIMES))
+    print(f"The programs took {seconds / 60:.0f} minutes in all; {args.workers} ran at a time, each with one thread.")
+
+
+def submit(pool: ThreadPoolExecutor, worlds: Sequence[World]) -> list[Future]:
+    """All that is to be done, in an order in which nothing waits for what comes after it."""
+    prepared = [pool.submit(prepare, world) for world in worlds]
+    runs: dict[tuple[int, str], Future] = {}
+    for world, ready in zip(worlds, prepared, strict=True):
+        for name, arm in ARMS.items():
+            waits_for = [ready] if arm.rows != "sft" else [ready, runs[world.seed, "released"]]
+            runs[world.seed, name] = pool.submit(run_arm, world, arm, waits_for)
+    return [*prepared, *runs.values()]

@@ -24,9 +24,9 @@ from tools import taboo
 from tools.episodes import Episode
 from tools.match_stats import ALL, BOTH
 from tools.play_llm_game import describe, play_games
-from tools.tiny_players import Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from tools.tiny_players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny_reproduce import reproduce
-from utils import iter_records, run_program, write_records
+from utils import file_digest, iter_records, remember_settings, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
 MAX_TURNS = 3
@@ -103,6 +103,8 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 def build(args: argparse.Namespace) -> None:
     """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
     folder = Path(args.output_dir)
+    flags = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
+    remember_settings(folder / "world.json", flags | {"texts_sha256": file_digest([LEXICON, TEMPLATES])})
     if not (folder / "data" / "imitation.json").is_file():
         write_data(folder, args)
     if not (folder / "base" / "train_results.json").is_file():
@@ -138,7 +140,7 @@ def pretrain(folder: Path, args: argparse.Namespace) -> None:
         "--max_length", 128, "--seed", args.seed, "--per_device_train_batch_size", 64,
         "--learning_rate", args.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
         "--num_train_epochs", args.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
-        "--cache_dir", folder / "cache")  # fmt: skip
+        "--overwrite_output_dir", "True", "--cache_dir", folder / "cache")  # fmt: skip
 
 
 # --- showing what came of it ---------------------------------------------------------------------------------------
