@@ -146,12 +146,14 @@ def test_facts_say_what_the_lexicon_says(lexicon):
 # --- the world that is built ---------------------------------------------------------------------------------------
 
 
+SIZES = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20", "--imitation_rounds", "1"]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A world of few facts and games, its model trained for some steps only."""
     folder = tmp_path_factory.mktemp("world")
-    sizes = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20", "--imitation_rounds", "1"]
-    command = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *sizes]
+    command = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *SIZES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -185,10 +187,13 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
 
 
-def test_what_is_built_stays(world):
+def test_what_is_built_stays_and_other_settings_are_refused(world):
     before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
-    tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world)]))
-    assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
+    tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES]))
+    del before[world / "world.json"]  # written anew, as it was
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}.items()
+    with pytest.raises(ValueError, match=r"world.json: made with other settings \(facts\)"):
+        tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES, "--facts", "21"]))
 
 
 # --- showing -------------------------------------------------------------------------------------------------------
