@@ -204,7 +204,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--pretraining_lr", type=float, default=2e-3, help="learning rate of the pre-training")
     add("--imitation_facts", type=int, default=4000, help="fact rows mixed into imitation")
     add("--facts", type=int, default=1000, help="fact rows mixed into each epoch of self-play")
-    add("--imitation_rounds", type=int, default=25, help="scripted games for each word")
+    add("--imitation_rounds", type=int, default=40, help="scripted games for each word")
     command.set_defaults(run=build)
     command = commands.add_parser("show", help="print what a finished loop came to", allow_abbrev=False)
     command.add_argument("output_dir", help="OUTPUT of tools/run_spag.sh")
