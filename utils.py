@@ -18,6 +18,8 @@ from typing import IO, TypeVar
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -272,6 +274,23 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
                 digest.update(chunk)
         whole.update(digest.digest())
     return whole.hexdigest()
+
+
+def model_fingerprint(folder: Path) -> str:
+    """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
+    digest = hashlib.sha256()
+    small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+    for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

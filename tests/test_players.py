@@ -10,8 +10,9 @@ import torch
 from conftest import build_llama, build_tokenizer
 
 from tools import models
-from tools.models import LocalModel, Sampling, load_local_model, model_fingerprint, model_folder
+from tools.models import LocalModel, Sampling, load_local_model, model_folder
 from tools.players import LENGTH, STOP, Batcher, GameView, LocalPlayer, Reply, ScriptedPlayer
+from utils import model_fingerprint
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
 DRAWN = Sampling(max_length=64, max_new_tokens=8)

@@ -1,12 +1,15 @@
 """The quick start with an interpreter that only notes what it is asked to do, in a copy of the scripts."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -17,8 +20,8 @@ from tools import models
 PYTHON = r"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
-  *version_info\[*) echo "$VERSION" ;;
-  *version_info*) [ "$VERSION" != 3.9 ] ;;
+  *version_info\[*) echo "${VERSION#3.}" ;;
+  *loop_support.py*) exec "$REAL_PYTHON" "$@" ;;
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *"config list"*) echo "$PIP_SETTINGS" ;;
   *"$FAILING"*) echo "$SAYING"; exit 1 ;;
@@ -27,13 +30,18 @@ esac
 LOOP = '#!/bin/bash\necho "loop $PYTHON $*" >>"$CALLS"\nsleep "$LOOP_SECONDS"\n'
 
 
+COPIED = ("requirements.txt", "tests/requirements.txt", "utils.py", "tools/loop_support.py")
+COPIED += ("tools/quickstart.sh", "tools/test.sh", "tools/environment.sh", "tools/stages.sh")
+
+
 class Start:
     """tools/quickstart.sh in a folder of its own, with stubs for all that it runs."""
 
     def __init__(self, folder: Path):
         self.folder, self.calls_path = folder / "checkout", folder / "calls"
         (self.folder / "tools").mkdir(parents=True)
-        for name in ("tools/quickstart.sh", "tools/stages.sh", "requirements.txt"):
+        (self.folder / "tests").mkdir()
+        for name in COPIED:
             shutil.copy(ROOT / name, self.folder / name)
         self.bin = folder / "bin"
         self.bin.mkdir()
@@ -43,19 +51,20 @@ class Start:
         self.program("../checkout/tools/run_spag.sh", LOOP)
         for name in ("bash", "sh", "env", "mkdir", "cp", "cat", "grep", "awk", "tail", "tr", "cksum", "date", "sleep"):
             (self.bin / name).symlink_to(shutil.which(name))
-        for name in ("dirname", "basename", "rm"):
+        for name in ("dirname", "basename", "rm", "kill"):
             (self.bin / name).symlink_to(shutil.which(name))
         self.environment = {"PATH": str(self.bin), "CALLS": str(self.calls_path), "VERSION": "3.12"}
         self.environment |= {"LOOP_SECONDS": "0", "FAILING": "nothing", "PIP_SETTINGS": "", "HOME": str(folder)}
+        self.environment["REAL_PYTHON"] = sys.executable
 
     def program(self, name: str, text: str) -> None:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def start(self, *flags: str, **environment: str) -> subprocess.Popen:
+    def start(self, *flags: str, script: str = "quickstart.sh", **environment: str) -> subprocess.Popen:
         self.calls_path.write_text("")
         return subprocess.Popen(
-            ["bash", str(self.folder / "tools" / "quickstart.sh"), *flags],
+            ["bash", str(self.folder / "tools" / script), *flags],
             env=self.environment | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,7 +72,7 @@ class Start:
             start_new_session=True,
         )
 
-    def run(self, *flags: str, **environment: str):
+    def run(self, *flags: str, **environment: str) -> tuple[int, str, str]:
         """(exit status, output, errors)."""
         process = self.start(*flags, **environment)
         out, err = process.communicate(timeout=60)
@@ -124,9 +133,23 @@ def test_quick_is_a_smaller_run_in_a_folder_of_its_own(start):
     assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show elsewhere")
 
 
-def test_a_build_of_torch_that_was_put_there_is_taken(start):
+def test_a_build_of_torch_that_was_put_there_is_taken_if_there_is_one(start):
+    given = f"--no-index --no-deps {TORCH}"
     assert start.run(PIP_SETTINGS="global.find-links='/wheels'")[0] == 0
-    assert start.installed() == ["torch==2.13.0", THE_REST]
+    assert start.installed() == [given, THE_REST]
+    shutil.rmtree(start.folder / ".venv")
+    assert start.run(PIP_SETTINGS=":env:.find-links='/wheels'", FAILING="--no-index")[0] == 0
+    assert start.installed() == [given, FROM_CPU_INDEX, THE_REST]
+
+
+def test_the_tests_get_the_same_torch_and_their_own_requirements(start):
+    start.program("ruff", "#!/bin/sh\n")
+    status, out, err = start.run("-k", "collator", script="test.sh")
+    assert status == 0, err
+    assert start.installed() == [FROM_CPU_INDEX, "-r tests/requirements.txt"]
+    assert start.calls()[-1] == "-m pytest -k collator"
+    assert start.run(script="test.sh")[0] == 0 and start.installed() == []
+    assert start.run()[0] == 0 and start.installed() == [FROM_CPU_INDEX, THE_REST]
 
 
 def test_a_gpu_and_a_mac_get_the_usual_build(start):
@@ -145,7 +168,10 @@ def test_without_the_cpu_index_the_usual_build_is_taken_if_there_is_room(start):
     shutil.rmtree(start.folder / ".venv")
     start.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 5000000 1%% /\\n'\n")
     status, _, err = start.run(FAILING="download.pytorch.org")
-    assert status == 1 and "has 5 GB free, the environment takes 12 GB" in err
+    assert status == 1 and "cpu: there is none; for the build with CUDA; not enough disk space" in err
+    assert "has 5 GB free, the environment takes 12 GB" in err
+    status, _, err = start.run(FAILING="download.pytorch.org", SAYING="NameResolutionError")
+    assert status == 1 and "no network: pip could not reach it; for the build with CUDA; not enough" in err
 
 
 def test_an_old_python_is_named(start):
@@ -159,12 +185,43 @@ def test_an_old_python_is_named(start):
     assert status == 1 and "found: none." in err
 
 
-def test_a_newer_python_beside_an_old_one_is_found(start):
-    start.program("python3.12", PYTHON)
-    start.program("python3", PYTHON.replace('echo "$VERSION"', "echo 3.9").replace('[ "$VERSION" != 3.9 ]', "exit 1"))
+@pytest.mark.parametrize("version, taken", [("9", "python3.12"), ("15", "python3.12"), ("11", "python3")])
+def test_a_python_that_torch_has_builds_for_is_preferred(start, version, taken):
+    for name, number in (("python3", version), ("python3.12", "12")):
+        text = PYTHON.replace('echo "${VERSION#3.}"', f"echo {number}")
+        start.program(name, text.replace('  *"-m venv', f'  *"-m venv"*) echo {name} >.venv_by ;;&\n  *"-m venv'))
     status, _, err = start.run()
     assert status == 0, err
-    assert any(call.startswith("-m venv") for call in start.calls())
+    assert (start.folder / ".venv_by").read_text() == f"{taken}\n"
+
+
+def test_a_python_newer_than_those_is_taken_where_it_is_the_only_one_or_named(start):
+    assert start.run(VERSION="3.15")[0] == 0
+    shutil.rmtree(start.folder / ".venv")
+    start.program("python3.12", "#!/bin/sh\nexit 1\n")
+    (start.bin / "my pythons").mkdir()
+    start.program("my pythons/python", PYTHON)
+    status, _, err = start.run(VERSION="3.15", PYTHON=str(start.bin / "my pythons" / "python"))
+    assert status == 0, err
+
+
+def test_a_blank_in_the_output_folder_is_refused(start):
+    status, _, err = start.run(OUTPUT="my results")
+    assert (status, err) == (1, "quickstart.sh: OUTPUT 'my results' holds a blank; name a folder without\n")
+    assert start.calls() == []
+
+
+def test_an_environment_that_was_left_half_made_is_made_anew(start):
+    broken = start.folder / ".venv" / "bin" / "python"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("#!/bin/bash\necho No module named pip >&2\nexit 1\n")  # without python3-venv, on Debian
+    broken.chmod(0o755)
+    status, _, err = start.run()
+    assert status == 0, err
+    assert "-m venv --clear .venv" in start.calls()
+    assert start.run(VERSION="3.12")[0] == 0 and not any("-m venv" in call for call in start.calls())
+    status, _, err = start.run(FAILING="-m venv")
+    assert status == 0
 
 
 def test_no_room_is_told_before_anything_is_made(start):
@@ -195,6 +252,16 @@ def test_a_failing_world_or_loop_ends_it(start):
     assert start.run()[0] == 3 and "show" not in start.calls()[-1]
 
 
+def living(group: int) -> list[str]:
+    """Command lines of the processes of a group; those that have ended may wait as zombies for somebody to ask."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def test_a_signal_ends_the_loop_too(start):
     process = start.start(LOOP_SECONDS="60")
     deadline = time.monotonic() + 30
@@ -204,7 +271,22 @@ def test_a_signal_ends_the_loop_too(start):
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 130 and time.monotonic() - started < 20
-    os.killpg(process.pid, signal.SIGKILL)  # the stub's sleep
+    assert living(process.pid) == []  # nor is the stub's sleep left
+
+
+def test_a_signal_while_the_world_is_built_ends_what_the_build_has_started(start):
+    build = '*"tiny_world build"*) sleep 60 & echo $! >"$CALLS.started"; wait ;;\n  *loop_support'
+    start.program("python3", PYTHON.replace("*loop_support", build))
+    process = start.start()
+    started_path = Path(f"{start.calls_path}.started")
+    deadline = time.monotonic() + 30
+    while not started_path.exists() or not started_path.read_text().strip():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "quickstart.sh: stopped; the same command continues" in err
+    assert living(process.pid) == []
 
 
 def test_apples_gpu_plays_where_there_is_one(monkeypatch):

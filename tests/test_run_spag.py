@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import load_file
 
 import arguments
 from tools import loop_support, taboo
@@ -50,6 +52,8 @@ if told.startswith("sleep"):
     time.sleep(float(told[5:]))
 mark = {"mark": random.random()}
 stem = "_".join(flags.get(part, "") for part in ("model_prefix", "task_type", "data_suffix"))
+if "lora_merge" in flags:
+    (folder / "merged").mkdir(exist_ok=True)
 made = {
     "train": ["train_results.json", "config.json"],
     "play_llm_game": [f"{stem}_results.json", f"{stem}_summary.json"],
@@ -98,11 +102,13 @@ class Loop:
         (folder / "stub.py").write_text(STUB)
         python = folder / "python"
         python.write_text(
-            f'#!/bin/sh\ncase "$1" in *loop_support.py) exec "{sys.executable}" "$@" ;; esac\n'
+            '#!/bin/sh\ncase "$1 $2" in *"loop_support.py gpus") echo "${STUB_GPUS:-0}"; exit ;; esac\n'
+            f'case "$1" in *loop_support.py) exec "{sys.executable}" "$@" ;; esac\n'
             f'exec "{sys.executable}" "{folder}/stub.py" "$@"\n'
         )
         python.chmod(0o755)
-        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        unset = ("PYTHONPATH", "NODE_RANK")
+        self.environment = {name: value for name, value in os.environ.items() if name not in unset}
         self.environment |= {"PYTHON": str(python), "STUB_CALLS": str(self.calls_path)}
 
     def start(self, told: dict | None = None, stderr=subprocess.PIPE, environment: dict | None = None, **changes):
@@ -159,19 +165,14 @@ def users_of(folder: Path) -> list[str]:
 # --- with the real programs ----------------------------------------------------------------------------------------
 
 
-def test_a_loop_killed_in_training_and_in_play_ends_with_every_result(inputs):
+def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(inputs):
     output = inputs["output"]
     settings = inputs | {"max_turns": 1, "max_length": 1100, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
-    settings |= {
-        "play_batch": 1,
-        "report": "False",
-        "global_batch": 2,
-        "imitation_lr": "1e-3",
-        "learning_rate": "1e-3",
-    }
+    settings |= {"play_batch": 1, "report": "False", "global_batch": 4, "imitation_lr": "1e-3"}
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    played = "epoch1/episodes/imitation_sampling_words_rank0.jsonl"
-    for sign in ("imitation/model/checkpoint-1/complete.json", played, None):
+    played, matched = "epoch1/episodes/imitation_sampling_words_rank0.jsonl", "epoch1/eval/games_rank0.jsonl"
+    signs = ("imitation/model/checkpoint-1/complete.json", played, "logs/epoch1_rewards.log")
+    for sign in (*signs, "epoch1/model/checkpoint-1/complete.json", matched, None):
         process = subprocess.Popen(
             [SCRIPT, *flags_of(settings)],
             env=environment,
@@ -183,22 +184,35 @@ def test_a_loop_killed_in_training_and_in_play_ends_with_every_result(inputs):
         if sign:
             wait_until(lambda: (output / sign).is_file() and (output / sign).stat().st_size, process)  # noqa: B023
             kill_group(process)
-    printed, _ = process.communicate(timeout=100)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0, printed
 
-    assert "--resume_from_checkpoint True" in (output / "logs" / "imitation.log").read_text()
+    starts = {stage: (output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:] for stage in STAGES}
+    assert {stage: len(texts) for stage, texts in starts.items()} == dict.fromkeys(STAGES, 2)
+    assert all("--resume_from_checkpoint True" in starts[stage][1] for stage in ("imitation", "epoch1_train"))
     for name in ("imitation", "epoch1"):
         state = json.loads((output / name / "model" / "trainer_state.json").read_text())
         assert "loss" in state["log_history"][1] and state["global_step"] == state["max_steps"]
         assert not list((output / name / "model").glob("checkpoint-*"))
     games = [json.loads(line) for line in (output / played).read_text().splitlines()]
     assert sorted(game["index"] for game in games) == list(range(18))  # none played twice
+    games = [json.loads(line) for line in (output / matched).read_text().splitlines()]
+    assert len(games) == len({game["index"] for game in games}) == 2 * 4  # both roles on four words
     assert (output / "epoch1/episodes/imitation_sampling_words_results.json").is_file()
     counts = json.loads((output / "epoch1/rows/rows_rewards_settings.json").read_text())
     assert counts["games"]["episodes"] == 18 and counts["rows"]["sft"] == 4
     results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
     assert {result["words"] for result in results} >= {"played", "held_out"}
     assert json.loads((output / "settings.json").read_text())["GAMES_PER_WORD"] == "6"
+
+    # Imitation again in one go, by the command of its first start: play draws its games in another order after a kill.
+    command = starts["imitation"][0].splitlines()[0].split(f"{sys.executable} ")[1]
+    command = command.replace(f"{output}/imitation", f"{output}/uninterrupted")
+    subprocess.run([sys.executable, *command.split()], env=environment, check=True, capture_output=True)
+    weights = [load_file(output / name / "model/model.safetensors") for name in ("imitation", "uninterrupted")]
+    start = load_file(Path(settings["model"], "model.safetensors"))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in weights[0].items())
 
 
 # --- the stages ----------------------------------------------------------------------------------------------------
@@ -245,7 +259,7 @@ def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path)
 def test_a_finished_loop_is_not_run_again_and_its_time_not_told(loop):
     assert loop.run()[0] == 0
     status, out, _ = loop.run()
-    assert status == 0 and list(loop.calls()) == ["report"]
+    assert status == 0 and loop.calls_path.read_text().count("\n") == 1 and list(loop.calls()) == ["report"]
     assert out.count("whole already") == len(STAGES) and "took" not in out
 
 
@@ -253,6 +267,40 @@ def test_another_machines_numbers_do_not_make_it_another_loop(loop):
     assert loop.run()[0] == 0
     status, _, err = loop.run(nproc=2, train_batch=1, play_batch=7, save_steps=0)
     assert status == 0, err
+
+
+def test_another_number_of_rows_a_step_makes_it_another_loop(loop):
+    assert loop.run()[0] == 0
+    status, _, err = loop.run(global_batch=8)
+    assert status == 1 and loop.calls() == {}
+    assert "imitation has results of another command" in err
+    assert "< --global_batch 4" in err and "> --global_batch 8" in err
+    commands = {path.stem: path.read_text() for path in (loop.output / "logs").glob("*.command")}
+    assert [stage for stage, text in commands.items() if "--global_batch" in text] != []
+    assert {stage for stage, text in commands.items() if "--global_batch" in text} == {"imitation", "epoch1_train"}
+
+
+@pytest.mark.parametrize("data, stage", [({}, "imitation"), ({"imitation_data": ""}, "epoch1_play")])
+def test_other_weights_of_the_base_model_stop_the_loop(loop, tmp_path, tiny_model, other_model, data, stage):
+    shutil.copytree(tiny_model, tmp_path / "base")
+    data = data | {"model": tmp_path / "base"}
+    assert loop.run(**data)[0] == 0
+    assert loop.run(**data)[0] == 0
+    shutil.copy(Path(other_model, "model.safetensors"), tmp_path / "base")
+    status, _, err = loop.run(**data)
+    assert status == 1 and loop.calls() == {}
+    assert f"{stage} has results of another command" in err and f"> read {tmp_path}/base " in err
+
+
+def test_lora_plays_on_with_the_merged_model(loop):
+    assert loop.run(lora_rank=4, epochs=2)[0] == 0
+    calls = loop.calls()
+    for stage in ("imitation", "epoch1_train", "epoch2_train"):
+        given = " ".join(calls[stage])
+        assert "--lora_rank 4 --lora_merge True" in given and "--ref_model_name_or_path" not in given
+    assert calls["epoch2_play"].count(f"{loop.output}/epoch1/model/merged") == 2
+    assert f"imitation={loop.output}/imitation/model/merged" in calls["epoch2_eval"]
+    assert (loop.output / "epoch2/episodes/epoch1_sampling_words_results.json").is_file()
 
 
 def test_a_loop_goes_on_for_more_epochs(loop):
@@ -318,6 +366,29 @@ def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage):
     assert list(loop.calls())[-1] == stage
     assert "something is wrong here" in err
     assert err.splitlines()[-1] == f"run_spag.sh: {stage} failed (exit 3); its log: {loop.output}/logs/{stage}.log"
+
+
+def test_a_failing_report_does_not_stop_the_loop_and_is_told_again_at_its_end(loop):
+    status, out, err = loop.run({"report": "fail"}, epochs=2)
+    assert status == 0 and "finished; everything is in" in out
+    assert list(loop.calls())[-2:] == ["epoch2_train", "epoch2_eval"]
+    assert err == 3 * f"run_spag.sh: report failed; its log: {loop.output}/logs/report.log\n"
+
+
+def test_a_report_is_made_for_an_epoch_that_ran_and_at_the_end(loop):
+    def reports() -> int:
+        return loop.calls_path.read_text().count('["report"')
+
+    assert loop.run(epochs=3)[0] == 0 and reports() == 3
+    shutil.rmtree(loop.output / "epoch2" / "eval")
+    assert loop.run(epochs=3)[0] == 0 and reports() == 2
+
+
+def test_a_log_that_ends_in_half_a_character_is_shown(loop):
+    (loop.output / "logs").mkdir(parents=True)
+    (loop.output / "logs" / "imitation.log").write_bytes(b"\xa9" * 20000)
+    status, _, err = loop.run({"imitation": "fail"}, environment={"LC_ALL": "C.UTF-8"})
+    assert status == 1 and "something is wrong here" in err and err.splitlines()[-1].endswith("imitation.log")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -389,6 +460,7 @@ def test_a_terminal_shows_the_stages_last_progress_bar(loop):
 def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
     wrong = {"model": tmp_path / "none", "words": "none.txt", "epochs": 0, "kl": "much", "match": "fuzzy"}
     wrong |= {"global_batch": 30, "nproc": 4, "backend": "cloud", "eval_words": "held=none.txt"}
+    wrong |= {"node_rank": 2, "train_args": "--lora_rank 16"}
     status, _, err = loop.run(**wrong)
     assert status == 2 and loop.calls() == {} and not loop.output.exists()
     for message in (
@@ -399,6 +471,8 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         "--kl is 'much'; it must be a number of at least 0",
         f"--match is 'fuzzy'; it is one of {', '.join(taboo.MATCHES)}",
         "--backend is 'cloud'; it is one of local",
+        "--node_rank is 2; with --nnodes 1 it is at most 0",
+        "--train_args has --lora_rank; make it a setting of the loop, which plays on with the merged model",
         "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
     ):
         assert f"run_spag.sh: {message}" in err.splitlines()
@@ -428,7 +502,53 @@ def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tm
     settings = json.loads((loop.output / "settings.json").read_text())
     names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "TRAIN_ARGS", "KL", "EPOCHS")
     assert [settings[name] for name in names] == ["0.9", "8", "3", "7", "--max_steps 3", "0.3", "1"]
-    assert loop.calls()["epoch1_train"][-8:].count("--max_steps") or "--max_steps" in loop.calls()["epoch1_train"]
+    given = loop.calls()["epoch1_train"]
+    assert given[given.index("--max_steps") + 1] == "3" and "--max_steps" not in loop.calls()["imitation"]
+
+
+def test_a_blank_in_the_output_folder_is_refused(loop, tmp_path):
+    status, _, err = loop.run(output=tmp_path / "my results")
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert f"--output '{tmp_path}/my results' holds a blank" in err and not (tmp_path / "my results").exists()
+
+
+@pytest.mark.parametrize("gpus", ["0", "2", "8"])
+def test_the_embedded_worlds_settings_fit_any_number_of_gpus(loop, gpus):
+    own = {name: loop.settings[name] for name in ("model", "words", "output", "imitation_data", "sft_data")}
+    loop.settings = own | {"settings": "configs/tiny.yaml", "epochs": 1}
+    status, _, err = loop.run(environment={"STUB_GPUS": gpus})
+    assert status == 0, err
+
+
+def test_a_missing_torch_is_told_in_one_line(inputs, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without what pip has installed
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for nproc in (1, "auto"):
+        command = [SCRIPT, *flags_of(inputs | {"nproc": nproc})]
+        done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "torch is not installed for" in done.stderr.splitlines()[0] and "name its PYTHON" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "active, taken",
+    [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
+)
+def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
+    for name in ("run_spag.sh", "stages.sh"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    for folder in ("path", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nexit 9\n")
+        (tmp_path / folder / "python").chmod(0o755)
+    unset = ("PYTHON", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | active
+    environment["PATH"] = f"{tmp_path}/path:{environment['PATH']}"
+    done = subprocess.run([tmp_path / "tools/run_spag.sh"], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[0] == taken
 
 
 @pytest.mark.parametrize(
@@ -458,18 +578,31 @@ def test_help_shows_every_setting_and_the_documentation_every_file():
 # --- games, disk, devices ------------------------------------------------------------------------------------------
 
 
-def test_words_are_repeated_for_several_games_each(tmp_path):
-    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\nmusic")
-    loop_support.repeat(str(tmp_path / "words.txt"), "2", str(tmp_path / "out.txt"))
-    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == "art\nmusic\nart\nmusic\n"
+def test_the_first_words_are_repeated_for_several_games_each(tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\n\n music\nbridge")
+    for first, words in (("", "art\nmusic\nbridge\n"), ("2", "art\nmusic\n"), ("9", "art\nmusic\nbridge\n")):
+        loop_support.word_list(str(tmp_path / "words.txt"), first, "2", str(tmp_path / "out.txt"))
+        assert (tmp_path / "out.txt").read_text(encoding="utf-8") == 2 * words
 
 
-def test_the_disk_space_is_reckoned_from_the_models_parameters(tmp_path, tiny_model):
-    from transformers import AutoModelForCausalLM
+def test_play_gets_the_first_words_so_many_times(loop):
+    assert loop.run(games=2, games_per_word=3)[0] == 0
+    given = loop.calls()["epoch1_play"]
+    assert given[given.index("--data_path") + 1] == f"{loop.output}/words.txt" and "--max_games" not in given
+    assert (loop.output / "words.txt").read_text() == 3 * "art\nmusic\n"
+    shutil.rmtree(loop.output)
+    assert loop.run(games=2)[0] == 0 and (loop.output / "words.txt").read_text() == "art\nmusic\n"
+
+
+def test_the_disk_space_is_reckoned_from_the_models_parameters(tmp_path, tiny_model, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     parameters = loop_support.count_parameters(tiny_model)
     assert parameters == sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
-    assert loop_support.count_parameters("meta-llama/Llama-2-7b-hf") is None
+    assert loop_support.count_parameters("meta-llama/Llama-2-7b-hf") is None  # offline
+    config = AutoConfig.from_pretrained(tiny_model)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: config)
+    assert loop_support.count_parameters("meta-llama/Llama-2-7b-hf") == parameters
     (tmp_path / "words.txt").write_text("art\n\nmusic\nbridge\n")
     settings = {"EPOCHS": "3", "IMITATION_DATA": "rows.json", "PRECISION": "bf16", "DEEPSPEED": "z.json"}
     settings |= {"SAVE_STEPS": "0.2", "WORDS": str(tmp_path / "words.txt"), "GAMES": "2", "GAMES_PER_WORD": "10"}
@@ -496,13 +629,13 @@ def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(loop, tmp_path, tin
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-@pytest.mark.parametrize("script", ["run_spag.sh", "quickstart.sh"])
+@pytest.mark.parametrize("script", ["run_spag.sh", "quickstart.sh", "test.sh"])
 def test_shellcheck_finds_nothing(script):
     done = subprocess.run(["shellcheck", "-x", f"tools/{script}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", ["run_spag.sh", "stages.sh", "quickstart.sh"])
+@pytest.mark.parametrize("script", ["run_spag.sh", "stages.sh", "quickstart.sh", "environment.sh", "test.sh"])
 def test_scripts_use_nothing_that_bash_3_lacks(script):
     text = (ROOT / "tools" / script).read_text()
     assert not re.search(r"declare -A|local -A|mapfile|readarray|\$\{\w+(,,|\^\^|@)|wait -n|\|&|&>>|coproc", text)

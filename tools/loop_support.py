@@ -2,11 +2,13 @@
 
 python tools/loop_support.py check NAME=value ...      every problem of the settings, a line each; no torch
 python tools/loop_support.py prepare NAME=value ...    writes OUTPUT/settings.json, says what disk space it takes
-python tools/loop_support.py gpus | lock FD | stop PID | repeat WORDS TIMES FILE
+python tools/loop_support.py gpus | lock FD | stop PID | fingerprint FOLDER
+python tools/loop_support.py word_list WORDS FIRST TIMES FILE
 """
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -16,11 +18,12 @@ import sys
 import time
 from pathlib import Path
 
-from utils import run_program, write_json
+from utils import model_fingerprint, run_program, write_json
 
+MAY_BE_EMPTY = ("GAMES", "PLAY_BATCH", "LORA_RANK")
 AT_LEAST = {
     **dict.fromkeys(("EPOCHS", "MAX_TURNS", "GAMES_PER_WORD", "MAX_LENGTH", "MAX_NEW_TOKENS", "GLOBAL_BATCH"), 1),
-    **dict.fromkeys(("TRAIN_BATCH", "NPROC", "NNODES", "EVAL_GAMES_PER_WORD", "GAMES", "PLAY_BATCH"), 1),
+    **dict.fromkeys(("TRAIN_BATCH", "NPROC", "NNODES", "EVAL_GAMES_PER_WORD", *MAY_BE_EMPTY), 1),
     **dict.fromkeys(("TOP_K", "SEED", "NODE_RANK", "NODE_TIMEOUT"), 0),
 }
 NUMBERS = ("TEMPERATURE", "IMITATION_LR", "IMITATION_KL", "LEARNING_RATE", "KL", "SFT_COEFF", "CLIP_RANGE")
@@ -32,8 +35,8 @@ CHOICES = {
     "MATCH": ("substring", "word"),  # as in tools/taboo.py, which is slow to import
     "BACKEND": ("local",),
 }
-MAY_BE_EMPTY = ("GAMES", "PLAY_BATCH")
 BYTES_PER_TOKEN = 4  # of text, in episodes and rows: English takes about so many
+NOT_INSTALLED = f"{{}} is not installed for {sys.executable}; activate the environment that has it, or name its PYTHON"
 STOP_TIMEOUT = 40  # seconds for programs to end by themselves: torchrun gives its processes 30
 
 
@@ -43,7 +46,8 @@ STOP_TIMEOUT = 40  # seconds for programs to end by themselves: torchrun gives i
 def find_problems(settings: dict[str, str]) -> list[str]:
     """All that is wrong with the loop's settings, a line each."""
     missing = [f"--{name.lower()} is missing" for name in ("MODEL", "WORDS", "OUTPUT") if not settings[name]]
-    return [*missing, *_value_problems(settings), *_batch_problems(settings), *_path_problems(settings)]
+    kinds = (_value_problems, _machine_problems, _batch_problems, _lora_problems, _path_problems, _package_problems)
+    return missing + [problem for problems in kinds for problem in problems(settings)]
 
 
 def _value_problems(settings: dict[str, str]) -> list[str]:
@@ -58,9 +62,25 @@ def _value_problems(settings: dict[str, str]) -> list[str]:
     for name, values in CHOICES.items():
         if settings[name] not in values:
             problems.append(f"--{name.lower()} is {settings[name]!r}; it is one of {', '.join(values)}")
+    return problems
+
+
+def _machine_problems(settings: dict[str, str]) -> list[str]:
+    problems = []
     if settings["NNODES"] != "1" and not settings["RDZV_ENDPOINT"]:
         problems.append("--rdzv_endpoint is missing: with several machines it is host:port of machine 0")
+    rank, machines = settings["NODE_RANK"], settings["NNODES"]
+    if rank.isdecimal() and machines.isdecimal() and int(rank) >= int(machines):
+        problems.append(f"--node_rank is {rank}; with --nnodes {machines} it is at most {int(machines) - 1}")
     return problems
+
+
+def _lora_problems(settings: dict[str, str]) -> list[str]:
+    return [
+        f"--{name.lower()} has --lora_rank; make it a setting of the loop, which plays on with the merged model"
+        for name in ("IMITATION_ARGS", "TRAIN_ARGS")
+        if "--lora_rank" in settings[name]
+    ]
 
 
 def _number(text: str) -> float:
@@ -103,7 +123,9 @@ def _path_problems(settings: dict[str, str]) -> list[str]:
     looks_local = os.path.exists(model) or os.path.isabs(model) or model.startswith(".") or model.count("/") > 1
     if model and looks_local and not os.path.isfile(os.path.join(model, "config.json")):
         problems.append(f"--model {model}: no model folder (it has no config.json)")
-    if settings["OUTPUT"]:
+    if len(settings["OUTPUT"].split()) > 1:
+        problems.append(f"--output {settings['OUTPUT']!r} holds a blank; settings of several files are split there")
+    elif settings["OUTPUT"]:
         output = Path(settings["OUTPUT"]).absolute()
         parent = next(folder for folder in (output, *output.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -111,13 +133,27 @@ def _path_problems(settings: dict[str, str]) -> list[str]:
     return problems
 
 
+def _package_problems(settings: dict[str, str]) -> list[str]:
+    needed = ["torch", "transformers", *(["peft"] if settings["LORA_RANK"] else [])]
+    return [NOT_INSTALLED.format(name) for name in needed if not importlib.util.find_spec(name)]
+
+
 # --- disk space ----------------------------------------------------------------------------------------------------
 
 
-def count_parameters(folder: str) -> int | None:
-    """Parameters of a model folder, from the headers of its safetensors files; None for a name on the hub."""
-    paths = list(Path(folder).glob("*.safetensors"))
-    return sum(_tensor_sizes(path) for path in paths) if paths else None
+def count_parameters(model: str) -> int | None:
+    """Parameters of a model, by its safetensors headers or its configuration; None where neither is had."""
+    if paths := list(Path(model).glob("*.safetensors")):
+        return sum(_tensor_sizes(path) for path in paths)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # False: else it asks at the terminal
+        with torch.device("meta"):  # no weights
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
+    except (OSError, ValueError):
+        return None
 
 
 def _tensor_sizes(path: Path) -> int:
@@ -134,8 +170,7 @@ def disk_needed(settings: dict[str, str], parameters: int) -> dict[str, int]:
     state = 12 if deepspeed else 8  # Adam's two moments, and DeepSpeed's fp32 copy of the weights
     saves = 0 if _number(settings["SAVE_STEPS"]) == 0 else 2  # the new checkpoint is whole before the old one goes
     models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
-    with open(settings["WORDS"], "rb") as file:
-        words = sum(bool(line.strip()) for line in file)
+    words = len(_words(settings["WORDS"]))
     games = min(words, int(settings["GAMES"] or words)) * int(settings["GAMES_PER_WORD"])
     messages = 2 * int(settings["MAX_TURNS"])
     game = 2 * messages * int(settings["MAX_NEW_TOKENS"])  # as it ends, and in the results
@@ -152,7 +187,7 @@ def check_disk(settings: dict[str, str]) -> None:
     output, parameters = Path(settings["OUTPUT"]), count_parameters(settings["MODEL"])
     free = shutil.disk_usage(output).free
     if parameters is None:
-        print(f"disk: {free / 1e9:.1f} GB free; what is needed is not known, the model is not in a folder")
+        print(f"disk: {free / 1e9:.1f} GB free; what is needed is not known, since the model's size is not")
         return
     needed = disk_needed(settings, parameters)
     there = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
@@ -187,7 +222,9 @@ def _settings(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def gpus() -> None:
-    """Print the number of CUDA devices."""
+    """Print the number of CUDA devices; ValueError without torch."""
+    if not importlib.util.find_spec("torch"):
+        raise ValueError(NOT_INSTALLED.format("torch"))
     import torch
 
     print(torch.cuda.device_count())
@@ -223,15 +260,24 @@ def stop(pid: str) -> None:
             time.sleep(0.1)
 
 
-def repeat(words: str, times: str, output: str) -> None:
-    """Write a word list so many times over, unless it stands there."""
-    text = Path(words).read_text(encoding="utf-8-sig").strip() + "\n"
-    path, whole = Path(output), text * int(times)
+def fingerprint(folder: str) -> None:
+    """Print a checksum of a model folder."""
+    print(model_fingerprint(Path(folder)))
+
+
+def word_list(words: str, first: str, times: str, output: str) -> None:
+    """Write the first so many words of a list (all if `first` is empty), so many times over, unless that is there."""
+    chosen = _words(words)[: int(first) if first else None]
+    path, whole = Path(output), "".join(f"{word}\n" for word in chosen) * int(times)
     if not path.is_file() or path.read_text(encoding="utf-8") != whole:
         path.write_text(whole, encoding="utf-8")
 
 
-COMMANDS = {command.__name__: command for command in (check, prepare, gpus, lock, stop, repeat)}
+def _words(path: str) -> list[str]:
+    return [word for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if (word := line.strip())]
+
+
+COMMANDS = {command.__name__: command for command in (check, prepare, gpus, lock, stop, fingerprint, word_list)}
 
 if __name__ == "__main__":
     run_program(lambda: COMMANDS[sys.argv[1]](*sys.argv[2:]))

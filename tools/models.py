@@ -4,7 +4,6 @@ Imported by tools/play_llm_game.py. Weights are read from .safetensors files onl
 runs only if the user said so.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -19,14 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tools.players import LENGTH, STOP, Reply
-from utils import rank, warn_once
+from utils import TOKENIZER_FILES, rank, warn_once
 
 CPU_BATCH, GPU_BATCH = 32, 256  # the most prompts that a batch chosen from memory holds; larger ones gained nothing
 MEMORY_SHARE = 0.5  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint
 logger = logging.getLogger(__name__)
 
 
@@ -130,23 +127,6 @@ def model_folder(name: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
     return folder
-
-
-def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
-    digest = hashlib.sha256()
-    small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-    for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def load_local_model(

@@ -11,7 +11,7 @@ import torch
 
 from tools import models, taboo
 from tools.models import Sampling
-from utils import parse_bool, warn_once
+from utils import model_fingerprint, parse_bool, warn_once
 
 SAMPLING, TESTING = "sampling", "testing"
 
@@ -89,7 +89,7 @@ def sampling_settings(args: argparse.Namespace) -> Sampling:
 
 def model_setting(name: str) -> dict[str, str]:
     """A model as `EpisodeFiles` compares it."""
-    return {"path": name, "sha256": models.model_fingerprint(models.model_folder(name))}
+    return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}
 
 
 def words_setting(path: str, words: list[str]) -> dict[str, str]:

@@ -13,6 +13,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # shellcheck source=tools/stages.sh
 . "$root/tools/stages.sh"
+# An environment that is active; else .venv of this folder; else what the system has.
+if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] &&
+  [ -x "$root/.venv/bin/python" ]; then
+  PYTHON=$root/.venv/bin/python
+fi
 PYTHON=${PYTHON:-$(command -v python || command -v python3 || true)}
 
 # NAME|default|help. "auto" is settled by what the machine has.
@@ -41,6 +46,7 @@ IMITATION_KL|0.1|weight of the KL in imitation
 LEARNING_RATE|2e-6|learning rate of self-play
 KL|0.2|weight of the KL in self-play
 SFT_COEFF|0.5|weight of the SFT rows in self-play
+LORA_RANK||train LoRA adapters of this rank and play on with them merged in; empty: the whole model. Needs peft
 CLIP_RANGE|0.2|clip of the importance ratio
 DETACH_KL|False|True: keep the gradient out of the KL inside the advantage
 DECAY_WEIGHT|0.8|what a message gets of the next one's reward
@@ -74,7 +80,8 @@ usage: tools/run_spag.sh --model M --words FILE --output DIR [--setting value ..
 
 Imitation, then epochs of self-play: play, rewards, training, match, report. A setting is a flag (--epochs 2), an
 environment variable (EPOCHS=2) or a line of the file that --settings names (epochs: 2); of several the first in this
-order counts. Several files or flags in one setting are separated by blanks. PYTHON names the interpreter.
+order counts. Several files or flags in one setting are separated by blanks. PYTHON names the interpreter; else it is
+that of the active environment, or of .venv.
 
 END
   local name default help
@@ -87,16 +94,19 @@ END
 OUTPUT holds, for k = 1 .. EPOCHS:
   settings.json        the settings of the last start
   report.html          the report, renewed after each epoch
-  words.txt            WORDS, GAMES_PER_WORD times (where that is not 1)
+  words.txt            the first GAMES words of WORDS, GAMES_PER_WORD times (where these are set)
   logs/STAGE.log       output of imitation, epochK_play, epochK_rewards, epochK_train, epochK_eval, report
   logs/STAGE.command   what the stage's result depends on: its command, and checksums of what it read
-  imitation/model/     the model after imitation, with settings and numbers of the training
+  imitation/model/     the model after imitation, with settings and numbers of the training; with LORA_RANK the
+                       adapters, and in merged/ the model
   epochK/episodes/     games of epoch K-1's model against itself (epoch 0 is imitation)
   epochK/rows/         the rows made of them
   epochK/model/        the model after epoch K
   epochK/eval/         its match against imitation
 A stage whose result is whole is skipped; the same command continues a loop that was cut off, also inside play and
-training. A result that was made by another command stops the loop.
+training. A result that was made by another command stops the loop. Settings that only concern speed or memory (NPROC,
+TRAIN_BATCH, PLAY_BATCH, DEEPSPEED, SAVE_STEPS, ...) may change in between, but a training in its middle under
+DeepSpeed needs the number of processes that it was begun with.
 END
 }
 
@@ -175,10 +185,13 @@ check_settings() {  # all problems at once, then the lock, settings.json and the
 train() {  # train STAGE OUTPUT_DIR START METHOD FLAGS...: from the model START, which is the reference too
   local name=$1 model=$2 start=$3 method=$4
   shift 4
+  local trained=(--ref_model_name_or_path "$start") merged=''
+  [ -z "$LORA_RANK" ] || trained=(--lora_rank "$LORA_RANK" --lora_merge True) merged=/merged # reference: no adapters
   program=("$root/train.py" --train_method "$method" --output_dir "$model" --model_name_or_path "$start"
-    --ref_model_name_or_path "$start" --num_train_epochs 1 --max_length "$MAX_LENGTH" --padding_side right
+    "${trained[@]}" --num_train_epochs 1 --max_length "$MAX_LENGTH" --padding_side right
     --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0 --logging_steps 1
     ${precision[@]+"${precision[@]}"} "$@")
+  counts=("--global_batch $GLOBAL_BATCH") # stands in no single flag
   how=(--per_device_train_batch_size "$TRAIN_BATCH" --gradient_accumulation_steps "$accumulation"
     --per_device_eval_batch_size $((TRAIN_BATCH > 8 ? TRAIN_BATCH : 8)) --gradient_checkpointing
     "$GRADIENT_CHECKPOINTING" --eval_strategy no) # the second batch size is that of the reference
@@ -197,19 +210,19 @@ train() {  # train STAGE OUTPUT_DIR START METHOD FLAGS...: from the model START,
   run_stage "$name" launched
   # The optimizer's state, most of a checkpoint, is of no more use.
   if [ "$NODE_RANK" -eq 0 ]; then rm -rf "$model"/checkpoint-*; fi
-  model_before=$model
+  model_before=$model$merged
   made_by=("$model/train_results.json")
 }
 
 play() {  # games of the last model against itself
   local name
-  name=$(basename "$(dirname "$model_before")")
-  [ "$model_before" != "$MODEL" ] || name=imitation
+  name=imitation
+  [ "$epoch" -eq 1 ] || name=epoch$((epoch - 1))
   stem=$OUTPUT/epoch$epoch/episodes/${name}_sampling_words
   program=("$root/tools/play_llm_game.py" --attacker_model_name_or_path "$model_before"
     --defender_model_name_or_path "$model_before" --data_path "$words" --output_dir "$OUTPUT/epoch$epoch/episodes"
     --model_prefix "$name" --data_suffix words --task_type sampling "${game[@]}" "${sampling[@]}"
-    --seed $((SEED + epoch)) ${GAMES:+--max_games "$GAMES"} $PLAY_ARGS)
+    --seed $((SEED + epoch)) $PLAY_ARGS)
   how=(${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
   reads=(${made_by[@]+"${made_by[@]}"} "$words" "$PROMPTS")
   makes=("${stem}_results.json" "${stem}_summary.json")
@@ -252,11 +265,15 @@ evaluate() {  # evaluate NAME: the last model, under this name, against imitatio
   run_stage "$1_eval" launched
 }
 
-report() {
+report() {  # a failure costs no result, so it does not end the loop
   [ "$REPORT" = True ] && [ "$NODE_RANK" -eq 0 ] || return 0
-  stage=report log=$OUTPUT/logs/report.log
-  run "$PYTHON" "$root/tools/report.py" "$OUTPUT"
-  say "report: $OUTPUT/report.html"
+  stage=report log=$OUTPUT/logs/report.log warning=''
+  if run_logged "$PYTHON" "$root/tools/report.py" "$OUTPUT"; then
+    say "report: $OUTPUT/report.html"
+  else
+    warning="report failed; its log: $log"
+    warn "$warning"
+  fi
 }
 
 tell_time() {  # after an epoch that was watched from its beginning to its end
@@ -291,14 +308,14 @@ main() {
   sampling=(--max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS" --temperature "$TEMPERATURE"
     --top_k "$TOP_K" ${half[@]+"${half[@]}"})
   words=$WORDS
-  if [ "$GAMES_PER_WORD" != 1 ]; then
+  if [ -n "$GAMES" ] || [ "$GAMES_PER_WORD" != 1 ]; then
     words=$OUTPUT/words.txt
-    [ "$NODE_RANK" -ne 0 ] || loop_support repeat "$WORDS" "$GAMES_PER_WORD" "$words"
+    [ "$NODE_RANK" -ne 0 ] || loop_support word_list "$WORDS" "$GAMES" "$GAMES_PER_WORD" "$words"
   fi
 
-  epoch=0 times='' watched=True made_by=() model_before=$MODEL
+  epoch=0 times='' watched=True made_by=() model_before=$MODEL warning=''
   reads=($IMITATION_DATA)
-  if [ -f "$MODEL/config.json" ]; then reads+=("$MODEL/config.json") made_by=("$MODEL/config.json"); fi
+  if [ -d "$MODEL" ]; then reads+=("$MODEL") made_by=("$MODEL"); fi
   [ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" "$MODEL" SFTwithKL \
     --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" --seed "$SEED" \
     $IMITATION_ARGS
@@ -312,9 +329,11 @@ main() {
     learn
     [ -z "$EVAL_WORDS" ] || evaluate "epoch$epoch"
     tell_time $((SECONDS - started))
-    report
+    [ -z "$times" ] || [ "$epoch" -eq "$EPOCHS" ] || report # the last one's follows, whether a stage ran or not
   done
+  report
   say "finished; everything is in $OUTPUT"
+  [ -z "$warning" ] || warn "$warning"
 }
 
 main "$@"

@@ -1,12 +1,15 @@
 # shellcheck shell=bash disable=SC2154,SC2034  # sourced by run_spag.sh, which sets what is used here, and quickstart.sh
 # How run_spag.sh runs a stage: skipped when it is whole, logged, followed.
 #
-# A stage is described by four lists: `program`, its file and the flags that its result depends on; `how`, flags that
-# it does not depend on, so that a loop can be continued on other machines; `reads`, files whose content counts;
-# `makes`, files that are all there when it is whole.
+# A stage is described by lists: `program`, its file and the flags that its result depends on; `how`, flags that it
+# does not depend on, so that a loop can be continued on other machines; `counts`, settings that stand in `how` and yet
+# count; `reads`, files whose content counts, and model folders; `makes`, files that are all there when it is whole.
+# The rows that a process takes at once are in `how`, since accumulation makes up for them, and so are the processes.
+# A training in its middle under DeepSpeed, whose ZeRO checkpoints are in one part a process, needs the same number.
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
-fail() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
+warn() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+fail() { warn "$@"; exit 1; }
 duration() { printf '%d:%02d:%02d' $(($1 / 3600)) $(($1 / 60 % 60)) $(($1 % 60)); }
 loop_support() { "$PYTHON" "$root/tools/loop_support.py" "$@"; }
 
@@ -14,6 +17,7 @@ run_stage() {  # run_stage NAME launched|alone
   stage=$1 log=$OUTPUT/logs/$1.log
   [ "$NODE_RANK" -eq 0 ] || log=$OUTPUT/logs/$1.node$NODE_RANK.log
   if [ "$NODE_RANK" -eq 0 ]; then check_command; fi
+  counts=()
   if whole; then
     say "$stage: whole already"
     return
@@ -55,7 +59,8 @@ machines share, and has machine 0 not stopped? (--node_timeout)"
 check_command() {  # what is there must come from this command; written down when the stage begins
   local now difference file stored=$OUTPUT/logs/$stage.command
   now=$(printf '%s\n' "${program[@]}" | awk '/^--/ && NR > 1 {printf "\n"} NR > 1 && !/^--/ {printf " "} {printf "%s", $0}'
-    for file in ${reads[@]+"${reads[@]}"}; do printf '\nread %s %s' "$file" "$(cksum <"$file")"; done)
+    [ -z "${counts[*]-}" ] || printf '\n%s' "${counts[@]}"
+    for file in ${reads[@]+"${reads[@]}"}; do printf '\nread %s %s' "$file" "$(checksum "$file")"; done)
   now=${now//"$OUTPUT"/OUTPUT}
   now=${now//"$root"\//}
   if [ -e "$stored" ]; then watched=False; else touch "$stored"; fi
@@ -67,6 +72,8 @@ build on it will ask the same)."
   fi
   printf '%s\n' "$now" >"$stored"
 }
+
+checksum() { if [ -d "$1" ]; then loop_support fingerprint "$1"; else cksum <"$1"; fi; }
 
 launcher() {
   launch=("$PYTHON")
@@ -85,7 +92,7 @@ run() {  # run a command as the stage; a failure ends this script
   say "$stage: starts; log: $log"
   run_logged "$@" || status=$?
   [ "$status" -ne 0 ] || return 0
-  tail -c 20000 "$log" | tr '\r' '\n' | tail -n 15 >&2
+  tail -c 20000 "$log" | LC_ALL=C tr '\r' '\n' | tail -n 15 >&2 || true # LC_ALL: of text that is cut anywhere
   fail "$stage failed (exit $status); its log: $log"
 }
 
@@ -107,7 +114,7 @@ follow() {  # the log's last progress bar, or else its last line: on a terminal 
   local line began=$SECONDS pause=30 width=100
   [ ! -t 1 ] || pause=1 width=55
   while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-    line=$(tail -c 4000 "$log" | tr '\r' '\n' | LC_ALL=C tr -cd '\n\33\40-\176' |
+    line=$(tail -c 4000 "$log" | LC_ALL=C tr '\r' '\n' | LC_ALL=C tr -cd '\n\33\40-\176' |
       awk -v width="$width" '{gsub(/\033\[[0-9;]*[A-Za-z]/, "")} /%\|/ {bar = $0} NF {last = $0}
         END {print substr(bar == "" ? last : bar, 1, width)}')
     if [ -t 1 ]; then

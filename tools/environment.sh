@@ -1,0 +1,90 @@
+# shellcheck shell=bash disable=SC2154,SC2034  # sourced after stages.sh by quickstart.sh and test.sh, from the checkout
+# How .venv is made: its Python, a PyTorch that suits the machine, and the packages that the script's install_rest asks
+# pip for. PYTHON names the interpreter.
+
+CPU_INDEX=https://download.pytorch.org/whl/cpu # PyPI's own build for Linux brings several GB of CUDA
+CPU_GB=3 CUDA_GB=12                            # that an environment takes while it is installed
+NEWEST_MINOR=13                                # Python's: PyTorch has builds for a newer one only after a while
+NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|name resolution'
+venv=$root/.venv/bin/python
+child='' follower=''
+
+find_python() {  # PYTHON, or the first one that is new enough; one that may be too new for PyTorch only if no other is
+  local python minor newer='' found='' candidates=("${PYTHON:-}")
+  [ -n "${PYTHON:-}" ] || candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+  for python in "${candidates[@]}"; do
+    minor=$("$python" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null) ||
+      continue
+    found="$found${found:+, }$python is 3.$minor"
+    [ "$minor" -ge 10 ] || continue
+    if [ "$minor" -le "$NEWEST_MINOR" ] || [ -n "${PYTHON:-}" ]; then
+      echo "$python"
+      return
+    fi
+    newer=${newer:-$python}
+  done
+  [ -n "$newer" ] || fail "needs Python 3.10 or newer; found: ${found:-none}. PYTHON=/path/to/python names another"
+  echo "$newer"
+}
+
+need_space() {  # need_space GB [what came before]
+  local free
+  free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1000000)}')
+  [ "$free" -ge "$1" ] ||
+    fail "${2:+$2; }not enough disk space: $root has $free GB free, the environment takes $1 GB"
+}
+
+pip_install() {  # status of pip, whose output goes to the log
+  : >"$log"
+  run_logged "$venv" -m pip install --disable-pip-version-check --progress-bar off "$@"
+}
+
+install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
+  local wanted settings why='there is none'
+  settings=$("$venv" -m pip config list)
+  wanted=$(grep '^torch[<>=]' requirements.txt)
+  if [ "$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null; then
+    [ "$(uname -s)" != Linux ] || need_space "$CUDA_GB"
+    pip_install "$wanted"
+    return
+  fi
+  # A build that was put into a folder on purpose; what it depends on comes with the other requirements.
+  if [ "$settings" != "${settings/find-links/}" ] && pip_install --no-index --no-deps "$wanted"; then return; fi
+  if pip_install --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then return; fi
+  ! grep -qiE "$NETWORK" "$log" || why="no network: pip could not reach it"
+  say "no CPU build of PyTorch from $CPU_INDEX ($why): installing the large one with CUDA"
+  need_space "$CUDA_GB" "$CPU_INDEX: $why; for the build with CUDA"
+  pip_install "$wanted"
+}
+
+set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirements already
+  local python stamp stamp_file=.venv/$1.txt
+  stage=environment log=$root/.venv/$1.log
+  shift
+  stamp=$(cat "$@" | cksum)
+  if [ -x "$venv" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
+    say "environment: .venv is up to date"
+    return
+  fi
+  python=$(find_python)
+  need_space "$CPU_GB"
+  say "environment: installs into .venv; log: $log"
+  # A python without pip is what a failure has left.
+  "$venv" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
+    fail "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+  if ! { install_torch && install_rest; }; then
+    tail -n 15 "$log" >&2
+    ! grep -qiE "$NETWORK" "$log" || fail "no network: pip could not reach the index of packages; its log: $log"
+    fail "pip could not install the requirements; its log: $log"
+  fi
+  printf '%s\n' "$stamp" >"$stamp_file"
+  say "environment: done"
+}
+
+stop() {  # with all that was started, which pip's end is enough for while there is no environment yet
+  trap '' INT TERM HUP
+  PYTHON=$venv PYTHONPATH=$root loop_support stop $$ 2>/dev/null ||
+    kill ${child:+"$child"} ${follower:+"$follower"} 2>/dev/null || true
+  warn "stopped; the same command continues"
+  exit 130
+}
