@@ -246,8 +246,8 @@ def test_a_failing_pip_ends_it_in_one_clear_line(start, saying, message):
 
 
 def test_a_failing_world_or_loop_ends_it(start):
-    status, out, _ = start.run(FAILING="tiny_world build", SAYING="no lexicon")
-    assert status == 1 and "no lexicon" in out and not start.calls()[-1].startswith("loop")
+    status, _, err = start.run(FAILING="tiny_world build", SAYING="no lexicon")
+    assert status == 1 and "no lexicon" in err and not start.calls()[-1].startswith("loop")
     start.program("../checkout/tools/run_spag.sh", "#!/bin/sh\nexit 3\n")
     assert start.run()[0] == 3 and "show" not in start.calls()[-1]
 

@@ -111,9 +111,13 @@ run_logged() {  # run a command with its output in the log, showing how far it i
 }
 
 follow() {  # the log's last progress bar, or else its last line: on a terminal each second, elsewhere each half minute
-  local line began=$SECONDS pause=30 width=100
+  local line began=$SECONDS pause=30 width=100 nap=''
   [ ! -t 1 ] || pause=1 width=55
-  while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+  trap 'kill $nap; exit' TERM # leaves no sleep behind
+  while kill -0 $$ 2>/dev/null; do
+    sleep "$pause" >/dev/null 2>&1 &
+    nap=$!
+    wait "$nap"
     line=$(tail -c 4000 "$log" | LC_ALL=C tr '\r' '\n' | LC_ALL=C tr -cd '\n\33\40-\176' |
       awk -v width="$width" '{gsub(/\033\[[0-9;]*[A-Za-z]/, "")} /%\|/ {bar = $0} NF {last = $0}
         END {print substr(bar == "" ? last : bar, 1, width)}')
