@@ -51,4 +51,4 @@ main() {
   say "all of it took $(duration "$SECONDS")"
 }
 
-main "$@"
+main "$@"; exit # at once: what bash has not read yet of this file may have changed meanwhile

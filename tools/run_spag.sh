@@ -336,4 +336,4 @@ main() {
   [ -z "$warning" ] || warn "$warning"
 }
 
-main "$@"
+main "$@"; exit # at once: what bash has not read yet of this file may have changed meanwhile
