@@ -283,6 +283,7 @@ tell_time() {  # after an epoch that was watched from its beginning to its end
   [ "$left" -eq 0 ] || say "epochs left: $left, about $(duration $((left * seconds)))"
 }
 
+# shellcheck disable=SC2317  # called by the traps
 stop() {  # ended by a signal: so are the programs that this one started
   trap '' INT TERM HUP
   loop_support stop $$ || true
