@@ -36,7 +36,7 @@ main() {
   trap stop INT TERM HUP
   if [ "$QUICK" != 0 ]; then
     quick=(--pretraining_facts 2000 --imitation_rounds 2 --imitation_facts 200 --facts 100)
-    smaller=(--epochs 1 --games_per_word 1 --eval_games_per_word 1)
+    smaller=(--epochs 1 --games 40 --games_per_word 1 --eval_games_per_word 1 --eval_args "--max_words 20")
   fi
   set_up quickstart requirements.txt
   export PYTHON=$venv PYTHONPATH=$root OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
