@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test are interrupted, in the background too
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy processes on two cores are ten times slower without
 
 ROOT = Path(__file__).resolve().parents[1]

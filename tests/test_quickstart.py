@@ -94,7 +94,7 @@ def start(tmp_path) -> Start:
 
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch"))
 FROM_CPU_INDEX = f"--index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 {TORCH}"
-SMALL = "--pretraining_facts 2000 --imitation_rounds 2 --imitation_facts 200 --facts 100"
+SMALL = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50"
 THE_REST = "-r .venv/requirements.txt matplotlib>=3.10,<4"
 
 

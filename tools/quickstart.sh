@@ -35,7 +35,7 @@ main() {
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
   trap stop INT TERM HUP
   if [ "$QUICK" != 0 ]; then
-    quick=(--pretraining_facts 2000 --imitation_rounds 2 --imitation_facts 200 --facts 100)
+    quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
     smaller=(--epochs 1 --games 40 --games_per_word 1 --eval_games_per_word 1 --eval_args "--max_words 20")
   fi
   set_up quickstart requirements.txt
