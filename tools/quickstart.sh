@@ -2,7 +2,7 @@
 # From a fresh checkout to a report: makes .venv, builds a small world with a model of its own, and runs the whole
 # method on it (tools/run_spag.sh). Run again, it continues or shows what is there.
 #
-#   bash tools/quickstart.sh             at most a quarter of an hour on 2 CPU cores; no GPU, no compiler
+#   bash tools/quickstart.sh             needs no GPU and no compiler
 #   QUICK=1 bash tools/quickstart.sh     a smaller run that shows that everything works, and nothing else
 #
 # PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to tools/run_spag.sh.
