@@ -21,6 +21,7 @@ from tools.episodes import EpisodeFiles, read_words
 from tools.models import Sampling, load_local_model
 from tools.play_llm_game import play_game, play_games
 from tools.players import Reply, ScriptedPlayer
+from tools.seats import Seats
 from utils import read_json_or_jsonl, run_program, write_json
 
 GUESS = "I know the word! It is `{}`!"
@@ -524,7 +525,7 @@ class TestOneProcess:
         before = results(tmp_path)
         (tmp_path / f"{STEM}_results.json").unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(play_llm_game, "load_players", None)
+            patch.setattr(play_llm_game, "Seats", None)
             run_here(flags(place, tiny_model, tmp_path, max_games=3), patch)
         assert results(tmp_path) == before
         run_here(flags(place, tiny_model, tmp_path, max_games=5), monkeypatch)
@@ -547,7 +548,7 @@ class TestOneProcess:
     def test_the_same_model_is_loaded_once(self, place, tiny_model, tmp_path, monkeypatch):
         args = play_llm_game.parse_args(flags(place, tiny_model, tmp_path))
         args.defender_model_name_or_path = os.path.relpath(tiny_model)
-        attacker, defender, games = play_llm_game.load_players(args, on_batch=lambda: None)
+        attacker, defender, games = Seats(args).take(play_llm_game.model_names(args), on_batch=lambda: None)
         assert attacker is defender
         assert games == 4
 
@@ -622,7 +623,7 @@ class TestOneProcess:
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(
         self, changes, message, place, tiny_model, tmp_path, monkeypatch, capsys
     ):
-        monkeypatch.setattr(play_llm_game, "load_players", None)
+        monkeypatch.setattr(play_llm_game, "Seats", None)
         with pytest.raises(SystemExit) as stop:
             run_here(flags(place, tiny_model, tmp_path / "out", **changes), monkeypatch)
         assert stop.value.code == 2

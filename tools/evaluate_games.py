@@ -31,12 +31,12 @@ from tools.play_flags import (
     add_machine_flags,
     flag_problems,
     game_rules,
-    model_setting,
     set_precision,
     too_small,
     words_setting,
 )
-from tools.play_llm_game import Progress, Seats, run_games, seed_draws
+from tools.play_llm_game import Progress, run_games, seed_draws
+from tools.seats import Seats, model_setting
 from utils import (
     end_with_launcher,
     iter_records,

@@ -9,9 +9,8 @@ import math
 
 import torch
 
-from tools import models, taboo
-from tools.models import Sampling
-from utils import model_fingerprint, parse_bool, warn_once
+from tools import taboo
+from utils import parse_bool, warn_once
 
 SAMPLING, TESTING = "sampling", "testing"
 
@@ -72,24 +71,6 @@ def too_small(args: argparse.Namespace, **least: int) -> list[str]:
         for name, minimum in least.items()
         if values[name] is not None and values[name] < minimum
     ]
-
-
-def sampling_settings(args: argparse.Namespace) -> Sampling:
-    """How replies are drawn, by the flags."""
-    return Sampling(
-        max_length=args.max_length,
-        max_new_tokens=args.max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
-        do_sample=args.task_type == SAMPLING,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-    )
-
-
-def model_setting(name: str) -> dict[str, str]:
-    """A model as `EpisodeFiles` compares it."""
-    return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}
 
 
 def words_setting(path: str, words: list[str]) -> dict[str, str]:

@@ -11,32 +11,30 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from tools import models, taboo
+from tools import taboo
 from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
 from tools.play_flags import (
     add_game_flags,
     add_machine_flags,
     flag_problems,
     game_rules,
-    model_setting,
-    sampling_settings,
     set_precision,
     too_small,
     words_setting,
 )
-from tools.players import Batcher, GameView, LocalPlayer, Player
+from tools.players import GameView, Player
+from tools.seats import Seats, model_setting
 from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
 logger = logging.getLogger(__name__)
@@ -97,59 +95,6 @@ async def play_games(
     await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
 
 
-# --- the players ---------------------------------------------------------------------------------------------------
-
-
-class Seats:
-    """The players of a process: only the models of the games at hand are loaded, equal ones once."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.loaded: dict[Path, models.LocalModel] = {}
-        self.batch_size = args.per_device_eval_batch_size
-        if self.batch_size == 1:
-            logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
-
-    def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
-        """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
-        folders = [models.model_folder(name).resolve() for name in names]
-        self._load(set(folders))
-        batcher = Batcher(self.batch_size, on_batch)
-        players = {folder: LocalPlayer(model, batcher) for folder, model in self.loaded.items()}
-        attacker, defender = (players[folder] for folder in folders)
-        # Of so many games, one of the models always has a full batch waiting.
-        return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
-
-    def _load(self, folders: set[Path]) -> None:
-        if folders == set(self.loaded):
-            return
-        self.loaded = {folder: model for folder, model in self.loaded.items() if folder in folders}
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
-        args = self.args
-        how = {
-            "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-            "device_map": args.device_map,
-            "trust_remote_code": args.trust_remote_code,
-        }
-        for folder in sorted(folders - set(self.loaded)):
-            self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
-        if args.per_device_eval_batch_size is None:
-            sizes = [models.batch_size_for_memory(model.model, args.max_length) for model in self.loaded.values()]
-            self.batch_size = min(sizes)
-            logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
-
-
-def load_players(args: argparse.Namespace, on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
-    """Attacker, defender, and how many games to play at once. The same model for both is loaded once."""
-    return Seats(args).take(model_names(args), on_batch)
-
-
-def model_names(args: argparse.Namespace) -> tuple[str, str]:
-    """Of attacker and defender."""
-    return args.attacker_model_name_or_path, args.defender_model_name_or_path
-
-
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +134,7 @@ def describe(episode: Episode) -> str:
 def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates) -> float:
     """Play the games that are missing and store each as it ends; returns the seconds this took."""
     progress = Progress(len(to_play), args.logging_steps)
-    attacker, defender, concurrent_games = load_players(args, progress.batch)
+    attacker, defender, concurrent_games = Seats(args).take(model_names(args), progress.batch)
     seed_draws(args.seed, games_left=len(to_play))
     progress.started = time.monotonic()
 
@@ -250,6 +195,11 @@ def check_args(args: argparse.Namespace) -> None:
             problems.append(f"--{name} {value!r} is no part of a file name")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def model_names(args: argparse.Namespace) -> tuple[str, str]:
+    """Of attacker and defender."""
+    return args.attacker_model_name_or_path, args.defender_model_name_or_path
 
 
 def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
