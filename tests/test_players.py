@@ -10,7 +10,7 @@ import torch
 from conftest import build_llama, build_tokenizer
 
 from tools import models
-from tools.models import LocalModel, Sampling, load_local_model, model_folder
+from tools.models import BatchEngine, LocalModel, Sampling, load_local_model, model_folder
 from tools.players import LENGTH, STOP, Batcher, GameView, LocalPlayer, Reply, ScriptedPlayer
 from utils import model_fingerprint
 
@@ -66,9 +66,9 @@ class TestLocalModel:
     def test_a_reply_ends_at_the_end_token_which_counts_but_is_not_shown(self):
         model = tiny()
         letters = model.tokenizer("hi")["input_ids"]
-        assert model._decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
-        assert model._decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
-        assert model._decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
+        assert model.decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+        assert model.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
+        assert model.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
 
     def test_all_end_tokens_of_the_model_folder_stop_a_reply(self):
         model = build_llama(0, 260)
@@ -76,7 +76,7 @@ class TestLocalModel:
         local = LocalModel(model, build_tokenizer(), GREEDY)
         assert local.stop_ids == [2, 77]
         letter = local.tokenizer("h")["input_ids"]
-        assert local._decode([*letter, 77, 3], prompt_cut=False) == Reply("h", STOP, 2)  # 77 is no special token
+        assert local.decode([*letter, 77, 3], prompt_cut=False) == Reply("h", STOP, 2)  # 77 is no special token
 
     def test_min_new_tokens_holds_the_end_token_back(self):
         ends_at_once = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
@@ -165,7 +165,7 @@ class TestModelFolder:
         copy = shutil.copytree(tiny_model, tmp_path / "copy")
         assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
 
-    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (4, 2), (7, 2), (8, 4), (10**6, 32)])
+    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (4, 2), (7, 2), (8, 4), (10**6, 64)])
     def test_the_batch_size_follows_the_free_memory(self, free, expected, tiny_model, monkeypatch):
         model = load(tiny_model).model
         # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
@@ -174,21 +174,27 @@ class TestModelFolder:
         assert models.batch_size_for_memory(model, max_length=100) == expected
 
 
-class EchoModel:
-    """Answers with the prompt and remembers its batches."""
+class EchoEngine:
+    """Answers so many requests at a time with their prompts, and remembers what it was given when."""
 
-    def __init__(self):
-        self.batches: list[list[str]] = []
+    def __init__(self, at_once=8):
+        self.at_once = at_once
+        self.waiting: list[tuple[int, str]] = []
+        self.runs: list[list[str]] = []
 
-    def generate(self, prompts):
-        self.batches.append(list(prompts))
-        return [Reply(prompt, STOP, 1) for prompt in prompts]
+    def start(self, request, prompt, *, game):
+        self.waiting.append((request, prompt))
+
+    def run(self):
+        batch, self.waiting = self.waiting[: self.at_once], self.waiting[self.at_once :]
+        self.runs.append([prompt for _, prompt in batch])
+        return [(request, Reply(prompt, STOP, 1)) for request, prompt in batch]
 
 
-def ask(batcher, model, lengths):
+def ask(batcher, engine, lengths):
     """Play "games" of so many messages at the same time; the replies of each."""
 
-    player = LocalPlayer(model, batcher)
+    player = LocalPlayer(engine, batcher)
 
     async def game(number, length):
         return [(await player.reply(f"{number}.{turn}", view=VIEW)).text for turn in range(length)]
@@ -200,58 +206,100 @@ def ask(batcher, model, lengths):
 
 
 class TestBatcher:
-    def test_a_batch_starts_when_every_live_game_waits(self):
-        model = EchoModel()
-        assert ask(Batcher(8), model, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
-        assert model.batches == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
+    def test_an_engine_runs_when_every_live_game_waits(self):
+        engine = EchoEngine()
+        assert ask(Batcher(8), engine, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
+        assert engine.runs == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
 
-    def test_a_batch_is_never_larger_than_its_size_and_nobody_is_passed_over(self):
-        model, batches = EchoModel(), []
-        ask(Batcher(2, lambda: batches.append(1)), model, [2, 2, 1])
-        assert model.batches == [["0.0", "1.0"], ["2.0", "0.1"], ["1.1"]]
-        assert len(batches) == 3
+    def test_the_place_of_a_finished_reply_is_taken_before_the_next_run(self):
+        engine, batches = EchoEngine(at_once=1), []
+        ask(Batcher(2, lambda: batches.append(1)), engine, [2, 2, 1])
+        assert engine.runs == [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]
+        assert len(batches) == 2  # of two replies each
 
-    def test_of_two_models_the_one_with_more_waiting_prompts_goes_first(self):
-        one, two, order = EchoModel(), EchoModel(), []
+    def test_of_two_engines_the_one_with_more_open_requests_goes_first(self):
+        one, two, order = EchoEngine(), EchoEngine(), []
         batcher = Batcher(8)
 
-        async def game(model, prompt):
-            await LocalPlayer(model, batcher).reply(prompt, view=VIEW)
+        async def game(engine, prompt):
+            await LocalPlayer(engine, batcher).reply(prompt, view=VIEW)
             order.append(prompt)
 
         async def games():
             await asyncio.gather(game(one, "a"), game(two, "b"), game(two, "c"))
 
         asyncio.run(games())
-        assert (one.batches, two.batches, order) == ([["a"]], [["b", "c"]], ["b", "c", "a"])
+        assert (one.runs, two.runs, order) == ([["a"]], [["b", "c"]], ["b", "c", "a"])
 
     def test_a_game_that_takes_its_time_does_not_hold_up_the_others(self):
         """A person or a server thinks in wall-clock time; the games that wait for the model go on."""
-        model, batcher = EchoModel(), Batcher(8)
+        engine, batcher = EchoEngine(), Batcher(8)
 
         async def games():
             thinking = asyncio.Event()
 
             async def slow():
                 await thinking.wait()
-                await LocalPlayer(model, batcher).reply("slow", view=VIEW)
+                await LocalPlayer(engine, batcher).reply("slow", view=VIEW)
 
             async def fast():
-                await LocalPlayer(model, batcher).reply("fast", view=VIEW)
+                await LocalPlayer(engine, batcher).reply("fast", view=VIEW)
                 thinking.set()
 
             await asyncio.wait_for(asyncio.gather(slow(), fast()), timeout=10)
 
         asyncio.run(games())
-        assert model.batches == [["fast"], ["slow"]]
+        assert engine.runs == [["fast"], ["slow"]]
 
-    def test_a_failing_model_fails_the_games_that_asked_it(self):
-        class FailingModel:
-            def generate(self, prompts):
+    def test_a_failing_engine_fails_the_games_that_asked_it(self):
+        class FailingEngine(EchoEngine):
+            def run(self):
                 raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            ask(Batcher(8), FailingModel(), [1, 1])
+            ask(Batcher(8), FailingEngine(), [1, 1])
+
+
+class TestBatchEngine:
+    def test_requests_are_answered_in_batches_in_their_order(self, tiny_model):
+        local = load(tiny_model)
+        engine = BatchEngine(local, 2)
+        prompts = ["a", "bc", "def"]
+        for number, prompt in enumerate(prompts):
+            engine.start(number, prompt, game=number)
+        replies = [engine.run(), engine.run()]
+        assert [[number for number, _ in batch] for batch in replies] == [[0, 1], [2]]
+        assert [reply for batch in replies for _, reply in batch] == local.generate(prompts)
+
+    def test_when_memory_runs_out_it_goes_on_with_half_the_batch_and_loses_nothing(self, tiny_model, caplog):
+        local = load(tiny_model)
+        engine, expected, sizes = BatchEngine(local, 8), local.generate(list("abcdefgh")), []
+
+        def generate(prompts):
+            sizes.append(len(prompts))
+            if len(prompts) > 2:
+                raise torch.OutOfMemoryError
+            return expected[: len(prompts)] if prompts == ["a", "b"] else [None] * len(prompts)
+
+        local.generate = generate
+        for number, prompt in enumerate("abcdefgh"):
+            engine.start(number, prompt, game=number)
+        assert engine.run() == [(0, expected[0]), (1, expected[1])]
+        assert [number for number, _ in engine.run()] == [2, 3]
+        assert sizes == [8, 4, 2, 2]
+        assert "out of memory with 8 prompts at once; going on with half as many" in caplog.text
+
+    def test_memory_that_does_not_suffice_for_one_prompt_is_an_error(self, tiny_model):
+        local = load(tiny_model)
+
+        def generate(prompts):
+            raise torch.OutOfMemoryError
+
+        local.generate = generate
+        engine = BatchEngine(local, 1)
+        engine.start(0, "a", game=0)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.run()
 
 
 def test_a_scripted_player_says_its_lines_and_remembers_who_asked():

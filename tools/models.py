@@ -6,8 +6,10 @@ runs only if the user said so.
 
 import logging
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from tools.players import LENGTH, STOP, Reply
 from utils import TOKENIZER_FILES, rank, warn_once
 
-CPU_BATCH, GPU_BATCH = 32, 256  # the most prompts that a batch chosen from memory holds; larger ones gained nothing
+CPU_BATCH, GPU_BATCH = 64, 256  # the most prompts that a batch chosen from memory holds; larger ones gained little
 MEMORY_SHARE = 0.5  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -76,9 +78,9 @@ class LocalModel:
             generation_config=self.generation_config,
         )
         new_ids = output[:, width:].tolist()  # (batch, up to max_new_tokens)
-        return [self._decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        return [self.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
 
-    def _decode(self, ids: list[int], prompt_cut: bool) -> Reply:
+    def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -98,6 +100,39 @@ class LocalModel:
             pad_token_id=self.pad_id,
             eos_token_id=self.stop_ids or None,
         )
+
+
+class BatchEngine:
+    """Answers requests batch after batch by plain `generate`, for any causal language model.
+
+    A batch lasts as long as its longest reply, and every prompt is computed in whole. When the device's memory runs
+    out, it goes on with batches of half the size.
+    """
+
+    def __init__(self, local: LocalModel, batch_size: int):
+        self.local, self.batch_size = local, batch_size
+        self.waiting: deque[tuple[int, str]] = deque()  # request, prompt
+
+    def start(self, request: int, prompt: str, *, game: int) -> None:
+        """Note a request; its game is of no use here."""
+        self.waiting.append((request, prompt))
+
+    def run(self) -> list[tuple[int, Reply]]:
+        """The next batch of (request, reply)."""
+        while True:
+            batch = list(islice(self.waiting, self.batch_size))
+            try:
+                replies = self.local.generate([prompt for _, prompt in batch])
+                break
+            except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
+            warn_once("out of memory with %d prompts at once; going on with half as many", self.batch_size)
+            self.batch_size //= 2
+            torch.cuda.empty_cache()
+        for _ in batch:
+            self.waiting.popleft()
+        return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
 
 
 def _stop_ids(model, tokenizer) -> list[int]:

@@ -13,6 +13,7 @@ from tools import taboo
 from utils import parse_bool, warn_once
 
 SAMPLING, TESTING = "sampling", "testing"
+AUTO, SLOTS, GENERATE = "auto", "slots", "generate"
 
 
 def add_game_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,13 @@ def add_game_flags(parser: argparse.ArgumentParser) -> None:
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Declare how games are played on this machine and what is shown of them."""
     add = parser.add_argument
+    add(
+        "--engine",
+        choices=(AUTO, SLOTS, GENERATE),
+        default=AUTO,
+        help="slots: keys and values of a game are kept, and replies do not wait for each other; generate: whole "
+        "batches by plain generate; auto: slots wherever the model's attention allows",
+    )
     add("--per_device_eval_batch_size", type=int, help="prompts answered at once; chosen from memory if unset")
     add("--concurrent_games", type=int, help="games alive at once; a batch for each model if unset")
     add("--tf32", type=parse_bool, default=False, help="True: TF32 for float32 products, on GPUs that have it")

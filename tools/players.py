@@ -56,29 +56,35 @@ class ScriptedPlayer:
         return Reply(text, STOP, len(text.split()))
 
 
-class BatchModel(Protocol):
-    """A language model that answers many prompts at once."""
+class Engine(Protocol):
+    """A model of this process that works on many requests at once (tools/models.py, tools/engine.py)."""
 
-    def generate(self, prompts: Sequence[str]) -> list[Reply]:
-        """One reply per prompt."""
+    def start(self, request: int, prompt: str, *, game: int) -> None:
+        """Note a request, for the next `run`; cheap, and safe while `run` is at work in another thread."""
+
+    def run(self) -> list[tuple[int, Reply]]:
+        """Work on all requests until at least one has its reply; those that have."""
 
 
 class Batcher:
-    """Gathers the prompts of all waiting games and has them answered batch by batch, one batch at a time.
+    """Lets the engines of a process work in turn, while all games that can go on do so.
 
-    A batch starts when every live game waits for a reply, or when it is full; never on a timer, so that the same
-    games with the same seed make the same batches. With two models, that with more waiting prompts goes first.
+    An engine runs when no live game can move without a reply of one; never on a timer, so that the same games with the
+    same seed give the same draws. Of two engines, the one with more open requests goes first.
     """
 
     def __init__(self, batch_size: int, on_batch: Callable[[], None] = lambda: None):
-        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called after each batch
-        self.waiting: dict[BatchModel, list[tuple[str, asyncio.Future]]] = {}
+        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called every so many replies
+        self.open: dict[Engine, dict[int, asyncio.Future]] = {}
+        self.requests = self.replies = 0
         self.runner: asyncio.Task | None = None
 
-    async def submit(self, model: BatchModel, prompt: str) -> Reply:
-        """The model's reply, once the prompt's batch has run."""
+    async def submit(self, engine: Engine, prompt: str, *, game: int) -> Reply:
+        """The engine's reply. `game` is a number by which the prompts of one game are known."""
+        self.requests += 1
         future = asyncio.get_running_loop().create_future()
-        self.waiting.setdefault(model, []).append((prompt, future))
+        self.open.setdefault(engine, {})[self.requests] = future
+        engine.start(self.requests, prompt, game=game)
         if self.runner is None:
             self.runner = asyncio.create_task(self._run())
         return await future
@@ -86,48 +92,44 @@ class Batcher:
     async def _run(self) -> None:
         try:
             while await self._gather():
-                model = max(self.waiting, key=lambda model: len(self.waiting[model]))
-                batch = self.waiting[model][: self.batch_size]
-                del self.waiting[model][: self.batch_size]
-                await self._answer(model, batch)
-                self.on_batch()
+                engine = max(self.open, key=lambda engine: len(self.open[engine]))
+                await self._answer(engine)
         finally:
             self.runner = None
 
     async def _gather(self) -> int:
-        """Let the games move until none can, or a batch is full; the number of prompts that wait then."""
+        """Let the games move until none can; the number of open requests then."""
         before = None
-        while (now := self._num_waiting()) != before and not self._any_full():
+        while (now := sum(map(len, self.open.values()))) != before:
             before = now
             await asyncio.sleep(0)  # every other task that can run does so before this one goes on
         return now
 
-    def _num_waiting(self) -> int:
-        return sum(len(prompts) for prompts in self.waiting.values())
-
-    def _any_full(self) -> bool:
-        return any(len(prompts) >= self.batch_size for prompts in self.waiting.values())
-
-    @staticmethod
-    async def _answer(model: BatchModel, batch: list[tuple[str, asyncio.Future]]) -> None:
+    async def _answer(self, engine: Engine) -> None:
+        futures = self.open[engine]
         try:
-            replies = await asyncio.to_thread(model.generate, [prompt for prompt, _ in batch])
-        except Exception as error:  # raised again in each game of the batch
-            for _, future in batch:
+            finished = await asyncio.to_thread(engine.run)
+        except Exception as error:  # raised again in each game that waits for this engine
+            for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
+            futures.clear()
             return
-        for (_, future), reply in zip(batch, replies, strict=True):
+        for request, reply in finished:
+            future = futures.pop(request)
             if not future.done():
                 future.set_result(reply)
+        batches, self.replies = self.replies // self.batch_size, self.replies + len(finished)
+        for _ in range(self.replies // self.batch_size - batches):
+            self.on_batch()
 
 
 class LocalPlayer:
     """Plays with a model in this process; all such players share one batcher, and with it the device."""
 
-    def __init__(self, model: BatchModel, batcher: Batcher):
-        self.model, self.batcher = model, batcher
+    def __init__(self, engine: Engine, batcher: Batcher):
+        self.engine, self.batcher = engine, batcher
 
     async def reply(self, prompt: str, *, view: GameView) -> Reply:
-        """The model's reply, from whatever batch the prompt ends up in."""
-        return await self.batcher.submit(self.model, prompt)
+        """The model's reply."""
+        return await self.batcher.submit(self.engine, prompt, game=view.game)

@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 
 from tools import models
+from tools.engine import SlotEngine, can_hold
 from tools.models import Sampling
-from tools.play_flags import SAMPLING
-from tools.players import Batcher, LocalPlayer, Player
+from tools.play_flags import AUTO, GENERATE, SAMPLING, SLOTS
+from tools.players import Batcher, Engine, LocalPlayer, Player
 from utils import model_fingerprint
 
 logger = logging.getLogger(__name__)
+
+
+ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
 
 
 class Seats:
@@ -35,7 +39,7 @@ class Seats:
         folders = [models.model_folder(name).resolve() for name in names]
         self._load(set(folders))
         batcher = Batcher(self.batch_size, on_batch)
-        players = {folder: LocalPlayer(model, batcher) for folder, model in self.loaded.items()}
+        players = {folder: LocalPlayer(self._engine(model), batcher) for folder, model in self.loaded.items()}
         attacker, defender = (players[folder] for folder in folders)
         # Of so many games, one of the models always has a full batch waiting.
         return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
@@ -58,6 +62,14 @@ class Seats:
             sizes = [models.batch_size_for_memory(model.model, args.max_length) for model in self.loaded.values()]
             self.batch_size = min(sizes)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
+
+    def _engine(self, local: models.LocalModel) -> Engine:
+        able = can_hold(local.model, self.args.max_length)
+        name = self.args.engine if self.args.engine != AUTO else SLOTS if able else GENERATE
+        if name == SLOTS and not able:
+            raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+        logger.info("--engine %s", name)
+        return ENGINES[name](local, self.batch_size)
 
 
 def sampling_settings(args: argparse.Namespace) -> Sampling:

@@ -1,0 +1,268 @@
+"""The engine of play: the replies of plain `generate`, with each token computed once and no waiting."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from conftest import build_llama, build_tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tools import engine as engine_module
+from tools.engine import SlotEngine, can_hold, draw
+from tools.models import LocalModel, Sampling
+from tools.players import LENGTH, STOP
+
+RULES = "The rules, which all prompts begin with. "
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def sampling(**changes) -> Sampling:
+    return Sampling(**({"max_length": 400, "max_new_tokens": 10, "do_sample": False} | changes))
+
+
+def llama(settings: Sampling, **changes) -> LocalModel:
+    tokenizer = build_tokenizer()
+    return LocalModel(build_llama(0, len(tokenizer), num_attention_heads=4, **changes).eval(), tokenizer, settings)
+
+
+def answer(engine, prompts: list[tuple[int, str]]) -> list:
+    """The replies to (game, prompt) pairs, asked at once."""
+    for number, (game, prompt) in enumerate(prompts):
+        engine.start(number, prompt, game=game)
+    replies = {}
+    while len(replies) < len(prompts):
+        replies |= dict(engine.run())
+    return [replies[number] for number in range(len(prompts))]
+
+
+def conversation(games: int, turns: int, seed: int = 0) -> list[list[tuple[int, str]]]:
+    """For each turn, (game, prompt) pairs: the history of each game, which grows, and an instruction."""
+    rng = random.Random(seed)
+    history = [RULES] * games
+    asked = []
+    for turn in range(turns):
+        history = [text + "".join(rng.choices("abcdef ", k=rng.randint(1, 25))) for text in history]
+        asked.append([(game, f"{text} Now, number {turn % 2}:") for game, text in enumerate(history)])
+    return asked
+
+
+class TestGreedyReplies:
+    @pytest.mark.parametrize("kv_heads", [4, 2, 1])
+    @pytest.mark.parametrize("slots", [1, 3, 8])
+    def test_they_are_those_of_plain_generate_token_by_token(self, kv_heads, slots):
+        plain, engine = (llama(sampling(), num_key_value_heads=kv_heads) for _ in range(2))
+        engine = SlotEngine(engine, slots)
+        for prompts in conversation(games=6, turns=4):
+            assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            Qwen2Config(**SHAPE, num_key_value_heads=2, vocab_size=260),
+            Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16, vocab_size=260),
+            MistralConfig(**SHAPE, num_key_value_heads=2, vocab_size=260, sliding_window=None),
+        ],
+        ids=lambda config: config.model_type,
+    )
+    def test_of_other_models_too(self, config):
+        config.initializer_range = 0.1
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        local = LocalModel(model, build_tokenizer(), sampling())
+        assert can_hold(model, 400)
+        rounds = conversation(games=5, turns=3)
+        expected = [local.generate([prompt for _, prompt in prompts]) for prompts in rounds]
+        engine = SlotEngine(local, 4)
+        assert [answer(engine, prompts) for prompts in rounds] == expected
+
+    def test_of_prompts_that_share_nothing_are_empty_or_lost_their_beginning(self):
+        settings = sampling(max_length=60)
+        prompts = list(enumerate(["", "x" * 200, "a different one", "x" * 190 + "end", "y"]))
+        plain, engine = llama(settings), SlotEngine(llama(settings), 3)
+        expected = plain.generate([prompt for _, prompt in prompts])
+        assert answer(engine, prompts) == expected == answer(engine, prompts)
+        assert [reply.prompt_cut for reply in expected] == [False, True, False, True, False]
+
+    def test_of_a_tokenizer_without_bos_whose_prompts_have_no_common_beginning(self):
+        locals_ = [llama(sampling()) for _ in range(2)]
+        for local in locals_:
+            local.tokenizer.bos_token = None
+        prompts = list(enumerate(["abc", "xyz"]))
+        engine = SlotEngine(locals_[1], 2)
+        assert answer(engine, prompts) == locals_[0].generate(["abc", "xyz"])
+        assert engine.prefix == []
+
+    def test_many_new_prompts_are_taken_in_over_several_steps(self, monkeypatch):
+        monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
+        plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 6)
+        (prompts,) = conversation(games=6, turns=1)
+        assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+
+    def test_a_game_whose_slot_was_given_away_is_computed_anew(self):
+        plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 2)
+        for prompts in conversation(games=4, turns=3):
+            for pair in (prompts[:2], prompts[2:]):
+                assert answer(engine, pair) == plain.generate([prompt for _, prompt in pair])
+
+
+class TestWhatIsComputed:
+    def test_a_token_of_rules_and_history_is_computed_once_for_all_turns_sides_and_games(self):
+        engine = SlotEngine(llama(sampling(max_new_tokens=2)), 3)
+        rounds = conversation(games=3, turns=4)
+        for prompts in rounds:
+            answer(engine, prompts)
+        encoded = [[engine.local.encode(prompt)[0] for _, prompt in prompts] for prompts in rounds]
+        instruction = len(" Now, number 0:")
+        # The rules once; of each game its last history, and of each prompt its instruction. A history may go on as the
+        # instruction begins.
+        common = len(engine.prefix)
+        expected = common + sum(len(ids) - common for ids in encoded[-1]) + 3 * 3 * instruction
+        assert engine.counts["prompt"] == sum(len(ids) for ids in itertools.chain(*encoded))
+        assert expected - 3 * 3 <= engine.counts["prefill"] <= expected
+
+    def test_a_short_reply_makes_room_while_a_long_one_goes_on(self):
+        """Two slots, of which one answers five short requests in the time of one long reply."""
+        engine = SlotEngine(llama(sampling(max_new_tokens=30)), 2)
+        lengths = iter([30] + [5] * 5)  # in the order in which requests get their slots
+        limits = {}
+
+        def forced(_, logits):  # ends the replies at the given lengths, whatever the model says
+            busy = [slot for slot in engine.slots if slot.request]
+            for row, slot in enumerate(sorted(busy, key=lambda slot: (len(slot.pending), engine.slots.index(slot)))):
+                limit = limits.setdefault(slot.request.number, None) or next(lengths)
+                limits[slot.request.number] = limit
+                logits[row] = 0
+                logits[row, 2 if len(slot.request.reply) + 1 >= limit else 10] = 1
+            return logits
+
+        engine.warp, engine.local.sampling = forced, sampling(max_new_tokens=30, do_sample=True, top_k=1)
+        engine_draw = engine_module.draw
+        engine_module.draw = lambda probabilities: probabilities.argmax(-1)
+        try:
+            replies = answer(engine, [(game, f"{RULES}{game}") for game in range(6)])
+        finally:
+            engine_module.draw = engine_draw
+        assert sorted(reply.tokens for reply in replies) == [5] * 5 + [30]
+        assert engine.counts["steps"] <= 31
+
+    def test_no_attention_setting_is_left_changed_for_others(self):
+        local = llama(sampling())
+        SlotEngine(local, 2)
+        assert llama(sampling()).model.config._attn_implementation == "sdpa"
+        assert local.model.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+
+
+class TestMemory:
+    def test_when_it_runs_out_half_the_games_go_on_and_no_reply_is_lost(self, monkeypatch, caplog):
+        plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 8)
+        (prompts,) = conversation(games=8, turns=1)
+        forward = engine.model.forward
+
+        def limited(*args, input_ids, **kwargs):
+            if len(engine.slots) > 2 and engine.counts["steps"] >= 4:  # in the middle of replies
+                raise torch.OutOfMemoryError
+            return forward(*args, input_ids=input_ids, **kwargs)
+
+        monkeypatch.setattr(engine.model, "forward", limited)
+        assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+        assert len(engine.slots) == 2
+        assert "out of memory with 8 games at a time; going on with half as many" in caplog.text
+
+    def test_if_one_game_does_not_fit_the_error_is_raised(self, monkeypatch):
+        engine = SlotEngine(llama(sampling()), 2)
+
+        def full(*args, **kwargs):
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(engine.model, "forward", full)
+        engine.start(0, "a", game=0)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.run()
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of observed counts against expected ones, cells below 5 pooled; in standard deviations from its mean."""
+    small = expected < 5
+    counts, expected = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected.double()))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    degrees = len(expected) - 1
+    return (((counts - expected) ** 2 / expected).sum().item() - degrees) / math.sqrt(2 * degrees)
+
+
+class TestDraws:
+    @pytest.mark.parametrize(
+        "changes", [{}, {"top_k": 0}, {"top_k": 7, "temperature": 0.7}, {"top_k": 0, "top_p": 0.8, "temperature": 1.0}]
+    )
+    def test_tokens_have_the_distribution_of_plain_generate(self, changes):
+        """First two tokens of many replies against the probabilities that transformers' own processors give."""
+        settings = sampling(do_sample=True, max_new_tokens=2, min_new_tokens=2, **changes)
+        local, other = llama(settings), llama(settings)
+        processors = other.model._get_logits_processor(other.generation_config, input_ids_seq_length=1, device="cpu")
+
+        @torch.no_grad()
+        def next_token(ids):
+            logits = other.model(ids).logits[:, -1]
+            logits[:, local.stop_ids] = -torch.inf
+            return processors(ids, logits).softmax(-1)
+
+        ids = torch.tensor([local.encode(RULES)[0]])
+        first = next_token(ids)[0]
+        second = first @ next_token(torch.cat([ids.expand(260, -1), torch.arange(260)[:, None]], 1))
+        drawn = []
+        local.decode = lambda ids, cut: drawn.append(ids)
+        engine = SlotEngine(local, 64)
+        torch.manual_seed(0)
+        answer(engine, [(game, RULES) for game in range(3000)])
+        for place, expected in enumerate((first, second)):
+            counts = torch.bincount(torch.tensor([ids[place] for ids in drawn]), minlength=260)
+            assert chi_square(counts, 3000 * expected) < 4
+
+    def test_draw_follows_the_probabilities_and_never_takes_an_impossible_choice(self):
+        torch.manual_seed(0)
+        row = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+        drawn = draw(row.expand(20_000, -1))
+        counts = torch.bincount(drawn, minlength=6)
+        assert counts[[0, 2, 5]].sum() == 0
+        assert chi_square(counts, 20_000 * row) < 4
+
+    def test_the_same_seed_gives_the_same_replies(self):
+        (prompts,) = conversation(games=6, turns=1)
+        replies = []
+        for seed in (1, 1, 2):
+            engine = SlotEngine(llama(sampling(do_sample=True)), 4)
+            torch.manual_seed(seed)
+            replies.append(answer(engine, prompts))
+        assert replies[0] == replies[1] != replies[2]
+
+    def test_min_new_tokens_holds_all_end_tokens_back(self):
+        settings = sampling(min_new_tokens=6, max_new_tokens=8)
+        plain, local = llama(settings), llama(settings)
+        likeliest = plain.model(torch.tensor([plain.encode(RULES)[0]])).logits[0, -1].argmax().item()
+        for one in (plain, local):
+            one.stop_ids = [2, likeliest]
+            one.generation_config = one._generation_config()
+        (reply,) = answer(SlotEngine(local, 1), [(0, RULES)])
+        assert [reply] == plain.generate([RULES])
+        assert reply.tokens > 6
+        assert reply.finish_reason in (STOP, LENGTH)
+
+
+class TestWhichModels:
+    def test_a_sliding_window_shorter_than_the_prompts_is_refused(self):
+        config = MistralConfig(**SHAPE, num_key_value_heads=2, vocab_size=260, sliding_window=100)
+        model = AutoModelForCausalLM.from_config(config)
+        assert can_hold(model, 100)
+        assert not can_hold(model, 101)
+
+    def test_a_model_without_transformers_attention_interface_is_refused(self):
+        model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=260))
+        model._supports_attention_backend = False
+        assert not can_hold(model, 100)
+
+    def test_layers_of_other_kinds_are_refused(self):
+        config = Qwen2Config(**SHAPE, num_key_value_heads=2, vocab_size=260)
+        config.layer_types = ["full_attention", "sliding_attention"]
+        assert not can_hold(AutoModelForCausalLM.from_config(config), 100)
