@@ -241,6 +241,12 @@ def _method_problems(args) -> list[str]:
     for tracker in {"tensorboard", "wandb"} & set(args.report_to if isinstance(args.report_to, list) else []):
         if importlib.util.find_spec(tracker) is None:
             problems.append(f"--report_to {tracker} needs it: pip install {tracker}")
+    per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
+    if args.train_sampling_strategy == "batch_rebalance" and not per_step:
+        problems.append(
+            "--train_sampling_strategy batch_rebalance deals the rows of a step out by length, which changes what "
+            "micro-batches average over: it needs --loss_normalization step"
+        )
     if args.label_smoothing_factor:
         problems.append("--label_smoothing_factor is not used by any method")
     return problems

@@ -31,6 +31,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 
 import utils
@@ -59,18 +60,20 @@ def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return _sum_rows(logprobs, scored) / scored.sum(1)
 
 
-def label_logprob(model: nn.Module, module: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def label_logprob(
+    model: nn.Module, module: PreTrainedModel, batch: dict[str, torch.Tensor], *, pads_left: bool = True
+) -> torch.Tensor:
     """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
 
     Prompts are most of the tokens, and (batch, T, vocabulary) logits most of the memory; here they are (scored tokens,
     vocabulary). `model` is what is called, perhaps wrapped by DDP or DeepSpeed; `module` the causal LM inside it.
+    With padding on the right (`pads_left` False) no token sees any, and attention can be causal without a mask.
     """
     labels, mask = batch["labels"], batch["attention_mask"]
-    inputs = {
-        "input_ids": batch["input_ids"],
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),  # the same tokens get the same positions on either side
-    }
+    inputs = {"input_ids": batch["input_ids"]}
+    if pads_left:
+        # The same tokens get the same positions on either side.
+        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     accepted = inspect.signature(module.forward).parameters
     inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
     output_layer = module.get_output_embeddings()
@@ -331,7 +334,7 @@ class SPAGTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
-        logprob = label_logprob(model, self.module, inputs)
+        logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         (self.metrics if self.module.training else self.eval_metrics).add(metrics, inputs)
@@ -358,6 +361,22 @@ class SPAGTrainer(Trainer):
         totals = self.accelerator.reduce(totals, reduction="sum")
         # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
         return batches, Counts(*(totals / (len(batches) * self.accelerator.num_processes)))
+
+    def _get_train_sampler(self, train_dataset=None):
+        """As the Trainer's, but `batch_rebalance` follows --seed and needs no pass over the rows for their lengths."""
+        if self.args.train_sampling_strategy != "batch_rebalance":
+            return super()._get_train_sampler(train_dataset)
+        args = self.args
+        groups = args.gradient_accumulation_steps * args.world_size
+        return BatchRebalanceSampler(
+            lengths=np.minimum(self.train_dataset.lengths, args.max_length).tolist(),
+            effective_batch_size=args.train_batch_size * groups,
+            dp_size=args.world_size,
+            grad_accum=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            rank=args.process_index,
+            drop_last=args.dataloader_drop_last,
+        )
 
     def _prepare_inputs(self, inputs):
         """Move to the device as they are; under DeepSpeed the Trainer would round rewards and log-probabilities."""
@@ -400,7 +419,7 @@ class SPAGTrainer(Trainer):
     def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
         """As the policy's forward, in the same dtype and autocast; no gradient."""
         with torch.no_grad(), self.accelerator.autocast():
-            return label_logprob(model, module, batch)
+            return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
 
     def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
         """Log-probability of every row that needs one under the reference, (rows,) in fp32; each rank does its share.

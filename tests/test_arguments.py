@@ -116,6 +116,7 @@ def test_all_problems_are_listed_at_once(given):
         ("PPO", "", "--train_method PPO is unknown; it is one of SFT, SFTwithKL, OfflinePO"),
         ("SFT", "--ref_model_name_or_path M", "--ref_model_name_or_path is not used by SFT"),
         ("SFT", "--loss_normalization step", "--loss_normalization is not used by SFT"),
+        ("OfflinePO", "--train_sampling_strategy batch_rebalance", "it needs --loss_normalization step"),
         ("SFTwithKL", "--detach_kl True", "--detach_kl is not used by SFTwithKL"),
         ("OfflinePO", "--lm_kl_coeff nan", "--lm_kl_coeff must be a number of at least 0"),
         ("OfflinePO", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),

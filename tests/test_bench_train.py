@@ -83,12 +83,22 @@ def test_two_processes_give_one_row_a_mode_with_sums(tmp_path):
     path = tmp_path / "report.json"
     finished = bench("--length_spread", "0", "--output", str(path), launcher=launcher)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert list(read_table(finished.stdout)) == ["default", "plain"]
-    default, plain = json.loads(path.read_text())["lines"]
-    for line in (default, plain):
+    assert list(read_table(finished.stdout)) == ["default", "rebalanced", "plain"]
+    default, rebalanced, plain = json.loads(path.read_text())["lines"]
+    for line in (default, rebalanced, plain):
         assert line["tokens"] == 2 * 2 * 3 * (30 + 6 + 2)  # processes x batch x steps x (query, target, BOS, EOS)
         assert line["padding"] == 0
     assert default["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def test_dealing_rows_out_by_length_takes_most_of_the_padding_away(tmp_path):
+    path = tmp_path / "report.json"
+    flags = ["--method_rows", "True", "--target_tokens", "60", "--accumulation", "8", "--steps", "2"]
+    finished = bench(*flags, "--output", str(path))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    default, rebalanced, plain = json.loads(path.read_text())["lines"]
+    assert default["padding"] == plain["padding"] > 0.15 > 2 * rebalanced["padding"]
+    assert rebalanced["s/step"] * 2 * rebalanced["tokens/s"] == pytest.approx(rebalanced["tokens"])
 
 
 def test_bad_flags_are_told_all_at_once():

@@ -245,7 +245,7 @@ def test_narrowed_logits_give_the_same_numbers_and_never_the_whole_tensor(name, 
         model.gradient_checkpointing_enable()
     batch = ragged_batch(pad_left=False)
     with LargestTensor() as largest:
-        narrowed = label_logprob(model, model, batch)
+        narrowed = label_logprob(model, model, batch, pads_left=False)
         narrowed.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -262,4 +262,6 @@ def test_the_padding_side_does_not_change_the_logprobs(name):
     model = MODELS[name]().eval()
     with torch.no_grad():
         right, left = (label_logprob(model, model, ragged_batch(pad_left)) for pad_left in (False, True))
+        without_mask = label_logprob(model, model, ragged_batch(pad_left=False), pads_left=False)
     assert_close(right, left, rtol=1e-5, atol=1e-6)
+    assert_close(right, without_mask, rtol=1e-5, atol=1e-6)

@@ -109,9 +109,9 @@ def released_divisor(monkeypatch):
     """The release's mean over one token more in the one row that the cut makes start at a label (Deviations)."""
     ours = trainers.label_logprob
 
-    def as_released(model, module, batch):
+    def as_released(model, module, batch, **how):
         labels = batch["labels"] != -100
-        return ours(model, module, batch) * labels[:, 1:].sum(1) / labels.sum(1)
+        return ours(model, module, batch, **how) * labels[:, 1:].sum(1) / labels.sum(1)
 
     monkeypatch.setattr(trainers, "label_logprob", as_released)
 
@@ -225,6 +225,24 @@ def test_accumulation_changes_nothing_under_step_normalization(
     steps = run(tmp_path / "out", settings, gradient_accumulation_steps=4)
     expected, output = plain_runs[other_model]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, other_model, processes):
+    """Each step has the rows that a shuffle with the same seed puts together, whatever micro-batch they are in."""
+    rows = make_rows(160)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(7)).tolist()
+    path, shuffled = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", [rows[i] for i in order])
+    settings = offline_po(path, tiny_model, other_model, max_steps=20, learning_rate=1e-4, seed=7)
+    plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
+    dealt_out = {
+        "train_sampling_strategy": "batch_rebalance",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4 // processes,
+    }
+    steps = launch(tmp_path / "dealt", processes, settings | dealt_out)
+    assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
+    assert len(steps) == 20
 
 
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])

@@ -1,13 +1,17 @@
 """Speed and memory of self-play training: this project's defaults beside the usual recipe, a table with ratios.
 
     python -m tools.bench_train --preset 30m --batch_size 2
+    python -m tools.bench_train --preset 30m --batch_size 2 --accumulation 8 --method_rows True
     python -m tools.bench_train --preset 7b --bf16_weights True --gradient_checkpointing True --largest_batch True
     torchrun --nproc_per_node=2 -m tools.bench_train --preset tiny
 
-Both modes train a random Llama by OfflinePO on the same random rows, each in a process of its own
+All modes train a random Llama by OfflinePO on the same random rows, each in a process of its own
 (tools/bench_train_mode.py) with the trainer of train.py:
-default  reference log-probabilities computed before the first step by the policy itself, logits only at labels;
-plain    a second, frozen model runs at every step, and logits are (batch, sequence, vocabulary).
+default     reference log-probabilities computed before the first step by the policy itself, logits only at labels;
+rebalanced  the same with --train_sampling_strategy batch_rebalance, which deals the rows of a step out by length;
+plain       a second, frozen model runs at every step, and logits are (batch, sequence, vocabulary).
+The second is measured where a step has several micro-batches; under --loss_normalization step all three have the same
+losses but for the order of the rows.
 
 Columns: tokens are those of the rows, without padding. "with reference" adds the pass over the rows before the first
 step, spread over one epoch. "before" is what the process held before the model was built (on a CPU: Python and its
@@ -31,7 +35,7 @@ import torch
 
 import utils
 
-MODES = ("default", "plain")
+DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
 SHAPE = ("hidden_size", "layers", "heads", "intermediate_size", "vocab_size")
 PRESETS = {
     "tiny": (32, 2, 2, 64, 300),
@@ -67,7 +71,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--query_tokens", type=int, default=450, help="mean tokens of a row's query")
     add("--target_tokens", type=int, default=60, help="mean tokens of a row's target; a row is longer by BOS and EOS")
     add("--length_spread", type=float, default=0.0, help="S: lengths are drawn from 1 - S to 1 + S times these means")
-    add("--batch_size", type=int, default=2, help="rows of a step and process")
+    add(
+        "--method_rows",
+        type=utils.parse_bool,
+        default=False,
+        help="True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these",
+    )
+    add("--batch_size", type=int, default=2, help="rows of a micro-batch and process")
+    add("--accumulation", type=int, default=1, help="micro-batches of a step")
     add("--steps", type=int, default=10, help="measured steps")
     add("--warmup_steps", type=int, default=2, help="steps before them that are left out, at least 1")
     add("--learning_rate", type=float, default=2e-6, help="learning rate")
@@ -90,7 +101,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(settings: argparse.Namespace) -> None:
-    positive = (*SHAPE, "query_tokens", "target_tokens", "batch_size", "steps", "warmup_steps", "repeats")
+    positive = (*SHAPE, "query_tokens", "target_tokens", "batch_size", "accumulation")
+    positive += ("steps", "warmup_steps", "repeats")
     problems = [f"--{name} must be at least 1" for name in positive if getattr(settings, name) < 1]
     if not 0 <= settings.length_spread < 1:
         problems.append(f"--length_spread must be at least 0 and below 1, got {settings.length_spread}")
@@ -172,11 +184,13 @@ def find_largest(settings: argparse.Namespace, result: dict | None) -> dict | No
 
 def compare(settings: argparse.Namespace) -> dict:
     """Measure everything: the lines of the table, ratios, and what they were measured with."""
-    runs = [[run_mode(settings, mode) for mode in MODES] for _ in range(settings.repeats)]
-    pairs = {"equal batch": [fastest(list(of_mode)) for of_mode in zip(*runs, strict=True)]}
+    several = settings.accumulation * utils.world_size() > 1
+    modes = [DEFAULT, REBALANCED, PLAIN] if several else [DEFAULT, PLAIN]
+    runs = [[run_mode(settings, mode) for mode in modes] for _ in range(settings.repeats)]
+    measured = {"equal batch": [fastest(list(of_mode)) for of_mode in zip(*runs, strict=True)]}
     if settings.largest_batch:
-        pairs["largest batch"] = [find_largest(settings, line) for line in pairs["equal batch"]]
-    lines = [line for pair in pairs.values() for line in pair if line]
+        measured["largest batch"] = [find_largest(settings, line) for line in measured["equal batch"]]
+    lines = [line for of_batch in measured.values() for line in of_batch if line]
     if not lines:
         raise ValueError(f"--batch_size {settings.batch_size}: too large for the GPU in both modes; try a smaller one")
     matmul_rate = max(line["matmul_rate"] for line in lines)
@@ -189,8 +203,13 @@ def compare(settings: argparse.Namespace) -> dict:
         "settings": vars(settings),
         "matmul TFLOP/s": matmul_rate / 1e12,
         "lines": lines,
-        "ratios": {name: ratios(*pair) for name, pair in pairs.items() if all(pair)},
-        "too large": [mode for mode, line in zip(MODES, pairs["equal batch"], strict=True) if line is None],
+        "ratios": {
+            f"{line['mode']} / {PLAIN}, {name}": ratios(line, plain)
+            for name, (*others, plain) in measured.items()
+            for line in others
+            if line and plain
+        },
+        "too large": [mode for mode, line in zip(modes, measured["equal batch"], strict=True) if line is None],
     }
 
 
@@ -199,10 +218,10 @@ def fastest(lines: list[dict | None]) -> dict | None:
     return None if None in lines else max(lines, key=lambda line: line["tokens/s"])
 
 
-def ratios(default: dict, plain: dict) -> dict[str, float]:
-    """default / plain; of the peak also without what a process held before the model was built, where that shows."""
-    quotients = {name: default[name] / plain[name] for name in ("tokens/s", "with reference", "peak GiB")}
-    above = [line["peak GiB"] - line["before GiB"] for line in (default, plain)]
+def ratios(line: dict, plain: dict) -> dict[str, float]:
+    """A mode's / plain's; the peak also without what a process held before the model was built, where that shows."""
+    quotients = {name: line[name] / plain[name] for name in ("tokens/s", "with reference", "peak GiB")}
+    above = [each["peak GiB"] - each["before GiB"] for each in (line, plain)]
     return quotients | ({"peak - before": above[0] / above[1]} if above[1] else {})
 
 
@@ -216,7 +235,7 @@ def print_report(report: dict) -> None:
     for mode in report["too large"]:
         print(f"{mode}: out of memory at batch {report['settings']['batch_size']}")
     for name, quotients in report["ratios"].items():
-        print(f"default / plain, {name}: " + ", ".join(f"{what} {value:.3f}" for what, value in quotients.items()))
+        print(f"{name}: " + ", ".join(f"{what} {value:.3f}" for what, value in quotients.items()))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     where = f"{report['processes']} x {report['device']}"
     print(f"{where}; matrix product {report['matmul TFLOP/s']:.3f} TFLOP/s; {versions}")

@@ -29,8 +29,12 @@ import trainers
 import utils
 from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, SPAGCollator
+from tools.bench_train import PLAIN, REBALANCED
 
-REF_LOGPROBS = {"default": "precompute", "plain": "online"}
+# Tokens of the method's rows: a query is rules and instruction, and a message for each of up to 8 earlier ones;
+# targets are geometric. SFT rows are short. One of three rows is an SFT row.
+RULES_TOKENS, MESSAGE_TOKENS, MOST_EARLIER, MOST_TARGET = 370, 66, 8, 256
+SFT_QUERY_TOKENS, SFT_SHARE = (15, 100), 1 / 3
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
@@ -53,24 +57,45 @@ def write_inputs(folder: Path, settings: argparse.Namespace) -> None:
         use_cache=False,
     ).save_pretrained(folder)
     rng = random.Random(settings.seed)
-
-    def text(mean: int) -> str:
-        length = round(mean * rng.uniform(1 - settings.length_spread, 1 + settings.length_spread))
-        return " ".join(rng.choices(words[len(special) :], k=max(1, length)))
-
-    count = settings.batch_size * utils.world_size() * (settings.warmup_steps + settings.steps)
-    queries_and_targets = [(text(settings.query_tokens), text(settings.target_tokens)) for _ in range(count)]
-    rows = ({"query": query, "target": target, "reward": rng.random()} for query, target in queries_and_targets)
+    count = settings.batch_size * settings.accumulation * utils.world_size() * (settings.warmup_steps + settings.steps)
+    shapes = [method_row(settings, rng) if settings.method_rows else even_row(settings, rng) for _ in range(count)]
+    rows = (
+        {
+            "query": " ".join(rng.choices(words[len(special) :], k=query)),
+            "target": " ".join(rng.choices(words[len(special) :], k=target)),
+            "reward": rng.random(),
+            "type": kind,
+        }
+        for query, target, kind in shapes
+    )
     utils.write_records(folder / "rows.jsonl", rows)
+
+
+def even_row(settings: argparse.Namespace, rng: random.Random) -> tuple[int, int, str]:
+    """Tokens of the query and of the target of a row, by the flags, and its kind."""
+    means = (settings.query_tokens, settings.target_tokens)
+    spread = settings.length_spread
+    query, target = (max(1, round(mean * rng.uniform(1 - spread, 1 + spread))) for mean in means)
+    return query, target, "game"
+
+
+def method_row(settings: argparse.Namespace, rng: random.Random) -> tuple[int, int, str]:
+    """The same as the method has them."""
+    target = min(MOST_TARGET, 1 + int(rng.expovariate(1 / settings.target_tokens)))
+    if rng.random() < SFT_SHARE:
+        return rng.randint(*SFT_QUERY_TOKENS), target, "sft"
+    return RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_EARLIER), target, "game"
 
 
 def max_length(settings: argparse.Namespace) -> int:
     """Tokens of the longest row, with BOS and EOS."""
+    if settings.method_rows:
+        return 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_EARLIER + MOST_TARGET
     means = (settings.query_tokens, settings.target_tokens)
     return 2 + sum(round(mean * (1 + settings.length_spread)) for mean in means)
 
 
-def full_logits_logprob(model, module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def full_logits_logprob(model, module, batch: dict[str, torch.Tensor], **how) -> torch.Tensor:
     """What `plain` puts in the place of trainers.label_logprob: (batch,), by way of (batch, T, vocabulary) logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return trainers.sequence_logprob(logits, batch["labels"])
@@ -126,7 +151,9 @@ def build_arguments(settings: argparse.Namespace, folder: str) -> SPAGArguments:
     """The settings of train.py for the mode."""
     return SPAGArguments(
         train_method="OfflinePO",
-        ref_logprobs=REF_LOGPROBS[settings.mode],
+        ref_logprobs="online" if settings.mode == PLAIN else "precompute",
+        train_sampling_strategy="batch_rebalance" if settings.mode == REBALANCED else "random",
+        loss_normalization="step",
         output_dir=f"{folder}/run",
         cache_dir=f"{folder}/cache",
         model_name_or_path=folder,
@@ -134,6 +161,7 @@ def build_arguments(settings: argparse.Namespace, folder: str) -> SPAGArguments:
         train_data_path=[f"{folder}/rows.jsonl"],
         max_length=max_length(settings),
         per_device_train_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.accumulation,
         per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
         num_train_epochs=1,
         learning_rate=settings.learning_rate,
@@ -181,7 +209,7 @@ def measure(settings: argparse.Namespace, folder: str) -> dict:
     rate = matmul_rate(args.device, torch.bfloat16 if args.bf16 else torch.float32)
     tokenizer = train.load_tokenizer(args)
     dataset = train.load_dataset(args.train_data_path, tokenizer, args)
-    if settings.mode == "plain":
+    if settings.mode == PLAIN:
         trainers.label_logprob = full_logits_logprob
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -198,7 +226,8 @@ def measure(settings: argparse.Namespace, folder: str) -> dict:
         callbacks=[clock],
     )
     trainer.train()
-    tokens, places, scored, squares = map(sum, zip(*collator.counts[-settings.steps :], strict=True))
+    micro_batches = collator.counts[-settings.steps * settings.accumulation :]
+    tokens, places, scored, squares = map(sum, zip(*micro_batches, strict=True))
     epoch_share = settings.steps / (settings.warmup_steps + settings.steps)
     return {
         "device": device_name(args.device),

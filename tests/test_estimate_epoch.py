@@ -1,0 +1,45 @@
+"""estimate_epoch: its sizes against known ones, and how its hours follow from the flags."""
+
+import pytest
+
+from tools import estimate_epoch
+from tools.estimate_epoch import GPUS, MODELS, games_at_once, parse, play_hours, train_gib, train_hours
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "cache"),
+    [("7B", 6.738e9, 524288), ("13B", 13.016e9, 819200), ("70B", 68.977e9, 327680), ("1B", 1.1e9, 22528)],
+)
+def test_the_models_have_the_sizes_of_the_llamas(name, parameters, cache):
+    assert MODELS[name].parameters == pytest.approx(parameters, rel=0.001)
+    assert MODELS[name].cache_bytes == cache
+
+
+def test_hours_of_play_are_those_worked_by_hand():
+    """One game of one message at a time on a card where reading is what counts."""
+    args = parse("--games 1000 --messages 1 --reply_tokens 100 --gpus 1 --play_share 1".split())
+    card = estimate_epoch.GPU(14.1 + 1, 1e12, 1e18)  # the weights and little more: few games at a time
+    at_once = games_at_once(args, MODELS["7B"], card, 1)
+    seen = 330 + 0.5 * 105 + 45
+    seconds = 100_000 * (2 * MODELS["7B"].parameters / at_once + seen * 524288) / 1e12
+    assert play_hours(args, MODELS["7B"], card, 1) == pytest.approx(seconds / 3600)
+
+
+def test_more_gpus_take_less_time_and_memory_and_cost_follows_the_games():
+    eight, thirty_two, twice = parse([]), parse(["--gpus", "32"]), parse(["--games", str(2 * 47591)])
+    model, card = MODELS["7B"], GPUS["A100-80"]
+    assert play_hours(eight, model, card, 1) == pytest.approx(4 * play_hours(thirty_two, model, card, 1))
+    assert play_hours(twice, model, card, 1) == pytest.approx(2 * play_hours(eight, model, card, 1))
+    assert train_hours(eight, model, card) == pytest.approx(4 * train_hours(thirty_two, model, card))
+    saved = train_gib(eight, model, offload=False) - train_gib(thirty_two, model, offload=False)
+    assert saved * 2**30 == pytest.approx(16 * model.parameters * (1 / 8 - 1 / 32))
+    assert train_gib(eight, model, offload=True) < train_gib(thirty_two, model, offload=False)
+
+
+def test_every_model_and_card_has_a_row_and_bad_flags_are_named(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["estimate_epoch", "--gpus", "8"])
+    estimate_epoch.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(MODELS) * len(GPUS)
+    with pytest.raises(ValueError, match="--gpus must be above 0, got 0"):
+        parse(["--gpus", "0"])
