@@ -108,6 +108,8 @@ class ContinuousEngine:
         if local.model.device.type == "cpu":
             settings.num_blocks, settings.max_batch_tokens = CONTINUOUS_BLOCKS, CONTINUOUS_TOKENS
         self.local = local
+        if local.sampling.min_new_tokens == local.sampling.max_new_tokens:  # it knows no least number of tokens
+            local.stop_ids, local.generation_config.eos_token_id = [], None
         self.manager = local.model.init_continuous_batching(local.generation_config, settings)
         self.manager.start()
 

@@ -212,6 +212,8 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
     Takes one random number a row, where torch.multinomial takes one for each choice, which is slow on a CPU.
     """
+    if probabilities.device.type == "mps":  # has no float64
+        probabilities = probabilities.cpu()
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     # The first place whose sum is larger: never one of probability 0.

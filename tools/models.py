@@ -23,7 +23,7 @@ from tools.players import LENGTH, STOP, Reply
 from utils import TOKENIZER_FILES, rank, warn_once
 
 CPU_BATCH, GPU_BATCH = 64, 256  # the most prompts that a batch chosen from memory holds; larger ones gained little
-MEMORY_SHARE = 0.5  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
+MEMORY_SHARE = 0.7  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
@@ -220,26 +220,26 @@ def own_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def batch_size_for_memory(model, max_length: int) -> int:
-    """How many prompts to answer at once: the largest power of two whose caches and activations fit.
+def batch_size_for_memory(model, max_length: int, *, kept_caches: bool, engines: int = 1) -> int:
+    """How many prompts to answer at once: as many as fit with their caches and activations.
 
-    A prompt is counted at its full `max_length` tokens. To be called when all models are loaded.
+    A prompt is counted at its full `max_length` tokens, all of them computed at once; but where an engine has
+    `kept_caches`, which computes little at a time, without activations, and on a GPU at half the length: most games
+    are shorter, and if they are not, it goes on with fewer. So many `engines` share the memory; to be called when all
+    models are loaded.
     """
-    size = 1
-    limit = GPU_BATCH if model.device.type == "cuda" else CPU_BATCH
-    while 2 * size <= limit and 2 * size * _bytes_per_prompt(model, max_length) <= MEMORY_SHARE * _free_memory(model):
-        size *= 2
-    return size
-
-
-def _bytes_per_prompt(model, max_length: int) -> int:
-    """Keys and values in every layer, the activations of one layer, the logits of one position in float32."""
+    on_gpu = model.device.type == "cuda"
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * head_size
-    activations = 8 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    return max_length * (cache + activations) * model.dtype.itemsize + 4 * 4 * config.vocab_size
+    numbers = 2 * config.num_hidden_layers * heads * head_size  # keys and values of a token
+    if not kept_caches:
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        numbers += 8 * config.hidden_size + 4 * inner  # activations of one layer
+    tokens = max_length // 2 if kept_caches and on_gpu else max_length
+    per_prompt = tokens * numbers * model.dtype.itemsize + 4 * 4 * config.vocab_size  # logits of a place in float32
+    fitting = int(MEMORY_SHARE * _free_memory(model) / engines / per_prompt)
+    return min(max(fitting, 1), GPU_BATCH if on_gpu else CPU_BATCH)
 
 
 def _free_memory(model) -> int:

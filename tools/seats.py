@@ -15,7 +15,7 @@ from tools import models
 from tools.engine import SlotEngine, can_hold
 from tools.models import Sampling
 from tools.play_flags import AUTO, GENERATE, SAMPLING, SLOTS
-from tools.players import Batcher, Engine, LocalPlayer, Player
+from tools.players import Batcher, LocalPlayer, Player
 from utils import model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,10 @@ class Seats:
         folders = [models.model_folder(name).resolve() for name in names]
         self._load(set(folders))
         batcher = Batcher(self.batch_size, on_batch)
-        players = {folder: LocalPlayer(self._engine(model), batcher) for folder, model in self.loaded.items()}
+        players = {
+            folder: LocalPlayer(ENGINES[self._engine(local)](local, self.batch_size), batcher)
+            for folder, local in self.loaded.items()
+        }
         attacker, defender = (players[folder] for folder in folders)
         # Of so many games, one of the models always has a full batch waiting.
         return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
@@ -59,17 +62,23 @@ class Seats:
         for folder in sorted(folders - set(self.loaded)):
             self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
         if args.per_device_eval_batch_size is None:
-            sizes = [models.batch_size_for_memory(model.model, args.max_length) for model in self.loaded.values()]
-            self.batch_size = min(sizes)
+            self.batch_size = min(map(self._batch_size, self.loaded.values()))
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
-    def _engine(self, local: models.LocalModel) -> Engine:
+    def _batch_size(self, local: models.LocalModel) -> int:
+        kept_caches = self._engine(local) == SLOTS
+        engines = len(self.loaded) if kept_caches else 1  # plain batches run one at a time
+        return models.batch_size_for_memory(
+            local.model, self.args.max_length, kept_caches=kept_caches, engines=engines
+        )
+
+    def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.args.max_length)
-        name = self.args.engine if self.args.engine != AUTO else SLOTS if able else GENERATE
-        if name == SLOTS and not able:
+        if self.args.engine == SLOTS and not able:
             raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-        logger.info("--engine %s", name)
-        return ENGINES[name](local, self.batch_size)
+        if self.args.engine == AUTO:
+            return SLOTS if able else GENERATE
+        return self.args.engine
 
 
 def sampling_settings(args: argparse.Namespace) -> Sampling:

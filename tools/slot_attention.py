@@ -30,7 +30,7 @@ class Part(NamedTuple):
 class Group:
     """Parts of about equal length, short ones padded: their queries share a product."""
 
-    rows: torch.Tensor | slice  # (rows,) their slots
+    rows: torch.Tensor | slice  # (rows,) their slots; a slice stands for all
     tokens: torch.Tensor  # (rows, longest) which tokens of the step
     hidden: torch.Tensor  # (rows, longest, prefix + width) what each must not see
 
@@ -138,11 +138,12 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Pre
 
 def _attend_group(queries: torch.Tensor, layer: Layer, group: Group, width: int) -> torch.Tensor:
     """Attention of a group over the common prefix and its own slots: (rows x longest, heads, size)."""
-    keys, values = (stored[group.rows, :, :width] for stored in layer.slots)  # (rows, kv heads, width, size)
+    at = group.rows if isinstance(group.rows, slice) else group.rows.to(queries.device)
+    keys, values = (stored[at, :, :width] for stored in layer.slots)  # (rows, kv heads, width, size)
     prefix_keys, prefix_values = layer.prefix
     (rows, longest), (kv_heads, prefix, size) = group.tokens.shape, prefix_keys.shape
     # Heads that share keys and values side by side: (kv heads, rows, longest, share, size)
-    grouped = queries[group.tokens].view(rows, longest, kv_heads, -1, size).permute(2, 0, 1, 3, 4)
+    grouped = queries[group.tokens.to(queries.device)].view(rows, longest, kv_heads, -1, size).permute(2, 0, 1, 3, 4)
     share = grouped.shape[3]
     to_prefix = grouped.reshape(kv_heads, -1, size) @ prefix_keys.mT
     to_slot = grouped.transpose(0, 1).reshape(rows, kv_heads, -1, size) @ keys.mT
