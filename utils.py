@@ -371,7 +371,13 @@ def world_size() -> int:
 
 def end_with_launcher() -> None:
     """End this process when torchrun is killed: its orphans would write on into the files of the next launch."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """End this process when the thread that started it ends, however that is; Linux only."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
