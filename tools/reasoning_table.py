@@ -44,20 +44,21 @@ BENCHMARKS = (
 )
 NAMES = tuple(benchmark.name for benchmark in BENCHMARKS)
 
-# The last number of a row is the mean over all eight; base rows and one-decimal values were read off a figure or
-# checked through the mean only.
+# Accuracies as texts, with the digits that are known, and last the mean over all eight; base rows and values with one
+# decimal were read off a figure or checked through the mean only.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
+UNKNOWN = "-"
 PUBLISHED = {
-    name: dict(zip((*NAMES, MEAN), values, strict=True))
+    name: dict(zip((*NAMES, MEAN), values.split(), strict=True))
     for name, values in {
-        "LLaMA-2-7B base": (45.80, 32.48, 50.90, 76.30, 43.26, 25.32, 69.14, 78.07, 49.17),
-        "LLaMA-2-7B SPAG-1": (None, 34.4, 54.8, 77.7, 45.7, 29.8, 68.9, 78.8, 51.69),
-        "LLaMA-2-7B SPAG-2": (None, 34.7, 55.0, 78.2, 46.9, 30.1, 69.6, 79.1, 52.19),
-        "LLaMA-2-7B SPAG-3": (None, 34.94, 55.30, 78.54, 47.53, 30.98, 69.93, 79.38, 52.58),
-        "Baichuan-2-13B base": (*[None] * len(NAMES), 54.21),
-        "Baichuan-2-13B SPAG-1": (*[None] * len(NAMES), 56.09),
-        "Baichuan-2-13B SPAG-2": (*[None] * len(NAMES), 56.52),
-        "Baichuan-2-13B SPAG-3": (*[None] * len(NAMES), 56.75),
+        "LLaMA-2-7B base": "45.80 32.48 50.90 76.30 43.26 25.32 69.14 78.07 49.17",
+        "LLaMA-2-7B SPAG-1": "- 34.4 54.8 77.7 45.7 29.8 68.9 78.8 51.69",
+        "LLaMA-2-7B SPAG-2": "- 34.7 55.0 78.2 46.9 30.1 69.6 79.1 52.19",
+        "LLaMA-2-7B SPAG-3": "- 34.94 55.30 78.54 47.53 30.98 69.93 79.38 52.58",
+        "Baichuan-2-13B base": "- - - - - - - - 54.21",
+        "Baichuan-2-13B SPAG-1": "- - - - - - - - 56.09",
+        "Baichuan-2-13B SPAG-2": "- - - - - - - - 56.52",
+        "Baichuan-2-13B SPAG-3": "- - - - - - - - 56.75",
     }.items()
 }
 
@@ -198,11 +199,10 @@ def table_text(rows: Sequence[Mapping], benchmarks: Sequence[Benchmark], setting
     for model in models:
         lines.append(f"| {model} | " + " | ".join(cell_text(cells[model, name]) for name in [*columns, MEAN]) + " |")
     for name, published in PUBLISHED.items():
-        values = [published.get(column) for column in columns]
-        values.append(published[MEAN] if set(columns) == set(NAMES) else None)
-        if any(values):
-            numbers = ["-" if value is None else f"{value:.2f}" for value in values]
-            lines.append(f"| {name}, published | " + " | ".join(numbers) + " |")
+        values = [published.get(column, UNKNOWN) for column in columns]
+        values.append(published[MEAN] if set(columns) == set(NAMES) else UNKNOWN)
+        if set(values) != {UNKNOWN}:
+            lines.append(f"| {name}, published | " + " | ".join(values) + " |")
     return "\n".join([*lines, "", *_notes(rows, settings), "", *_how(cells, models[0], benchmarks, settings), ""])
 
 
@@ -216,7 +216,8 @@ def _notes(rows: Sequence[Mapping], settings: Mapping) -> list[str]:
     notes = ["Percentages ± one standard error, over draws of the questions; another training run is not in it."]
     differences = [row["difference"] for row in rows if row["difference"]]
     if differences:
-        how = "question by question" if all(item["paired"] for item in differences) else "results.json tells how"
+        paired = all(item["paired"] for item in differences)
+        how = "question by question" if paired else "as of independent draws where `paired` in results.json is false"
         other = settings["against"]
         notes.append(f"{MARK}: the difference from {other} is within one standard error of the difference ({how}).")
     notes.append(f"Published rows: {PUBLISHED_SOURCE}; tasks, shots and metrics there may be others.")
@@ -269,8 +270,8 @@ def write_radar(path: Path, table: Mapping[str, Mapping[str, Score]]) -> bool:
             style = ("o-", "s--", "^-.")[number // len(COLOURS) % 3]
             axis.plot([*angles, 0], [*row, row[0]], style, color=colour, label=model, markersize=4, linewidth=1.6)
         axis.set_xticks(angles, [f"{name}\n{best[name]:.1f}" for name in names])
-        axis.tick_params(axis="x", pad=14)
-        ticks = [start + (1 - start) * step / 4 for step in range(1, 5)]
+        axis.tick_params(axis="x", pad=20)
+        ticks = [tick / 20 for tick in range(1, 21) if tick / 20 > start and (start > 0.7 or tick % 2 == 0)]
         axis.set_ylim(start, 1.0)
         axis.set_yticks(ticks, [f"{100 * tick:.0f}%" for tick in ticks], fontsize=8, color="#666666")
         figure.legend(loc="outside right upper", frameon=False)
