@@ -227,6 +227,7 @@ def test_shots_and_metrics_can_be_changed():
 def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(fake_harness, call, tmp_path, tiny_model):
     ran, right = fake_harness
     flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c"]
+    call(*flags, "--tasks", "PIQA")
     right["base on ARC-e"] = INTERRUPT
     with pytest.raises(KeyboardInterrupt):
         call(*flags)
@@ -316,6 +317,8 @@ def test_the_radar_plot_has_every_model_and_benchmark(fake_harness, call, tmp_pa
 
 
 def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, tiny_model):
+    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c")
+    assert (tmp_path / "radar.svg").exists()
     call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
     assert not (tmp_path / "radar.svg").exists() and (tmp_path / "table.md").exists()
 

@@ -38,6 +38,7 @@ from utils import (
 )
 
 HARNESS, HARNESS_VERSION = "lm-eval", "0.4.13"
+RESULT_FILES = ("results.json", "table.md", "radar.svg")
 OWN_METRIC = "acc"  # of tasks that are none of the eight
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def write_results(args: argparse.Namespace, jobs: Sequence[Job]) -> str:
     text = table_text(rows, args.tasks, settings)
     with replacing(folder / "table.md") as file:
         file.write(text)
-    write_radar(folder / "radar.svg", table)
+    if not write_radar(folder / "radar.svg", table):
+        (folder / "radar.svg").unlink(missing_ok=True)
     published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
     write_json(folder / "results.json", {"settings": settings, "results": rows, "published": published})
     return text
@@ -198,6 +200,8 @@ def main() -> None:
     to_run = unfinished(jobs, overwrite=args.overwrite)
     logger.info("%d of %d results are there", len(jobs) - len(to_run), len(jobs))
     if to_run:
+        for name in RESULT_FILES:  # of other results than those to come
+            (Path(args.output_dir) / name).unlink(missing_ok=True)
         devices: list[str | None] = list(gpus()) or [None]
         if args.num_processes:
             devices = [devices[number % len(devices)] for number in range(args.num_processes)]
