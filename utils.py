@@ -268,12 +268,21 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     """SHA-256 over the contents of the files, in the order given."""
     whole = hashlib.sha256()
     for path in paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        whole.update(digest.digest())
+        whole.update(_sha256(path).digest())
     return whole.hexdigest()
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """SHA-256 of one file, as sha256sum prints it."""
+    return _sha256(path).hexdigest()
+
+
+def _sha256(path: str | os.PathLike):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -362,7 +371,13 @@ def world_size() -> int:
 
 def end_with_launcher() -> None:
     """End this process when torchrun is killed: its orphans would write on into the files of the next launch."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """End this process when the thread that started it ends, however that is; Linux only."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -243,6 +243,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--output_data_path", required=True, help="file of rows to write: JSONL if it ends in .jsonl, else JSON")
     add("--sft_data_path", help="file of SFT examples whose rows are appended")
     add("--decay_weight", type=float, default=0.8, help="what a message gets of the next one's reward (default: 0.8)")
+    add_row_flags(parser)
+    add("--outcomes", help="file to write every episode's outcome and length to, JSON or JSONL")
+    return parser.parse_args(arguments)
+
+
+def add_row_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how messages become rows, which tools/prepare_data.py has too."""
+    add = parser.add_argument
     add("--seed", type=int, default=0, help="of the draws of training prompts (default: 0)")
     add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
     add("--training_prompt", choices=("random", "play"), default="random", help="a random layout, or that of play")
@@ -254,13 +262,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--messages", choices=(WINNER, ALL), default=WINNER, help="rows of the winner's messages, or of all players'")
     add("--drop_empty_targets", type=parse_bool, default=False, help="True: leave out rows without a target text")
     add("--skip_bad", type=parse_bool, default=False, help="True: pass over what is no episode instead of stopping")
-    add("--outcomes", help="file to write every episode's outcome and length to, JSON or JSONL")
-    return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parse_args()
     set_up_logging()
+    print(json.dumps(make_rows(args)))
+
+
+def make_rows(args: argparse.Namespace) -> dict:
+    """Write the rows and the settings beside them; returns the counts of games and rows, and the weights."""
     check_files(args)
     check_decay(args.decay_weight)
     templates = taboo.load_templates(args.prompt_templates)
@@ -291,13 +302,19 @@ def main() -> None:
     }
     settings = vars(args) | {"templates_sha256": taboo.templates_digest(templates)}
     write_json(settings_path(args), {"settings": settings, **results})
-    print(json.dumps(results))
+    return results
 
 
 def check_files(args: argparse.Namespace) -> None:
     """Raise, before any work is done, for an input that is not there and for files that would overwrite each other."""
     inputs = [*args.input_data_path, *([args.sft_data_path] if args.sft_data_path else []), args.prompt_templates]
     outputs = [args.output_data_path, settings_path(args), *([args.outcomes] if args.outcomes else [])]
+    refuse_overwriting(inputs, outputs)
+
+
+def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
+    """Raise FileNotFoundError for an input that is not there, ValueError for an output that is another file here."""
+    inputs = list(inputs)
     taken = {Path(path).resolve() for path in inputs}
     for path in inputs:
         open_text(path).close()
