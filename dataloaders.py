@@ -32,7 +32,8 @@ def normalize_row(record: dict) -> dict:
     """Bring one raw record to query, target, weight, reward, is_sft, role, chat_template.
 
     Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
-    only a `type` equal to "sft" makes an SFT row, only a `chat_template` of true one that holds its special tokens in its texts.
+    only a `type` equal to "sft" makes an SFT row, only a `chat_template` of true one
+    that holds its special tokens in its texts.
 
     Raises ValueError for a missing or non-text query or target, for a weight or reward that is no finite number, and
     for a `chat_template` that is neither true nor false.
@@ -113,8 +114,8 @@ def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase
             bos, end = [], []
             if not target or target[-1] not in special:
                 raise ValueError(
-                    f"{example.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token of "
-                    "this tokenizer; make rows by assign_rewards --chat_template True --tokenizer MODEL for this model"
+                    f"{example.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token "
+                    "of this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
                 )
         ids = bos + query + target + end
         kept = ids[-limit:] if cut_left else ids[:limit]

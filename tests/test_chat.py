@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from dataloaders import RowDataset, encode_example, encode_rows, load_rows
 from tools import assign_rewards, models, play_llm_game, taboo
 from tools.chat import DAY, ChatTemplate, chat_messages
 from tools.models import LocalModel
+from tools.taboo import load_templates
 from utils import read_json_or_jsonl, run_program
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
@@ -26,6 +26,7 @@ SPECIAL = {  # the tokens that a family brings along; the last one ends a reply
     "turns": ["<start_of_turn>", "<end_of_turn>"],
 }
 FAMILIES = sorted(SPECIAL)
+PROMPTS = ROOT / "data" / "tiny" / "prompts.json"  # short ones
 LETTERS = 5  # of every reply of the model below
 HISTORY = [
     {"role": "attacker", "content": "What hangs in a museum?"},
@@ -42,6 +43,14 @@ def chat_tokenizer(family: str, template: str | None = None):
     return tokenizer
 
 
+def save_model(folder: Path, family: str) -> str:
+    """A model with such a tokenizer."""
+    tokenizer = chat_tokenizer(family)
+    build_llama(0, len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request) -> str:
     return request.param
@@ -50,11 +59,7 @@ def family(request) -> str:
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory) -> str:
     """A model folder whose tokenizer has a chat template."""
-    path = tmp_path_factory.mktemp(family)
-    tokenizer = chat_tokenizer(family)
-    build_llama(0, len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp(family), family)
 
 
 # --- play and training ---------------------------------------------------------------------------------------------
@@ -102,11 +107,12 @@ def play(folder: str, tmp_path: Path, monkeypatch, **changes) -> list[dict]:
         "data_suffix": "w",
         "task_type": "testing",
         "taboo_max_turns": 2,
-        "max_length": 8192,  # characters are tokens
+        "max_length": 2048,  # characters are tokens
         "max_new_tokens": 12,
         "concurrent_games": 1,
         "logging_steps": 0,
         "chat_template": True,
+        "prompt_templates": PROMPTS,
     } | changes
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     monkeypatch.setattr(sys, "argv", ["play_llm_game", *words])
@@ -118,17 +124,25 @@ def rewards(folder: str, tmp_path: Path, monkeypatch, *flags: str) -> list[dict]
     """The rows of all messages of the games."""
     files = ["--input_data_path", str(tmp_path / "out" / "m_testing_w_results.json")]
     files += ["--output_data_path", str(tmp_path / "rows.json")]
-    chat = ["--chat_template", "True", "--tokenizer", folder]
+    chat = ["--chat_template", "True", "--tokenizer", folder, "--prompt_templates", str(PROMPTS)]
     monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, "--messages", "all", *chat, *flags])
     run_program(assign_rewards.main)
     return read_json_or_jsonl(tmp_path / "rows.json")
 
 
-def test_rows_are_in_training_the_very_tokens_of_play(family, folder, tmp_path, monkeypatch):
-    watch = Watch(monkeypatch, end=SPECIAL[family][-1])
-    games = play(folder, tmp_path, monkeypatch)
-    rows = rewards(folder, tmp_path, monkeypatch, "--training_prompt", "play")
-    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=8192)
+@pytest.fixture(scope="module")
+def played(family, folder, tmp_path_factory) -> tuple[Path, list[dict], Watch]:
+    """Where games were played with chat templates, the games, and what was seen of them."""
+    place = tmp_path_factory.mktemp("played")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch = Watch(monkeypatch, end=SPECIAL[family][-1])
+        return place, play(folder, place, monkeypatch), watch
+
+
+def test_rows_are_in_training_the_very_tokens_of_play(family, folder, played, tmp_path, monkeypatch):
+    place, games, watch = played
+    rows = rewards(folder, place, monkeypatch, "--training_prompt", "play")
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=2048)
     assert len(rows) == len(watch.prompts) == sum(len(game["history"]) for game in games) == 8
     for row, prompt, sampled in zip(rows, watch.prompts, watch.sampled, strict=True):
         assert len(sampled) == LETTERS + 1 and tokenizer.decode(sampled[-1]) == SPECIAL[family][-1]
@@ -136,22 +150,21 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, folder, tmp_path, 
         assert encoded["input_ids"] == prompt + sampled
         assert encoded["labels"] == [-100] * len(prompt) + sampled
     assert [reply["finish_reason"] for game in games for reply in game["replies"]] == ["stop"] * 8
-    stored = encode_rows(load_rows([str(tmp_path / "rows.json")], cache_dir=str(tmp_path / "cache")), tokenizer)
+    stored = encode_rows(load_rows([str(place / "rows.json")], cache_dir=str(tmp_path / "cache")), tokenizer)
     assert [row["input_ids"] for row in RowDataset(*stored)] == [
         prompt + sampled for prompt, sampled in zip(watch.prompts, watch.sampled, strict=True)
     ]
 
 
-def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family, folder, tmp_path, monkeypatch):
-    watch = Watch(monkeypatch, end=SPECIAL[family][-1])
-    games = play(folder, tmp_path, monkeypatch)
+def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family, folder, played):
+    _, games, watch = played
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if family == "headers":
         tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", f"'{DAY}'")
     prompts = iter(watch.prompts)
     for game in games:
         for place in range(len(game["history"])):
-            system, *said = chat_messages(game["history"][:place], game["target_word"], 2)
+            system, *said = chat_messages(game["history"][:place], game["target_word"], 2, load_templates(PROMPTS))
             if family == "turns":
                 said[0] = {"role": "user", "content": system["content"] + "\n\n" + said[0]["content"]}
             else:
@@ -161,29 +174,37 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
             assert expected.count(tokenizer.bos_token_id) == (family != "chatml")
 
 
-def test_only_the_attacker_is_told_the_word(folder):
+def test_rows_of_random_training_prompts_end_as_those_of_play_do(folder, played, monkeypatch):
+    place, _, _ = played
+    of_play = rewards(folder, place, monkeypatch, "--training_prompt", "play")
+    drawn = rewards(folder, place, monkeypatch, "--seed", "1")
+    assert [row["target"] for row in drawn] == [row["target"] for row in of_play]
+    assert [row["query"] for row in drawn] != [row["query"] for row in of_play]
+    assert all(row["chat_template"] is True for row in drawn)
+
+
+def test_only_the_attacker_is_told_the_word(family, folder):
     chat = ChatTemplate(AutoTokenizer.from_pretrained(folder), folder)
     for place in range(4):
         assert ("`art`" in chat.play_prompt(HISTORY[:place], "art", 5)) == (place % 2 == 0)
 
 
-def test_settings_record_the_template_and_another_one_is_refused(folder, tmp_path, monkeypatch, capsys):
-    Watch(monkeypatch, end="</s>")
-    folder = shutil.copytree(folder, tmp_path / "model")
+def test_settings_record_the_template_and_another_one_is_refused(tmp_path, monkeypatch, capsys):
+    folder = save_model(tmp_path / "model", "headers")
     play(folder, tmp_path, monkeypatch, max_games=1)
     stored = json.loads((tmp_path / "out" / "m_testing_w_settings.json").read_text(encoding="utf-8"))
     assert stored["settings"]["chat_template"] is True
-    for changes in ({"chat_template": False}, {"max_games": 1}):
-        if "max_games" in changes:
-            (folder / "chat_template.jinja").open("a").write("\n")
-        with pytest.raises(SystemExit):
-            play(folder, tmp_path, monkeypatch, **changes)
-        assert "played with other settings" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        play(folder, tmp_path, monkeypatch, chat_template=False)
+    assert "chat_template: True then, None now" in capsys.readouterr().err
+    (tmp_path / "model" / "chat_template.jinja").open("a").write("\n")
+    with pytest.raises(SystemExit):
+        play(folder, tmp_path, monkeypatch)
+    assert "defender_model_name_or_path: " in capsys.readouterr().err
 
 
-def test_play_without_the_flag_does_not_name_it_in_its_settings(folder, tmp_path, monkeypatch):
-    Watch(monkeypatch, end="</s>")
-    play(folder, tmp_path, monkeypatch, chat_template=False)
+def test_play_without_the_flag_does_not_name_it_in_its_settings(tiny_model, tmp_path, monkeypatch):
+    play(tiny_model, tmp_path, monkeypatch, chat_template=False, max_games=1)
     stored = json.loads((tmp_path / "out" / "m_testing_w_settings.json").read_text(encoding="utf-8"))
     assert "chat_template" not in stored["settings"]  # so that runs from before the flag go on
 
@@ -227,16 +248,6 @@ def test_random_training_prompts_have_the_rule_texts_of_those_without_a_template
     assert len(seen) == 8
 
 
-def test_rows_of_random_training_prompts_end_as_those_of_play_do(folder, family, tmp_path, monkeypatch):
-    Watch(monkeypatch, end=SPECIAL[family][-1])
-    play(folder, tmp_path, monkeypatch)
-    of_play = rewards(folder, tmp_path, monkeypatch, "--training_prompt", "play")
-    drawn = rewards(folder, tmp_path, monkeypatch, "--seed", "1")
-    assert [row["target"] for row in drawn] == [row["target"] for row in of_play]
-    assert [row["query"] for row in drawn] != [row["query"] for row in of_play]
-    assert all(row["chat_template"] is True for row in drawn)
-
-
 def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer("headers")
     tokenizer.save_pretrained(tmp_path / "tok")
@@ -248,8 +259,13 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     game = {"history": HISTORY, "target_word": "art", "max_turns": 2}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "m_testing_w_results.json").write_text(json.dumps([game]), encoding="utf-8")
-    *_, first, second = rewards(str(tmp_path / "tok"), tmp_path, monkeypatch, "--sft_data_path", f"{tmp_path}/sft.json")
-    head, answer = "<s><|start_header_id|>user<|end_header_id|>\n\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    *_, first, second = rewards(
+        str(tmp_path / "tok"), tmp_path, monkeypatch, "--sft_data_path", f"{tmp_path}/sft.json"
+    )
+    head, answer = (
+        "<s><|start_header_id|>user<|end_header_id|>\n\n",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    )
     assert first["query"] == f"{head}Translate.\n\nviolin<|eot_id|>{answer}"
     assert (first["target"], first["type"]) == ("violon<|eot_id|>", "sft")
     assert second["query"] == f"{head}Name one.<|eot_id|>{answer}"
@@ -290,7 +306,9 @@ def test_a_template_without_an_end_token_ends_replies_with_eos():
 
 def test_thinking_is_switched_off_where_a_template_has_it():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
+    template += (
+        "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
+    )
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
     assert chat.play_prompt(HISTORY, None, 5).endswith("assistant: <none>")
 

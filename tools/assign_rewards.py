@@ -251,7 +251,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws of training prompts (default: 0)")
     add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
     add("--training_prompt", choices=("random", "play"), default="random", help="a random layout, or that of play")
-    add("--chat_template", type=parse_bool, default=False, help="True: texts as the chat template of --tokenizer has them")
+    add("--chat_template", type=parse_bool, default=False, help="True: texts by the chat template of --tokenizer")
     add("--tokenizer", metavar="MODEL", help="folder or hub name of the model to be trained, for --chat_template True")
     add(
         "--prompt_templates",

@@ -16,7 +16,9 @@ from tools.players import GameView, Player, Reply
 from utils import alpaca_to_row
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-PROBES = tuple(f"Probe{part}Text" for part in ("System", "First", "Second", "Third"))  # look like nothing in a template
+PROBES = tuple(
+    f"Probe{part}Text" for part in ("System", "First", "Second", "Third")
+)  # look like nothing in a template
 DAY = "26 Jul 2024"  # for templates that tell the date: a game gives the same prompt on every day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 Conversation = Sequence[dict[str, str]]
@@ -32,8 +34,8 @@ def chat_messages(
 ) -> list[dict[str, str]]:
     """The game as a conversation, for the player who speaks next: `role` and `content` of each message.
 
-    System: the rule text of this number, a blank line, the player's instruction. Then the player's own messages are the
-    assistant's and the other's are the user's. The attacker, who opens, is first told that the game has begun, so that
+    System: the rule text of this number, a blank line, the player's instruction. Then the player's own messages are
+    the assistant's, the other's the user's. The attacker, who opens, is first told that the game has begun, so that
     user and assistant alternate and the user has the last word. `target_word` is looked at for the attacker only.
     """
     templates = templates or taboo.default_templates()
@@ -67,7 +69,7 @@ class ChatTemplate:
             template = tokenizer.get_chat_template()
         except ValueError:
             raise ValueError(
-                f"{name}: its tokenizer has no chat template; leave out --chat_template, or save one with the tokenizer"
+                f"{name}: its tokenizer has no chat template; leave out --chat_template, or save one beside it"
             ) from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
@@ -95,7 +97,7 @@ class ChatTemplate:
         rng: random.Random,
         templates: taboo.Templates | None = None,
     ) -> str:
-        """The same with the rule text that `taboo.training_prompt` would draw; its layouts give way to the template."""
+        """The same with the rule text that `taboo.training_prompt` draws; the layout is always the template's."""
         rule = taboo.draw_layout(taboo.next_player(history), rng).rule
         return self._prompt(chat_messages(history, target_word, max_turns, templates, rule=rule))
 
@@ -110,8 +112,7 @@ class ChatTemplate:
         return row | {"prompt": "\n\n".join(text for text in (example["instruction"], example.get("input")) if text)}
 
     def rows(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Training rows with complete texts. Game rows have their queries from the prompts above; those of SFT rows are asked
-        as the only user message."""
+        """Rows with complete texts. Game rows have such a query already; an SFT row gets one, as a user's message."""
         for row in rows:
             query = row["query"]
             if row.get("type") == "sft":

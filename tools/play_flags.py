@@ -41,7 +41,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     add("--tf32", type=parse_bool, default=False, help="True: TF32 for float32 products, on GPUs that have it")
     add("--device_map", help="auto: spread each model over all GPUs, with one process per machine")
     add("--trust_remote_code", type=parse_bool, default=False, help="True: run code that comes with a model")
-    add("--logging_steps", type=int, default=10, help="show a finished game every so many batches; 0: none")
+    add("--logging_steps", type=int, default=10, help="show and log a game every so many batches; 0: none")
 
 
 def flag_problems(args: argparse.Namespace) -> list[str]:
