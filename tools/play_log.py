@@ -39,7 +39,7 @@ class PlayLog:
     """
 
     def __init__(self, args: argparse.Namespace, files: EpisodeFiles, *, games_before: int):
-        self.games_before = games_before
+        self.games_before, self.written = games_before, 0  # games at the last point
         self.tensorboard = self.wandb = None
         if rank() != 0:
             return
@@ -55,8 +55,9 @@ class PlayLog:
 
     def write(self, summary: Summary, seconds: float) -> None:
         """Write how the games so far have ended, and how fast they came in these seconds."""
-        if not summary.games:
+        if summary.games == self.written:
             return
+        self.written = summary.games
         step = self.games_before + summary.games
         values = numbers(summary, seconds)
         if self.tensorboard:
