@@ -105,7 +105,9 @@ def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase
     rows = [normalize_row(example) for example in examples]
     queries, targets = (_tokenize([row[name] for row in rows], tokenizer) for name in ("query", "target"))
     bos_or_none = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    special = set()
+    if any(row["chat_template"] for row in rows):
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit, cut_left = tokenizer.model_max_length, tokenizer.truncation_side == "left"
     encoded = []
     for example, row, query, target in zip(examples, rows, queries, targets, strict=True):

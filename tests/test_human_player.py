@@ -123,6 +123,7 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     intro = screen.wait_for("you, defender> ")
     assert "game 1: you are the defender" in intro and "turn 1 of 2" in intro
     assert "Taboo in 2 turns." in intro and "Defender, reply or guess." in intro
+    assert "A guess reads: I know the word! It is `word`!" in intro
     assert "piano" not in intro  # the target word is the attacker's secret
     assert re.search(r"^attacker: ", intro, re.MULTILINE)
     screen.type("\n")  # says nothing: asked again
@@ -130,10 +131,10 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.type("Is it large?\n")
     assert "turn 2 of 2" in screen.wait_for("you, defender> ")
     screen.type("I know the word! It is `piano`!\n")
-    screen.wait_for("--- defender wins - you win (4 messages; the target word was `piano`) ---")
+    screen.wait_for("--- defender wins - you win, after 4 messages; the target word was `piano` ---")
     assert "game 2: you are the defender" in screen.wait_for("you, defender> ")
     screen.type("It is a violin, I think.\n")
-    screen.wait_for("--- attacker wins - you lose (2 messages; the target word was `violin`) ---")
+    screen.wait_for("--- attacker wins - you lose, after 2 messages; the target word was `violin` ---")
     status, error = screen.finish()
     assert status == 0, error
     assert json.loads(screen.screen.splitlines()[-1])["games"] == 2
@@ -153,7 +154,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_and_the_same_command_goes_on(flag
     intro = screen.wait_for("you, attacker> ")
     assert "game 1: you are the attacker" in intro and "target word: piano" in intro
     screen.type("Say piano.\n")
-    screen.wait_for("--- attacker breaks the rules (1 messages; the target word was `piano`) ---")
+    screen.wait_for("--- attacker breaks the rules, after 1 message; the target word was `piano` ---")
     screen.wait_for("you, attacker> ")
     screen.type("\x04")
     screen.wait_for("You have left. 1 of 2 games are stored")

@@ -47,16 +47,19 @@ class HumanPlayer:
         self._show(episode["history"])
         winner = taboo.WINNERS.get(episode["outcome"])
         result = f" - you {'win' if winner == self.role else 'lose'}" if winner else ""
-        word = f"the target word was `{episode['target_word']}`"
-        print(f"\n--- {episode['outcome']}{result} ({episode['length']} messages; {word}) ---")
+        length = f"after {episode['length']} message{'s' * (episode['length'] != 1)}"
+        print(f"\n--- {episode['outcome']}{result}, {length}; the target word was `{episode['target_word']}` ---")
 
     def _introduce(self, view: GameView) -> None:
         self.role, self.shown = view.role, 0
         print(f"\n--- game {view.game + 1}: you are the {view.role} (Ctrl-D leaves; finished games are stored) ---\n")
         print(taboo.rule_text(self.templates, view.max_turns))
         print(taboo.instruction_to(view.role, view.target_word, self.templates))
-        if view.target_word is not None:
+        # Not all prompts say these.
+        if view.role == taboo.ATTACKER:
             print(f"The target word: {view.target_word}")
+        else:
+            print("A guess reads: I know the word! It is `word`!")
 
     def _show(self, history: taboo.History) -> None:
         """Show the messages that are new, without the characters that would steer the terminal."""
