@@ -275,6 +275,23 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["chat_template_sha256"])
 
 
+def test_the_documented_row_is_what_the_program_writes(tmp_path, monkeypatch):
+    readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    game = json.loads(re.search(r"```json\n(\{.*?\})\n```", readme, re.DOTALL)[1])
+    documented = json.loads(re.search(r"```text\n(\{.*\})\n```", readme)[1])
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "tok")
+    (tmp_path / "game.json").write_text(json.dumps([game]), encoding="utf-8")
+    files = ["--input_data_path", f"{tmp_path}/game.json", "--output_data_path", f"{tmp_path}/rows.json"]
+    flags = ["--chat_template", "True", "--tokenizer", f"{tmp_path}/tok", "--training_prompt", "play"]
+    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *flags])
+    run_program(assign_rewards.main)
+    row = read_json_or_jsonl(tmp_path / "rows.json")[0]
+    beginning, end = documented.pop("query").split("...")
+    query = row.pop("query")
+    assert query.startswith(beginning) and query.endswith(end)
+    assert row == documented
+
+
 # --- templates of all kinds ----------------------------------------------------------------------------------------
 
 
