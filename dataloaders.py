@@ -20,7 +20,7 @@ import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROLES = {"attacker": 1, "defender": 2}  # a row of any other role, or of none, is 0
-FORMAT_VERSION = 2  # part of every cache key: raise it when the encoding changes
+FORMAT_VERSION = 3  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
@@ -29,13 +29,17 @@ ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another 
 
 
 def normalize_row(record: dict) -> dict:
-    """Bring one raw record to query, target, weight, reward, is_sft, role.
+    """Bring one raw record to query, target, weight, reward, is_sft, role, chat_template.
 
     Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
-    only a `type` equal to "sft" makes an SFT row.
+    only a `type` equal to "sft" makes an SFT row, only a `chat_template` of true one
+    that holds its special tokens in its texts.
 
-    Raises ValueError for a missing or non-text query or target, and for a weight or reward that is no finite number.
+    Raises ValueError for a missing or non-text query or target, for a weight or reward that is no finite number, and
+    for a `chat_template` that is neither true nor false.
     """
+    if not isinstance(record.get("chat_template", False), bool):
+        raise ValueError(f"'chat_template' must be true or false, got {record['chat_template']!r:.40}")
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | utils.alpaca_to_row(record)
     return {
@@ -45,6 +49,7 @@ def normalize_row(record: dict) -> dict:
         "reward": _number(record, "reward"),
         "is_sft": record.get("type") == "sft",
         "role": ROLES.get(str(record.get("role")), 0),
+        "chat_template": record.get("chat_template", False),
     }
 
 
@@ -75,11 +80,13 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
     Query and target are tokenized separately and without special tokens. Labels mask BOS and query by their length,
-    never by token id, so that PAD may equal EOS. No BOS is put where the tokenizer has none.
+    never by token id, so that PAD may equal EOS. No BOS is put where the tokenizer has none. A row with
+    `chat_template`, whose texts a chat template wrote, is query + target: these hold BOS and the token that ends it.
 
     Returns input_ids and labels (lists of one length), weight, reward, is_sft, and where they stand in the example
     also `role` and `ref_logprob`.
-    Raises ValueError for a bad row (see `normalize_row`) and for a tokenizer without EOS.
+    Raises ValueError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row
+    with `chat_template` that does not end in a special token of the tokenizer.
     """
     (stored,) = _encode_for_storage([example], tokenizer)
     encoded = {name: stored[name] for name in ("input_ids", "weight", "reward", "is_sft")}
@@ -97,11 +104,22 @@ def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase
         raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
     rows = [normalize_row(example) for example in examples]
     queries, targets = (_tokenize([row[name] for row in rows], tokenizer) for name in ("query", "target"))
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    bos_or_none = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    special = set()
+    if any(row["chat_template"] for row in rows):
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit, cut_left = tokenizer.model_max_length, tokenizer.truncation_side == "left"
     encoded = []
-    for row, query, target in zip(rows, queries, targets, strict=True):
-        ids = bos + query + target + [tokenizer.eos_token_id]
+    for example, row, query, target in zip(examples, rows, queries, targets, strict=True):
+        bos, end = bos_or_none, [tokenizer.eos_token_id]
+        if row["chat_template"]:
+            bos, end = [], []
+            if not target or target[-1] not in special:
+                raise ValueError(
+                    f"{example.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token "
+                    "of this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
+                )
+        ids = bos + query + target + end
         kept = ids[-limit:] if cut_left else ids[:limit]
         prompt_kept = len(bos) + len(query) - (len(ids) - len(kept) if cut_left else 0)
         masked = min(max(prompt_kept, 0), len(kept))
@@ -114,7 +132,7 @@ def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase
                 "is_sft": row["is_sft"],
                 "role": row["role"],
                 "full_length": len(ids),
-                "target_length": len(target) + 1,
+                "target_length": len(target) + len(end),
                 "scored_length": len(kept) - max(masked, 1),
             }
         )
@@ -140,6 +158,7 @@ TEXT_FEATURES = datasets.Features(
         "weight": datasets.Value("float32"),
         "reward": datasets.Value("float32"),
         "type": datasets.Value("string"),
+        "chat_template": datasets.Value("bool"),
         "role": datasets.Value("string"),
         "where": datasets.Value("string"),
     }
@@ -218,7 +237,7 @@ def encode_rows(
     encoded = rows.map(
         partial(_encode_columns, tokenizer=tokenizer),
         batched=True,
-        remove_columns=["query", "target", "type"],
+        remove_columns=["query", "target", "type", "chat_template"],
         features=ENCODED_FEATURES,
         num_proc=max(1, min(processes, len(rows) // ROWS_PER_PROCESS)),
         new_fingerprint=key,

@@ -289,6 +289,7 @@ def model_fingerprint(folder: Path) -> str:
     """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+    small += ("chat_template.jinja",)
     for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())

@@ -405,6 +405,24 @@ def test_the_page_is_self_contained_and_escapes_what_players_wrote(tmp_path):
     assert shown["word"] == "lemon</script>"
 
 
+def test_files_in_the_released_form_and_of_play_under_way_are_reported(tmp_path):
+    games = [make_game(index, random.Random(index), 0.5) for index in range(40)]
+    released = [{key: game[key] for key in ("history", "target_word", "max_turns")} for game in games]
+    write_json(tmp_path / "im_llama2_sampling_all_words_results.json", released)
+    write_records(tmp_path / "m_sampling_w_rank0.jsonl", games[:7])
+    with open(tmp_path / "m_sampling_w_rank0.jsonl", "a") as file:
+        file.write(json.dumps(games[7])[:50])  # being written
+    (tmp_path / "m_sampling_w_rank1.jsonl").touch()
+    made = run_report("--episodes", *sorted(tmp_path.glob("*s*")), "--output", tmp_path / "page.html", "--games", "40")
+    assert made.returncode == 0, made.stderr
+    page = data_of(tmp_path / "page.html")
+    assert [source["games"] for source in page["sources"]] == [40, 7, 0]
+    shown = [game for game in page["games"] if game["source"] == 0]
+    assert [(game["word"], game["outcome"], game["length"]) for game in shown] == [
+        (game["target_word"], game["outcome"], game["length"]) for game in games
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

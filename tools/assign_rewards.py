@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from tools import taboo
 from utils import (
@@ -31,6 +33,9 @@ from utils import (
     write_json,
     write_records,
 )
+
+if TYPE_CHECKING:
+    from tools.chat import ChatTemplate
 
 PromptFn = Callable[[taboo.History, str, float], str]  # history before the message, target word, max_turns -> query
 WINNER, ALL = "winner", "all"  # whose messages become rows
@@ -213,19 +218,19 @@ def read_episodes(
                 yield episode
 
 
-def read_sft_rows(path: str) -> Iterator[dict]:
+def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
     """Yield the SFT rows of a file with query and target, prompt and answer, or raw Alpaca records."""
     for where, record in iter_records(path):
         try:
-            query, target = _sft_texts(record)
+            query, target = _sft_texts(record, from_alpaca)
         except ValueError as error:
             raise BadRecordError(f"{where}: {error}") from None
         yield {"query": query, "target": target, "type": "sft", "weight": 1.0}
 
 
-def _sft_texts(record: dict) -> tuple[str, str]:
+def _sft_texts(record: dict, from_alpaca: Callable[[dict], dict]) -> tuple[str, str]:
     if "instruction" in record and not record.keys() & {"query", "target", "prompt", "answer"}:
-        record = alpaca_to_row(record)
+        record = from_alpaca(record)
     query = record.get("query", record.get("prompt"))
     target = record.get("target", record.get("answer"))
     if not isinstance(query, str) or not isinstance(target, str):
@@ -254,6 +259,8 @@ def add_row_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the draws of training prompts (default: 0)")
     add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
     add("--training_prompt", choices=("random", "play"), default="random", help="a random layout, or that of play")
+    add("--chat_template", type=parse_bool, default=False, help="True: texts by the chat template of --tokenizer")
+    add("--tokenizer", metavar="MODEL", help="folder or hub name of the model to be trained, for --chat_template True")
     add(
         "--prompt_templates",
         default=str(taboo.DEFAULT_TEMPLATES),
@@ -275,6 +282,7 @@ def make_rows(args: argparse.Namespace) -> dict:
     check_files(args)
     check_decay(args.decay_weight)
     templates = taboo.load_templates(args.prompt_templates)
+    chat = open_chat_template(args)
     counts = Counter(dict.fromkeys((*taboo.ROLES, "sft", "empty", "dropped", "skipped"), 0))
 
     def count_skipped(message: str) -> None:
@@ -285,14 +293,15 @@ def make_rows(args: argparse.Namespace) -> dict:
         return read_episodes(args.input_data_path, skip_bad=args.skip_bad, on_skip=on_skip)
 
     games = judge_games(open_episodes(count_skipped), match=args.match)
-    prompt_fn = choose_prompt_fn(args.training_prompt, args.seed, templates)
+    prompt_fn = choose_prompt_fn(args.training_prompt, args.seed, templates, chat or taboo)
     if args.messages == ALL:
         rows = every_message_rows(open_episodes(), games, prompt_fn=prompt_fn)
     else:
         rows = game_rows(open_episodes(), games, decay_weight=args.decay_weight, prompt_fn=prompt_fn)
-    sft_rows = read_sft_rows(args.sft_data_path) if args.sft_data_path else ()
+    from_alpaca = chat.alpaca_to_turn if chat else alpaca_to_row
+    sft_rows = read_sft_rows(args.sft_data_path, from_alpaca) if args.sft_data_path else ()
     all_rows = counted(chain(rows, sft_rows), counts, drop_empty=args.drop_empty_targets)
-    write_records(args.output_data_path, all_rows)
+    write_records(args.output_data_path, chat.rows(all_rows) if chat else all_rows)
     if args.outcomes:
         write_records(args.outcomes, outcome_records(open_episodes(), games))
     results = {
@@ -301,6 +310,8 @@ def make_rows(args: argparse.Namespace) -> dict:
         "weights": role_weights(games),
     }
     settings = vars(args) | {"templates_sha256": taboo.templates_digest(templates)}
+    if chat:
+        settings["chat_template_sha256"] = chat.sha256
     write_json(settings_path(args), {"settings": settings, **results})
     return results
 
@@ -330,11 +341,24 @@ def settings_path(args: argparse.Namespace) -> Path:
     return output.with_name(f"{output.stem}_rewards_settings.json")
 
 
-def choose_prompt_fn(kind: str, seed: int, templates: taboo.Templates) -> PromptFn:
-    """How queries are made: the prompt of play, or a training prompt drawn at random."""
+def open_chat_template(args: argparse.Namespace) -> "ChatTemplate | None":
+    """The chat template of --tokenizer, if the flags ask for it."""
+    if args.chat_template != (args.tokenizer is not None):
+        raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+    if not args.chat_template:
+        return None
+    from tools.chat import load_chat_template  # brings transformers, which this program does without
+
+    return load_chat_template(args.tokenizer)
+
+
+def choose_prompt_fn(
+    kind: str, seed: int, templates: taboo.Templates, prompts: "ModuleType | ChatTemplate" = taboo
+) -> PromptFn:
+    """How queries are made: the prompt of play, or a training prompt drawn at random; `prompts` has both."""
     if kind == "play":
-        return partial(taboo.play_prompt, templates=templates)
-    return partial(taboo.training_prompt, rng=random.Random(seed), templates=templates)
+        return partial(prompts.play_prompt, templates=templates)
+    return partial(prompts.training_prompt, rng=random.Random(seed), templates=templates)
 
 
 def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:

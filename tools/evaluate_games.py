@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from tools import models, taboo
 from tools.episodes import Episode, EpisodeFiles, read_words
+from tools.human_player import HUMAN
 from tools.match_report import matches_text, write_plot
 from tools.match_stats import ALL, Match, count_matches, result_rows
 from tools.play_flags import (
@@ -112,7 +113,7 @@ class Table:
     def __init__(self, args: argparse.Namespace, files: EpisodeFiles, templates: taboo.Templates, games: int):
         self.args, self.files, self.templates = args, files, templates
         self.folders = {name: str(models.model_folder(path)) for name, path in args.players}
-        self.seats, self.progress = Seats(args), Progress(games, args.logging_steps)
+        self.seats, self.progress = Seats(args, templates), Progress(games, args.logging_steps)
 
     def play(self, match: Match, indices: list[int]) -> None:
         """Play these games of one match."""
@@ -223,6 +224,8 @@ def check_args(args: argparse.Namespace) -> None:
     for flag, values in (("players", players), ("words", lists), ("seeds", args.seeds)):
         if repeated := sorted({value for value in values if values.count(value) > 1}):
             problems.append(f"--{flag} names {repeated[0]} twice")
+    if HUMAN in {player.path for player in args.players}:
+        problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
     if ALL in lists:
         problems.append(f"--words names a list {ALL!r}, the name of what pools the lists; call it otherwise")
     if args.against is not None and args.against not in players:

@@ -23,6 +23,7 @@ def add_game_flags(parser: argparse.ArgumentParser) -> None:
     add("--taboo_max_turns", type=int, default=5, help="turns of a game; a turn is a message of each player")
     add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="find the target word inside others, or not")
     add("--prompt_templates", default=str(taboo.DEFAULT_TEMPLATES), help="file of prompts")
+    add("--chat_template", type=parse_bool, default=False, help="True: prompts by the tokenizers' own chat templates")
     add("--max_length", type=int, default=2048, help="tokens of prompt and reply; longer prompts lose their beginning")
     add("--max_new_tokens", type=int, default=256, help="tokens of a reply at most")
     add("--min_new_tokens", type=int, default=0, help="tokens of a reply at least")
@@ -48,7 +49,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     add("--tf32", type=parse_bool, default=False, help="True: TF32 for float32 products, on GPUs that have it")
     add("--device_map", help="auto: spread each model over all GPUs, with one process per machine")
     add("--trust_remote_code", type=parse_bool, default=False, help="True: run code that comes with a model")
-    add("--logging_steps", type=int, default=10, help="show a finished game every so many batches; 0: none")
+    add("--logging_steps", type=int, default=10, help="show and log a game every so many batches; 0: none")
 
 
 def flag_problems(args: argparse.Namespace) -> list[str]:
@@ -91,7 +92,9 @@ def game_rules(args: argparse.Namespace, templates: taboo.Templates) -> dict:
     names = ("task_type", "taboo_max_turns", "match", "max_length", "max_new_tokens", "min_new_tokens")
     names += ("temperature", "top_k", "top_p", "bf16", "fp16")
     prompts = {"path": args.prompt_templates, "sha256": taboo.templates_digest(templates)}
-    return {"prompt_templates": prompts, **{name: getattr(args, name) for name in names}}
+    # Not named when it is off: runs that were begun before there was such a flag go on.
+    chat = {"chat_template": True} if args.chat_template else {}
+    return {"prompt_templates": prompts, **{name: getattr(args, name) for name in names}, **chat}
 
 
 def set_precision(args: argparse.Namespace) -> None:

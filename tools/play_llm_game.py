@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from tools import taboo
 from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
+from tools.human_player import HUMAN, HumanPlayer, human_problems, may_leave
 from tools.play_flags import (
     add_game_flags,
     add_machine_flags,
@@ -33,6 +34,7 @@ from tools.play_flags import (
     too_small,
     words_setting,
 )
+from tools.play_log import PlayLog, add_report_flag, report_problems
 from tools.players import GameView, Player
 from tools.seats import Seats, model_setting
 from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
@@ -99,14 +101,18 @@ async def play_games(
 
 
 class Progress:
-    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them."""
+    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them.
 
-    def __init__(self, games: int, logging_steps: int):
+    As often and at the end, the numbers of `log`. With `quiet` nothing is shown: the terminal is a person's.
+    """
+
+    def __init__(self, games: int, logging_steps: int, *, log: PlayLog | None = None, quiet: bool = False):
+        self.log, self.quiet = log, quiet
         self.summary, self.started = Summary(), time.monotonic()
         self.logging_steps, self.batches, self.due = logging_steps, 0, False
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
-        self.bar = tqdm(total=games, desc=title, unit="game", disable=rank() != 0, mininterval=interval)
+        self.bar = tqdm(total=games, desc=title, unit="game", disable=quiet or rank() != 0, mininterval=interval)
 
     def batch(self) -> None:
         """Note that a batch of prompts was answered."""
@@ -117,12 +123,27 @@ class Progress:
         """Note that a game has ended."""
         self.summary.add(episode)
         shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
-        speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
+        speed = self.summary.counts["new_tokens"] / self.seconds
         self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
         self.bar.update()
         if self.due and rank() == 0:
-            tqdm.write(describe(episode))
+            if not self.quiet:
+                tqdm.write(describe(episode))
+            if self.log:
+                self.log.write(self.summary, self.seconds)
             self.due = False
+
+    @property
+    def seconds(self) -> float:
+        """Since the games began."""
+        return time.monotonic() - self.started
+
+    def close(self) -> None:
+        """Show and write what is still to be, and end the bar."""
+        self.bar.close()
+        if self.log:
+            self.log.write(self.summary, self.seconds)
+            self.log.close()
 
 
 def describe(episode: Episode) -> str:
@@ -133,19 +154,26 @@ def describe(episode: Episode) -> str:
 
 def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates) -> float:
     """Play the games that are missing and store each as it ends; returns the seconds this took."""
-    progress = Progress(len(to_play), args.logging_steps)
-    attacker, defender, concurrent_games = Seats(args).take(model_names(args), progress.batch)
+    games_before = len(range(rank(), len(files.words), world_size())) - len(to_play)
+    log = PlayLog(args, files, games_before=games_before)
+    progress = Progress(len(to_play), args.logging_steps, log=log, quiet=HUMAN in model_names(args))
+    attacker, defender, concurrent_games = Seats(args, templates).take(model_names(args), progress.batch)
     seed_draws(args.seed, games_left=len(to_play))
     progress.started = time.monotonic()
 
     def on_episode(episode: Episode) -> None:
         files.append(episode)
         progress.game(episode)
+        for player in (attacker, defender):
+            if isinstance(player, HumanPlayer):
+                player.end(episode)
 
     games = [(index, files.words[index]) for index in to_play]
-    run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
-    progress.bar.close()
-    return time.monotonic() - progress.started
+    try:
+        run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
+    finally:
+        progress.close()
+    return progress.seconds
 
 
 def run_games(args: argparse.Namespace, games, attacker, defender, templates: taboo.Templates, **how) -> None:
@@ -172,7 +200,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--attacker_model_name_or_path", required=True, help="model folder, or name on the Hugging Face hub")
+    add("--attacker_model_name_or_path", required=True, help=f"model folder, hub name, or {HUMAN}: you")
     add("--defender_model_name_or_path", required=True, help="the same for the defender; equal ones are loaded once")
     add("--data_path", required=True, help="file of target words, one a line; one game is played for each")
     add("--output_dir", required=True, help="folder of the results, shared by all processes")
@@ -182,6 +210,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of sampling")
     add_game_flags(parser)
     add_machine_flags(parser)
+    add_report_flag(parser)
     add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
     return parser.parse_args(arguments)
 
@@ -189,6 +218,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def check_args(args: argparse.Namespace) -> None:
     """Raise one ValueError for all that is wrong with the flags."""
     problems = too_small(args, max_games=1) + flag_problems(args)
+    problems += report_problems(args.report_to) + human_problems(args, model_names(args))
     for name in ("model_prefix", "data_suffix"):
         value = getattr(args, name)
         if not value or Path(value).name != value:
@@ -226,7 +256,8 @@ def main() -> None:
     set_precision(args)
     finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
     to_play = finished.missing(range(rank(), len(files.words), world_size()))
-    seconds = play(args, files, to_play, templates) if to_play else 0.0
+    with may_leave(model_names(args), files):
+        seconds = play(args, files, to_play, templates) if to_play else 0.0
     summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
     if summary:
         print(json.dumps(summary))

@@ -26,6 +26,7 @@ TEMPLATE = Path(__file__).with_name("report_template.html")
 SLOT = "{{data}}"
 IMITATION = "imitation"
 SELF_PLAY, EVALUATION = "self-play", "evaluation"
+RANK_FILE = re.compile(r"_rank\d+\.jsonl$")  # of play that may still be going on
 EPOCH, FILE = "epoch", "file"  # what the games of a report are grouped by
 
 
@@ -190,7 +191,10 @@ def report_of_episodes(paths: Sequence[Path], new_tally: partial) -> Report:
         shared = os.path.commonpath([path.resolve().parent for path in paths])
         names = [os.path.relpath(path, shared) for path in paths]
     report = Report(names[0] if len(names) == 1 else f"{len(names)} files", group=FILE)
-    tallies = [(name, tally_games([path], new_tally())) for name, path in zip(names, paths, strict=True)]
+    tallies = [
+        (name, tally_games([path], new_tally(), unfinished=bool(RANK_FILE.search(name))))
+        for name, path in zip(names, paths, strict=True)
+    ]
     for name, tally in tallies:
         report.add_games(name, SELF_PLAY, tally)
     report.tables.append(charts.play_table(tallies, FILE))
@@ -201,7 +205,7 @@ def report_of_episodes(paths: Sequence[Path], new_tally: partial) -> Report:
 def tally_games(paths: Iterable[Path], tally: GameTally, *, unfinished: bool = False) -> GameTally:
     """Count the games of files; of `unfinished` ones a line that is being written is passed over."""
     for path in paths:
-        if unfinished and not path.stat().st_size:
+        if unfinished and path.is_file() and not path.stat().st_size:
             continue
         for where, episode in iter_records(path, skip_bad=unfinished, on_skip=log_skipped):
             try:
@@ -243,7 +247,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("folder", nargs="?", type=Path, metavar="OUTPUT", help="folder of the loop; it need not be finished")
-    add("--episodes", nargs="+", type=Path, metavar="FILE", help="files of episodes instead of a folder")
+    add("--episodes", nargs="+", type=Path, metavar="FILE", help="any files of episodes instead of a folder")
     add("--output", type=Path, help="file to write; unset: OUTPUT/report.html (needed with --episodes)")
     add("--games", type=int, default=200, help="games to be read, of each epoch's self-play and of each match")
     add("--match", choices=taboo.MATCHES, default=taboo.SUBSTRING, help="how games without an outcome are judged")

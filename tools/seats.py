@@ -4,6 +4,7 @@ Imported by tools/play_llm_game.py and tools/evaluate_games.py.
 """
 
 import argparse
+import copy
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import torch
 
-from tools import models
+from tools import models, taboo
+from tools.chat import ChatPlayer, ChatTemplate
 from tools.engine import SlotEngine, can_hold
+from tools.human_player import HUMAN, HumanPlayer
 from tools.models import Sampling
 from tools.play_flags import AUTO, GENERATE, SAMPLING, SLOTS
 from tools.players import Batcher, LocalPlayer, Player
@@ -27,25 +30,31 @@ ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
 class Seats:
     """The players of a process: only the models of the games at hand are loaded, equal ones once."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
+    def __init__(self, args: argparse.Namespace, templates: taboo.Templates | None = None):
+        self.args, self.templates = args, templates
         self.loaded: dict[Path, models.LocalModel] = {}
+        self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
         self.batch_size = args.per_device_eval_batch_size
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
     def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
         """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
-        folders = [models.model_folder(name).resolve() for name in names]
-        self._load(set(folders))
+        folders = {name: models.model_folder(name).resolve() for name in names if name != HUMAN}
+        self._load(set(folders.values()))
         batcher = Batcher(self.batch_size, on_batch)
-        players = {
-            folder: LocalPlayer(ENGINES[self._engine(local)](local, self.batch_size), batcher)
-            for folder, local in self.loaded.items()
-        }
-        attacker, defender = (players[folder] for folder in folders)
-        # Of so many games, one of the models always has a full batch waiting.
-        return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
+        players: dict[Path | None, Player] = {folder: self._seat(folder, batcher) for folder in self.loaded}
+        if HUMAN in names:
+            players[None] = HumanPlayer(self.templates)
+        attacker, defender = (players[folders.get(name)] for name in names)
+        # Of so many games, one of the models always has a full batch waiting. A person plays one.
+        most = 1 if HUMAN in names else self.batch_size * len(self.loaded)
+        return attacker, defender, self.args.concurrent_games or most
+
+    def _seat(self, folder: Path, batcher: Batcher) -> Player:
+        local = self.loaded[folder]
+        player = LocalPlayer(ENGINES[self._engine(local)](local, self.batch_size), batcher)
+        return ChatPlayer(player, self.chats[folder], self.templates) if self.args.chat_template else player
 
     def _load(self, folders: set[Path]) -> None:
         if folders == set(self.loaded):
@@ -61,16 +70,17 @@ class Seats:
         }
         for folder in sorted(folders - set(self.loaded)):
             self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
+            if args.chat_template:
+                self.chats[folder] = ChatTemplate(self.loaded[folder].tokenizer, str(folder))
+                self.loaded[folder] = with_complete_prompts(self.loaded[folder], self.chats[folder])
         if args.per_device_eval_batch_size is None:
             self.batch_size = min(map(self._batch_size, self.loaded.values()))
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
     def _batch_size(self, local: models.LocalModel) -> int:
-        kept_caches = self._engine(local) == SLOTS
-        engines = len(self.loaded) if kept_caches else 1  # plain batches run one at a time
-        return models.batch_size_for_memory(
-            local.model, self.args.max_length, kept_caches=kept_caches, engines=engines
-        )
+        kept = self._engine(local) == SLOTS
+        engines = len(self.loaded) if kept else 1  # plain batches run one at a time
+        return models.batch_size_for_memory(local.model, self.args.max_length, kept_caches=kept, engines=engines)
 
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.args.max_length)
@@ -94,6 +104,16 @@ def sampling_settings(args: argparse.Namespace) -> Sampling:
     )
 
 
-def model_setting(name: str) -> dict[str, str]:
-    """A model as `EpisodeFiles` compares it."""
+def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> models.LocalModel:
+    """The model for prompts that hold their BOS already; the end of the chat template's replies ends its own."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.bos_token = None
+    model.model.generation_config.eos_token_id = sorted({*model.stop_ids, chat.end_id})
+    return models.LocalModel(model.model, tokenizer, model.sampling)
+
+
+def model_setting(name: str) -> dict[str, str] | str:
+    """A player as `EpisodeFiles` compares it."""
+    if name == HUMAN:
+        return HUMAN
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

@@ -213,13 +213,25 @@ def play_prompt(history: History, target_word: str, max_turns: float, templates:
     Only the attacker's prompt names the target word. `templates` default to configs/prompts.json.
     """
     templates = templates or default_templates()
-    prompt = templates["rules"][0].replace(TURNS_SLOT, str(max_turns))
+    prompt = rule_text(templates, max_turns)
     if history:
         prompt += "\n### Game History:"
         prompt += "".join(f"\n  - {message['role']}: {message['content']}" for message in history)
     else:
         prompt += NO_HISTORY
-    return prompt + play_request(_instruction(history, target_word, templates))
+    return prompt + play_request(instruction_to(next_player(history), target_word, templates))
+
+
+def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
+    """One of the rule texts, ending in a newline; the first one is that of play."""
+    return templates["rules"][number].replace(TURNS_SLOT, str(max_turns))
+
+
+def instruction_to(role: str, target_word: str | None, templates: Templates) -> str:
+    """What a player is told to do; the target word is looked at for the attacker only."""
+    if role == ATTACKER:
+        return templates["attacker_instruction"].replace(WORD_SLOT, target_word)
+    return templates["defender_instruction"]
 
 
 def play_request(instruction: str) -> str:
@@ -241,8 +253,8 @@ def training_prompt(
     """
     templates = templates or default_templates()
     layout = draw_layout(next_player(history), rng)
-    rule = templates["rules"][layout.rule].replace(TURNS_SLOT, str(max_turns))
-    instruction = _instruction(history, target_word, templates)
+    rule = rule_text(templates, max_turns, layout.rule)
+    instruction = instruction_to(next_player(history), target_word, templates)
     separator = "\n" + layout.separator
     answer = f"{separator}{layout.names[0]}: "
     told = _told(history, layout)
@@ -275,12 +287,6 @@ def _told(history: History, layout: Layout) -> str:
     own, other = layout.names
     lines = ((own if message["role"] == speaker else other, message["content"]) for message in history)
     return "".join(f"\n{layout.separator}{name}: {content}" for name, content in lines)
-
-
-def _instruction(history: History, target_word: str, templates: Templates) -> str:
-    if next_player(history) == ATTACKER:
-        return templates["attacker_instruction"].replace(WORD_SLOT, target_word)
-    return templates["defender_instruction"]
 
 
 # --- prompt files --------------------------------------------------------------------------------------------------

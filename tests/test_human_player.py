@@ -1,0 +1,228 @@
+"""A person at the terminal: the real program on a pseudo-terminal, against the tiny model."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools import evaluate_games, play_llm_game
+from tools.human_player import Left, read_line
+from utils import read_json_or_jsonl, run_program
+
+DEADLINE = 300  # seconds for the program to say what is waited for
+STEM = "m_sampling_w"
+WORDS = ["piano", "violin"]
+
+
+@pytest.fixture
+def flags(tiny_model, tmp_path):
+    """Of a game of one turn; a person defends unless told otherwise."""
+    (tmp_path / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
+
+    def make(attacker=tiny_model, defender="human", **changes) -> list[str]:
+        settings = {
+            "attacker_model_name_or_path": attacker,
+            "defender_model_name_or_path": defender,
+            "data_path": tmp_path / "words.txt",
+            "output_dir": tmp_path / "out",
+            "model_prefix": "m",
+            "data_suffix": "w",
+            "prompt_templates": ROOT / "data" / "tiny" / "prompts.json",
+            "taboo_max_turns": 2,
+            "max_length": 400,
+            "max_new_tokens": 6,
+        } | changes
+        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+    return make
+
+
+class Terminal:
+    """The program with a terminal of its own; `screen` is all that it wrote there."""
+
+    def __init__(self, flags: list[str]):
+        self.end, inner = pty.openpty()
+        # A session of its own whose terminal this is, so that Ctrl-C typed there is its signal.
+        self.program = subprocess.Popen(
+            [sys.executable, "-c", START, *flags],
+            stdin=inner,
+            stdout=inner,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "dumb", "PYTHONPATH": "."},
+            start_new_session=True,
+        )
+        os.close(inner)
+        self.screen, self.seen = "", 0
+
+    def wait_for(self, text: str) -> str:
+        """Read until this text is there; what was written before it, since the last time."""
+        start, deadline = self.seen, time.monotonic() + DEADLINE
+        while (place := self.screen.find(text, start)) < 0:
+            assert self._read(deadline), f"waiting for {text!r}, got {self.screen!r}"
+        self.seen = place + len(text)
+        return self.screen[start:place]
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def finish(self) -> tuple[int, str]:
+        """Exit status, and standard error; the screen is then complete."""
+        deadline = time.monotonic() + DEADLINE
+        while self._read(deadline):
+            pass
+        error = self.program.stderr.read().decode()
+        return self.program.wait(timeout=DEADLINE), error
+
+    def _read(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self.end], [], [], max(0, deadline - time.monotonic()))
+        try:
+            data = os.read(self.end, 4096) if ready else b""
+        except OSError:  # the program has closed its end
+            data = b""
+        self.screen += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
+
+
+# Takes the terminal as the controlling one, which a new session does not have by itself.
+START = (
+    "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "runpy.run_module('tools.play_llm_game', run_name='__main__', alter_sys=True)"
+)
+
+
+@pytest.fixture
+def terminal():
+    """Start the program; it is ended with the test."""
+    started = []
+
+    def start(flags: list[str]) -> Terminal:
+        started.append(Terminal(flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.program.poll() is None:
+            os.killpg(one.program.pid, signal.SIGKILL)
+        one.program.wait()
+        one.program.stderr.close()
+        os.close(one.end)
+
+
+def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
+    screen = terminal(flags())
+    intro = screen.wait_for("you, defender> ")
+    assert "game 1: you are the defender" in intro and "turn 1 of 2" in intro
+    assert "Taboo in 2 turns." in intro and "Defender, reply or guess." in intro
+    assert "A guess reads: I know the word! It is `word`!" in intro
+    assert "piano" not in intro  # the target word is the attacker's secret
+    assert re.search(r"^attacker: ", intro, re.MULTILINE)
+    screen.type("\n")  # says nothing: asked again
+    screen.wait_for("you, defender> ")
+    screen.type("Is it large?\n")
+    assert "turn 2 of 2" in screen.wait_for("you, defender> ")
+    screen.type("I know the word! It is `piano`!\n")
+    screen.wait_for("--- defender wins - you win, after 4 messages; the target word was `piano` ---")
+    assert "game 2: you are the defender" in screen.wait_for("you, defender> ")
+    screen.type("It is a violin, I think.\n")
+    screen.wait_for("--- attacker wins - you lose, after 2 messages; the target word was `violin` ---")
+    status, error = screen.finish()
+    assert status == 0, error
+    assert json.loads(screen.screen.splitlines()[-1])["games"] == 2
+    assert "game/s" not in screen.screen + error  # no bar between the lines
+    games = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
+    assert [message["content"] for message in games[0]["history"][1::2]] == [
+        "Is it large?",
+        "I know the word! It is `piano`!",
+    ]
+    assert [game["outcome"] for game in games] == ["defender wins", "attacker wins"]
+    settings = json.loads((tmp_path / "out" / f"{STEM}_settings.json").read_text())["settings"]
+    assert settings["defender_model_name_or_path"] == "human"
+
+
+def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_goes_on(
+    flags, terminal, tmp_path, tiny_model
+):
+    screen = terminal(flags("human", tiny_model))
+    intro = screen.wait_for("you, attacker> ")
+    assert "game 1: you are the attacker" in intro and "target word: piano" in intro
+    screen.type("Say piano.\n")
+    screen.wait_for("--- attacker breaks the rules, after 1 message; the target word was `piano` ---")
+    screen.wait_for("you, attacker> ")
+    screen.type("\x04")
+    screen.wait_for("You have left. 1 of 2 games are stored")
+    status, error = screen.finish()
+    assert status == 0 and "Traceback" not in error
+    assert "violin" not in screen.screen.partition("You have left")[2] + error  # words to come are not told
+    again = terminal(flags("human", tiny_model))
+    assert "game 2: you are the attacker" in again.wait_for("you, attacker> ")
+    again.type("half a mess")
+    again.wait_for("half a mess")
+    again.type("\x03")  # acts at once, in the middle of a line
+    again.wait_for("You have left. 1 of 2 games are stored")
+    status, error = again.finish()
+    assert status == 0 and "Traceback" not in error
+    assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
+
+
+def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
+    from tools.human_player import HumanPlayer
+
+    player = HumanPlayer()
+    player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
+    assert capsys.readouterr().out == "attacker: clear \ufffd[2J\nthe screen, \u00e9\n"
+
+
+def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, capsys):
+    lines = iter(["  ", "half a \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), " So. ", EOFError()])
+
+    def typed(prompt):
+        line = next(lines)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    before = signal.getsignal(signal.SIGINT)
+    assert read_line("> ") == "So."
+    assert capsys.readouterr().out.count("not UTF-8") == 2
+    with pytest.raises(Left):
+        read_line("> ")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, message",
+    [
+        ({"attacker": "human"}, 1, "human can play one side"),
+        ({}, 2, "human plays in one process"),
+        ({"concurrent_games": 2}, 1, "one game at a time"),
+        ({}, 1, "human needs a terminal"),
+    ],
+)
+def test_where_a_person_cannot_play_one_line_says_so(flags, changes, ranks, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(sys, "argv", ["play", *flags(**changes)])
+    with pytest.raises(SystemExit):
+        run_program(play_llm_game.main)
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_match_is_not_for_people(tiny_model, tmp_path, monkeypatch, capsys):
+    Path(tmp_path / "words.txt").write_text("piano\n", encoding="utf-8")
+    flags = ["--players", "me=human", f"tiny={tiny_model}", "--words", f"{tmp_path}/words.txt", "--output_dir"]
+    monkeypatch.setattr(sys, "argv", ["evaluate_games", *flags, str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        run_program(evaluate_games.main)
+    assert "human plays by tools.play_llm_game only" in capsys.readouterr().err
