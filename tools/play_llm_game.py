@@ -18,12 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from tqdm import tqdm
 
 from tools import taboo
-from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
+from tools.episodes import Episode, EpisodeFiles, FinishedGames, ReplyRecord, Summary, read_words
 from tools.play_flags import (
     add_game_flags,
     add_machine_flags,
@@ -33,10 +34,14 @@ from tools.play_flags import (
     too_small,
     words_setting,
 )
-from tools.players import GameView, Player
+from tools.players import GameView, Player, PlayerUnusable, ReplyUnavailable
 from tools.seats import Seats, model_setting
+from tools.server_costs import Meter, estimate, likely_game
+from tools.server_flags import add_server_flags, is_server, server_flag_problems
 from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
+UNFINISHED = 3  # exit status: games are missing, and the same command can play them
+LOST_IN_A_ROW = 20  # so many unfinished games, with none that ended between them, and the run ends
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +68,8 @@ async def play_game(
         known_word = target_word if role == taboo.ATTACKER else None
         reply = await players[role].reply(prompt, view=GameView(role, tuple(history), max_turns, index, known_word))
         history.append({"role": role, "content": reply.text.strip()})
-        replies.append({"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut})
+        record = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
+        replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
     outcome, length = taboo.judge(history, target_word, max_turns, match=match)
     return {
         "index": index,
@@ -76,6 +82,11 @@ async def play_game(
     }
 
 
+def raise_it(index: int, word: str, error: Exception) -> None:
+    """What `play_games` does about a game whose reply cannot be had, unless it is told otherwise."""
+    raise error
+
+
 async def play_games(
     games: Iterable[tuple[int, str]],
     attacker: Player,
@@ -83,14 +94,20 @@ async def play_games(
     *,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
+    on_lost: Callable[[int, str, ReplyUnavailable], None] = raise_it,
     **rules,
 ) -> None:
-    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`."""
+    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`. Both callbacks may raise."""
     to_play = iter(games)
 
     async def keep_playing() -> None:
         for index, word in to_play:  # shared by all: a finished game's place goes to the next word at once
-            on_episode(await play_game(word, attacker, defender, index=index, **rules))
+            try:
+                episode = await play_game(word, attacker, defender, index=index, **rules)
+            except ReplyUnavailable as error:
+                on_lost(index, word, error)
+            else:
+                on_episode(episode)
 
     await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
 
@@ -98,10 +115,19 @@ async def play_games(
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
-class Progress:
-    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them."""
+class GivenUpError(Exception):
+    """So many games in a row were left unfinished that the others are not begun."""
 
-    def __init__(self, games: int, logging_steps: int):
+
+class Progress:
+    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them.
+
+    It also counts the games that had to be left unfinished, and what servers charge by `meter`.
+    """
+
+    def __init__(self, games: int, logging_steps: int, meter: Meter):
+        self.games, self.meter = games, meter
+        self.lost_in_a_row, self.seconds = 0, 0.0
         self.summary, self.started = Summary(), time.monotonic()
         self.logging_steps, self.batches, self.due = logging_steps, 0, False
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
@@ -116,13 +142,36 @@ class Progress:
     def game(self, episode: Episode) -> None:
         """Note that a game has ended."""
         self.summary.add(episode)
+        self.meter.end(episode["index"])
+        self.lost_in_a_row = 0
         shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
         speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
-        self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
+        paid = {"server tokens": f"{self.meter.spent.tokens:,.0f}"} if self.meter.spent.calls else {}
+        self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **paid, **shares}, refresh=False)
         self.bar.update()
         if self.due and rank() == 0:
             tqdm.write(describe(episode))
             self.due = False
+
+    def lost(self, index: int, word: str, error: ReplyUnavailable) -> None:
+        """Note that a game is left unfinished; GivenUpError if many were and none has ended since."""
+        logger.warning("%s: left unfinished: %s", word, error)
+        self.meter.end(index)
+        self.lost_in_a_row += 1
+        if self.lost_in_a_row == LOST_IN_A_ROW:
+            raise GivenUpError(f"{LOST_IN_A_ROW} games in a row had to be left unfinished, the last one by {error}")
+
+    def end(self, args: argparse.Namespace) -> None:
+        """Note that nothing more is played."""
+        self.bar.close()
+        self.seconds = time.monotonic() - self.started
+        if self.meter.spent.calls:
+            logger.info("servers answered: %s", self.meter.spent.describe(args))
+
+    @property
+    def missing(self) -> int:
+        """How many games have not ended."""
+        return self.games - self.summary.games
 
 
 def describe(episode: Episode) -> str:
@@ -131,10 +180,18 @@ def describe(episode: Episode) -> str:
     return "\n".join([f"--- {episode['target_word']} ---", *lines, f"--- {episode['outcome']} ---"])
 
 
-def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates) -> float:
-    """Play the games that are missing and store each as it ends; returns the seconds this took."""
-    progress = Progress(len(to_play), args.logging_steps)
-    attacker, defender, concurrent_games = Seats(args).take(model_names(args), progress.batch)
+def play(
+    args: argparse.Namespace,
+    files: EpisodeFiles,
+    finished: FinishedGames,
+    to_play: list[int],
+    templates: taboo.Templates,
+) -> Progress:
+    """Play the games that are missing and store each as it ends; returns what became of them."""
+    seats = Seats(args)
+    progress = Progress(len(to_play), args.logging_steps, seats.meter)
+    limit_tokens(args, seats.meter, finished, likely_game(args, model_names(args), templates).tokens)
+    attacker, defender, concurrent_games = seats.take(model_names(args), progress.batch)
     seed_draws(args.seed, games_left=len(to_play))
     progress.started = time.monotonic()
 
@@ -142,19 +199,44 @@ def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], temp
         files.append(episode)
         progress.game(episode)
 
-    games = [(index, files.words[index]) for index in to_play]
-    run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
-    progress.bar.close()
-    return time.monotonic() - progress.started
+    games = seats.meter.deal((index, files.words[index]) for index in to_play)
+    how = {"concurrent_games": concurrent_games, "on_episode": on_episode, "on_lost": progress.lost}
+    try:
+        run_games(args, games, attacker, defender, templates, **how)
+    except GivenUpError as error:
+        logger.error("%s", error)
+    progress.end(args)
+    return progress
+
+
+def limit_tokens(args: argparse.Namespace, meter: Meter, finished: FinishedGames, game: float) -> None:
+    """Give this rank its share of what --max_total_tokens leaves; a game takes about so many tokens."""
+    if args.max_total_tokens is not None:
+        meter.set_limit((args.max_total_tokens - finished.server_tokens) / world_size(), game)
 
 
 def run_games(args: argparse.Namespace, games, attacker, defender, templates: taboo.Templates, **how) -> None:
-    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`. RuntimeError for any fault."""
+    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`.
+
+    ValueError for a player that can never answer, RuntimeError for any other fault.
+    """
     rules = {"max_turns": args.taboo_max_turns, "match": args.match, "templates": templates}
     try:
         asyncio.run(play_games(games, attacker, defender, **how, **rules))
+    except PlayerUnusable as error:
+        raise ValueError(f"{error}; the games played so far are safe") from None
     except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
         raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+
+
+def end_unfinished(args: argparse.Namespace, files: EpisodeFiles, progress: Progress) -> NoReturn:
+    """End the program with one line and a status of its own: games are missing that the same command can play."""
+    files.wait_for_others()
+    remedy = "the same command plays them"
+    if progress.meter.exhausted:
+        remedy = f"--max_total_tokens {args.max_total_tokens} has no room for them; the same command with more does"
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: {progress.missing} games are missing; {remedy}\n")
+    sys.exit(UNFINISHED)
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:
@@ -172,7 +254,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--attacker_model_name_or_path", required=True, help="model folder, or name on the Hugging Face hub")
+    add("--attacker_model_name_or_path", required=True, help="model folder, name on the hub, or openai:MODEL")
     add("--defender_model_name_or_path", required=True, help="the same for the defender; equal ones are loaded once")
     add("--data_path", required=True, help="file of target words, one a line; one game is played for each")
     add("--output_dir", required=True, help="folder of the results, shared by all processes")
@@ -182,13 +264,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of sampling")
     add_game_flags(parser)
     add_machine_flags(parser)
+    add_server_flags(parser)
     add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
     return parser.parse_args(arguments)
 
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise one ValueError for all that is wrong with the flags."""
-    problems = too_small(args, max_games=1) + flag_problems(args)
+    problems = too_small(args, max_games=1) + flag_problems(args) + server_flag_problems(args, model_names(args))
     for name in ("model_prefix", "data_suffix"):
         value = getattr(args, name)
         if not value or Path(value).name != value:
@@ -204,7 +287,7 @@ def model_names(args: argparse.Namespace) -> tuple[str, str]:
 
 def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
     """All that the games depend on; of files and models, what is in them."""
-    attacker, defender = (model_setting(name) for name in model_names(args))
+    attacker, defender = (model_setting(name, args) for name in model_names(args))
     return {
         "attacker_model_name_or_path": attacker,
         "defender_model_name_or_path": defender,
@@ -212,6 +295,16 @@ def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.T
         **game_rules(args, templates),
         "seed": args.seed,
     }
+
+
+def missing_words(finished: FinishedGames) -> list[str]:
+    """The words whose games are not there, of all ranks."""
+    return [finished.words[index] for index in finished.missing(range(len(finished.words)))]
+
+
+def cost_estimate(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> str:
+    """What the games of these words will cost."""
+    return estimate(args, [(model_names(args), words)], templates)
 
 
 def main() -> None:
@@ -223,10 +316,19 @@ def main() -> None:
     templates = taboo.load_templates(args.prompt_templates)
     stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
     files = EpisodeFiles(args.output_dir, stem, words[: args.max_games])
+    if args.dry_run:
+        print(cost_estimate(args, files.words if args.overwrite else missing_words(files.finished()), templates))
+        return
     set_precision(args)
     finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
-    to_play = finished.missing(range(rank(), len(files.words), world_size()))
-    seconds = play(args, files, to_play, templates) if to_play else 0.0
+    seconds, to_play = 0.0, finished.missing(range(rank(), len(files.words), world_size()))
+    if to_play:
+        if any(map(is_server, model_names(args))):
+            logger.info("%s", cost_estimate(args, missing_words(finished), templates))
+        progress = play(args, files, finished, to_play, templates)
+        if progress.missing:
+            end_unfinished(args, files, progress)
+        seconds = progress.seconds
     summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
     if summary:
         print(json.dumps(summary))

@@ -15,6 +15,8 @@ from tools import models
 from tools.models import Sampling
 from tools.play_flags import SAMPLING
 from tools.players import Batcher, LocalPlayer, Player
+from tools.server_costs import Meter
+from tools.server_flags import is_server, server_setting
 from utils import model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -27,18 +29,30 @@ class Seats:
         self.args = args
         self.loaded: dict[Path, models.LocalModel] = {}
         self.batch_size = args.per_device_eval_batch_size
+        self.meter = Meter()  # of what servers charge
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
     def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
         """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
-        folders = [models.model_folder(name).resolve() for name in names]
-        self._load(set(folders))
+        folders = {name: models.model_folder(name).resolve() for name in names if not is_server(name)}
+        self._load(set(folders.values()))
         batcher = Batcher(self.batch_size, on_batch)
-        players = {folder: LocalPlayer(model, batcher) for folder, model in self.loaded.items()}
-        attacker, defender = (players[folder] for folder in folders)
+        local = {folder: LocalPlayer(model, batcher) for folder, model in self.loaded.items()}
+        players = {name: local[folder] for name, folder in folders.items()}
         # Of so many games, one of the models always has a full batch waiting.
-        return attacker, defender, self.args.concurrent_games or self.batch_size * len(self.loaded)
+        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        if servers := set(names) - set(folders):
+            players |= self._server_players(servers, on_batch)
+            games += self.args.max_concurrency
+        attacker, defender = (players[name] for name in names)
+        return attacker, defender, self.args.concurrent_games or games
+
+    def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
+        from tools.server_player import ServerPlayer, Servers  # an optional package is needed only here
+
+        servers = Servers(self.args, self.meter, on_batch)
+        return {name: ServerPlayer(name, servers) for name in names}
 
     def _load(self, folders: set[Path]) -> None:
         if folders == set(self.loaded):
@@ -73,6 +87,8 @@ def sampling_settings(args: argparse.Namespace) -> Sampling:
     )
 
 
-def model_setting(name: str) -> dict[str, str]:
+def model_setting(name: str, args: argparse.Namespace) -> dict:
     """A model as `EpisodeFiles` compares it."""
+    if is_server(name):
+        return server_setting(name, args)
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}
