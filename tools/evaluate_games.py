@@ -153,7 +153,8 @@ def play_matches(
                 table.play(schedule.matches[number], list(indices))
     except GivenUpError as error:
         logger.error("%s", error)
-    table.progress.end(args)
+    finally:
+        table.progress.end(args)
     return table.progress
 
 

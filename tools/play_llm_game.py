@@ -205,7 +205,8 @@ def play(
         run_games(args, games, attacker, defender, templates, **how)
     except GivenUpError as error:
         logger.error("%s", error)
-    progress.end(args)
+    finally:
+        progress.end(args)
     return progress
 
 

@@ -16,7 +16,7 @@ from tools.server_flags import is_server
 # imitation games), so 6 in all; English text has about 4 characters a token. For the bound, 3.
 LIKELY_MESSAGES, LIKELY_REPLY = 6, 60
 LIKELY_CHARACTERS, FEWEST_CHARACTERS = 4, 3
-PRIOR_GAMES = 8  # so many games' worth the estimate weighs against what games turn out to cost
+PRIOR_GAMES = 4  # so many games' worth the estimate weighs against what games turn out to cost
 MILLION = 1_000_000
 
 

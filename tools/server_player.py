@@ -13,10 +13,12 @@ import logging
 import math
 import os
 import random
+import resource
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import httpx2  # what openai sends its requests with
 import openai
 
 from tools import taboo
@@ -30,6 +32,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each 
 LONGEST_RETRY_AFTER = 300  # seconds that a server may ask to be left alone; a longer ban is not sat out
 REST = 10  # seconds for which a server that failed is passed over if there are others
 CONNECT_TIMEOUT = 10  # seconds
+OTHER_FILES = 256  # that this process may have open besides connections
 LONGEST_MESSAGE = 300  # characters of what a server says of an error
 PASSING = (408, 409, 425, 429)  # besides 5xx
 NO_MONEY = "insufficient_quota"  # comes as 429, but does not pass
@@ -53,11 +56,13 @@ class Answer(NamedTuple):
 class Server:
     """One base URL, and whether it answers."""
 
-    def __init__(self, url: str | None, timeout: float):
+    def __init__(self, url: str | None, *, timeout: float, connections: int):
+        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
         self.client = openai.AsyncOpenAI(
             api_key=os.environ.get(KEY_VARIABLE) or "none",  # the client insists on one; not all servers do
             base_url=url,
-            timeout=openai.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
+            timeout=openai.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)),
+            http_client=openai.DefaultAsyncHttpxClient(limits=limits),  # the client's own is for 1000 connections
             max_retries=0,  # all is retried here: its own retries know neither other servers nor bad replies
         )
         self.name = self.client.base_url.netloc.decode()
@@ -73,7 +78,9 @@ class Servers:
 
     def __init__(self, args: argparse.Namespace, meter: Meter, on_batch: Callable[[], None]):
         self.args, self.meter, self.on_batch = args, meter, on_batch
-        self.servers = [Server(url, args.openai_timeout) for url in base_urls(args) or [None]]
+        how = {"timeout": args.openai_timeout, "connections": args.max_concurrency}
+        self.servers = [Server(url, **how) for url in base_urls(args) or [None]]
+        allow_open_files(args.max_concurrency * 2 + OTHER_FILES)  # while connections move from server to server
         self.slots = asyncio.Semaphore(args.max_concurrency)
         self.replies = 0
         self.estimates = False  # whether tokens had to be estimated
@@ -193,6 +200,16 @@ class ServerPlayer:
             return None
         extra = {"min_tokens": self.args.min_new_tokens}
         return extra | {"top_k": self.args.top_k or -1} if self.args.task_type == SAMPLING else extra
+
+
+def allow_open_files(number: int) -> None:
+    """Raise this process's soft limit on open files, often 1024, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < number:
+        warn_once("only %d files may be open, --max_concurrency may need %d: see ulimit -n", wanted, number)
 
 
 # --- answers and faults --------------------------------------------------------------------------------------------
