@@ -642,6 +642,8 @@ class TestSettings:
             ({"price_in": 1}, "--price_in and --price_out go together"),
             ({"min_new_tokens": 2}, "--min_new_tokens is for servers that know min_tokens"),
             ({"openai_base_url": "localhost:8000"}, "'localhost:8000' is no base URL"),
+            ({"openai_base_url": "http://host:port/v1"}, "'http://host:port/v1' is no base URL"),
+            ({"openai_base_url": "http://a host/v1"}, "'http://a host/v1' is no base URL"),
             ({"openai_base_url": "http://me:hush@host/v1"}, "^(?!.*hush).*holds a user or a password"),
             ({"openai_api": "responses"}, "argument --openai_api: invalid choice"),
             ({"openai_base_url": None, "OPENAI_API_KEY": None}, "needs OPENAI_API_KEY for OpenAI itself"),
@@ -833,18 +835,21 @@ class TestTransformersServe:
                 assert reply["prompt_tokens"] > 60  # one for each byte of the prompt, and BOS
                 assert reply["finish_reason"] == ("length" if reply["tokens"] == 3 else "stop")
 
-    def test_what_it_refuses_ends_the_run_with_its_words(
-        self, serve, served_model, words, place, tmp_path, monkeypatch, capsys
-    ):
-        serve.wait()
-        for changes, message in (
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
             ({"openai_extra_sampling": True}, "Unexpected fields in the request: {'min_tokens'}"),
             ({"attacker_model_name_or_path": "openai:other"}, "requested 'other'"),
-        ):
-            arguments = self.flags(place, words, tmp_path, f"openai:{served_model}", serve.url)
-            arguments += [text for name, value in changes.items() for text in (f"--{name}", str(value))]
-            assert run_here(arguments, monkeypatch) == 2
-            assert message in last_line(capsys)
+        ],
+    )
+    def test_what_it_refuses_ends_the_run_with_its_words(
+        self, changes, message, serve, served_model, words, place, tmp_path, monkeypatch, capsys
+    ):
+        serve.wait()
+        arguments = self.flags(place, words, tmp_path, f"openai:{served_model}", serve.url)
+        arguments += [text for name, value in changes.items() for text in (f"--{name}", str(value))]
+        assert run_here(arguments, monkeypatch) == 2
+        assert message in last_line(capsys)
 
 
 def stored_lines(folder):

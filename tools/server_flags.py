@@ -7,6 +7,7 @@ needs the package openai; nothing here does.
 import argparse
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
+HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?")
 FOR_SERVERS_ONLY = ("openai_base_url", "max_total_tokens", "price_in", "price_out", "dry_run")
 
 
@@ -63,18 +65,24 @@ def server_flag_problems(args: argparse.Namespace, names: Sequence[str]) -> list
         problems.append("--price_in and --price_out go together")
     if args.min_new_tokens and not args.openai_extra_sampling:
         problems.append("--min_new_tokens is for servers that know min_tokens: --openai_extra_sampling True sends it")
-    for url in base_urls(args):
-        parts = urlsplit(url)
-        if parts.username or parts.password:  # and it is not shown
-            problems.append(f"a base URL holds a user or a password; a key is taken from {KEY_VARIABLE} only")
-        elif parts.scheme not in ("http", "https") or not parts.hostname:
-            problems.append(f"{url!r} is no base URL; expected something like http://host:8000/v1")
+    problems += [problem for url in base_urls(args) if (problem := _url_problem(url))]
     if not args.dry_run:
         if not base_urls(args) and not os.environ.get(KEY_VARIABLE):
             problems.append(f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
         if importlib.util.find_spec("openai") is None:
             problems.append(f"{PREFIX}MODEL needs a package: {INSTALL}")
     return problems
+
+
+def _url_problem(url: str) -> str | None:
+    parts = urlsplit(url)
+    if "@" in parts.netloc:  # what stands before it is not shown
+        return f"a base URL holds a user or a password; a key is taken from {KEY_VARIABLE} only"
+    if parts.scheme not in ("http", "https") or not re.fullmatch(
+        r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", parts.netloc
+    ):
+        return f"{url!r} is no base URL; expected something like http://host:8000/v1"
+    return None
 
 
 def _numbers_out_of_range(args: argparse.Namespace) -> list[str]:

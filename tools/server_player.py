@@ -256,7 +256,10 @@ def backoff(attempt: int) -> float:
 
 def one_line(error: Exception) -> str:
     """What went wrong, as the server or the client puts it, without the key."""
-    said = " ".join(str(error).split())
+    said = str(error)
+    if isinstance(error, openai.APIStatusError) and error.status_code < 500 and " - " not in said:
+        said = f"{said} - {error.response.text}"  # not every server puts its message where OpenAI does
+    said = " ".join(said.split())
     if key := os.environ.get(KEY_VARIABLE):
         said = said.replace(key, "***")
     return said if len(said) <= LONGEST_MESSAGE else said[:LONGEST_MESSAGE] + "..."
