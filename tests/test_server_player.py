@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, build_llama, build_tokenizer
 
-from tools import evaluate_games, play_llm_game, server_flags, taboo
+from dataloaders import encode_example, normalize_row
+from tools import assign_rewards, evaluate_games, play_llm_game, server_flags, taboo
 from tools.server_costs import Cost, Meter, estimate, game_cost
 from utils import read_json_or_jsonl, run_program, write_json
 
@@ -707,6 +708,28 @@ class TestEvaluation:
         assert run_here(arguments, monkeypatch, evaluate_games) == 3
         assert "--max_total_tokens 700 has no room for them" in last_line(capsys)
         assert 3 * 2 <= len(server.requests) <= 4 * 2
+
+
+def test_games_of_a_strong_model_become_rows_to_imitate(stub, place, tokenizer, tmp_path, monkeypatch):
+    """The README's way: chat games on the first words, rewards, rows that the trainer reads."""
+
+    def behave(number, body):
+        prompt = body["messages"][0]["content"]
+        if "Hide `" in prompt:
+            return 200, {}, said("It has four letters and a number.")
+        return 200, {}, said("I know the word! It is `word105`!")  # right once, wrong otherwise
+
+    how = {"openai_api": "chat", "max_games": 10, "temperature": 1.0}
+    assert run_here(flags(place, tmp_path, stub(behave).url, **how), monkeypatch) == 0
+    arguments = ["--input_data_path", str(tmp_path / f"{STEM}_results.json")]
+    arguments += ["--output_data_path", str(tmp_path / "rows.json"), "--prompt_templates", str(place / "prompts.json")]
+    assert run_here(arguments, monkeypatch, assign_rewards) == 0
+    rows = [normalize_row(row) for row in read_json_or_jsonl(tmp_path / "rows.json")]
+    assert [row["target"].startswith("I know") for row in rows] == [index == 5 for index in range(10)]
+    assert sum(row["weight"] for row in rows) == 10
+    for row in rows:
+        encoded = encode_example(row, tokenizer)
+        assert tokenizer.decode(encoded["input_ids"]).endswith(row["target"] + tokenizer.eos_token)
 
 
 # --- an independent server -----------------------------------------------------------------------------------------
