@@ -51,7 +51,7 @@ class Stub:
 
     def __init__(self, behave=lambda number, body: (200, {}, said())):
         self.behave, self.lock = behave, threading.Lock()
-        self.requests, self.times, self.in_flight, self.most_in_flight = [], [], 0, 0
+        self.requests, self.times, self.in_flight = [], [], 0
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,6 @@ class Stub:
                     stub.requests.append((self.path, headers, body))
                     stub.times.append(time.monotonic())
                     stub.in_flight += 1
-                    stub.most_in_flight = max(stub.most_in_flight, stub.in_flight)
                 answer = stub.behave(number, body)
                 with stub.lock:
                     stub.in_flight -= 1
@@ -244,15 +243,23 @@ class TestRequests:
         limits = [{key: body[key] for key in body if key.startswith("max")} for *_, body in server.requests]
         assert {"max_completion_tokens": 4} in limits and len(limits) <= 4 * 4 + 4  # each game refused once at most
 
-    def test_no_more_requests_are_in_flight_than_allowed(self, stub, place, tmp_path, monkeypatch):
+    def test_no_more_requests_are_in_flight_than_allowed_to_all_servers_together(
+        self, stub, place, tmp_path, monkeypatch
+    ):
+        together, opened = [], threading.Event()
+
         def behave(number, body):
-            time.sleep(0.02)
+            together.append(sum(server.in_flight for server in servers))
+            if together[-1] == 5 and not opened.is_set():
+                time.sleep(0.7)  # for a sixth one to come
+                opened.set()
+            opened.wait(30)
             return 200, {}, said()
 
-        server = stub(behave)
-        arguments = flags(place, tmp_path, server.url, max_concurrency=5, concurrent_games=20)
-        assert run_here(arguments, monkeypatch) == 0
-        assert server.most_in_flight == 5
+        servers = [stub(behave), stub(behave)]
+        how = {"max_concurrency": 5, "concurrent_games": 20, "max_games": 20}
+        assert run_here(flags(place, tmp_path, [server.url for server in servers], **how), monkeypatch) == 0
+        assert max(together) == 5
 
     def test_games_are_dealt_out_to_the_servers_and_stay_there(self, stub, place, tmp_path, monkeypatch):
         servers = [stub(), stub(), stub()]
@@ -469,11 +476,16 @@ class TestFaults:
         assert stored(tmp_path) == []
 
     def test_under_torchrun_other_ranks_end_their_games_before_the_launch_fails(self, stub, place, tmp_path):
+        last_of_rank_1 = [time.monotonic()]
+
         def behave(number, body):
-            if f"`{WORDS[1]}`" in body["prompt"]:  # of rank 1
+            word = next(iter(re.findall("`(.*)`", body["prompt"])), None)
+            if word == WORDS[1]:
                 return 422, {}, {"error": {"message": "not this word"}}
-            if any(f"`{word}`" in body["prompt"] for word in WORDS[0:12:2]):  # rank 0 takes its time
-                time.sleep(0.4)
+            if word in WORDS[1:12:2]:
+                last_of_rank_1[0] = time.monotonic()
+            while word == WORDS[10] and time.monotonic() - last_of_rank_1[0] < 4:  # long enough to end rank 0 in it
+                time.sleep(0.05)
             return 200, {}, said()
 
         server = stub(behave)
