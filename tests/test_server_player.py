@@ -496,7 +496,7 @@ class TestFaults:
         words.write_text("\n".join([WORDS[0], WORDS[3], WORDS[2], WORDS[1], *WORDS[4:12]]))
         command += flags(place, tmp_path, server.url, max_concurrency=1, data_path=words)
         environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
-        finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert finished.returncode != 0
         assert "play_llm_game.py: 1 games are missing; the same command plays them" in finished.stderr
         games = [game for rank in (0, 1) for game in read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")]
