@@ -141,8 +141,9 @@ class Watch:
             return players
 
         def watched_play(*args):
-            self.times["play"] = play(*args)
-            return self.times["play"]
+            progress = play(*args)
+            self.times["play"] = progress.seconds
+            return progress
 
         def watched_encode(local, prompt):
             ids, cut = encode(local, prompt)

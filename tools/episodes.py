@@ -34,6 +34,7 @@ START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 60  # seconds for a network file system to show what another machine wrote
 NAMED = 5  # missing words that a message names
 SUMMARY_COUNTS = ("messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens")
+SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +44,12 @@ class ReplyRecord(TypedDict):
     finish_reason: str
     tokens: int
     prompt_cut: bool
+
+
+class ServerReplyRecord(ReplyRecord):
+    """The same of a reply that a server gave."""
+
+    prompt_tokens: int
 
 
 class Episode(TypedDict):
@@ -74,6 +81,9 @@ class Summary:
             self.counts["cut_off_replies"] += reply["finish_reason"] == LENGTH
             self.counts["cut_prompts"] += reply["prompt_cut"]
             self.counts["new_tokens"] += reply["tokens"]
+            if "prompt_tokens" in reply:
+                self.counts["server_prompt_tokens"] += reply["prompt_tokens"]
+                self.counts["server_new_tokens"] += reply["tokens"]
 
     @property
     def games(self) -> int:
@@ -88,6 +98,7 @@ class Summary:
             "defender_share_of_decided": self.outcomes[taboo.DEFENDER_WINS] / decided if decided else None,
             "mean_length": self.counts["length"] / self.games if self.games else None,
             **{key: self.counts[key] for key in SUMMARY_COUNTS},
+            **{key: self.counts[key] for key in SERVER_COUNTS if key in self.counts},
         }
 
 
@@ -98,7 +109,7 @@ class FinishedGames:
         self.words, self.paths = words, paths
         self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
         self.files = array("l", [0]) * len(words)
-        self.new_tokens = 0
+        self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
         for number, path in enumerate(paths):
             self._read(number, path)
 
@@ -122,6 +133,8 @@ class FinishedGames:
             try:
                 index, word = episode["index"], episode["target_word"]
                 tokens = sum(reply["tokens"] for reply in episode["replies"])
+                paid = (reply for reply in episode["replies"] if "prompt_tokens" in reply)
+                server_tokens = sum(reply["prompt_tokens"] + reply["tokens"] for reply in paid)
                 known = index < len(self.words) and self.offsets[index] < 0
             except (KeyError, TypeError):
                 raise ValueError(f"{where}: not a finished game; delete the line to have it played again") from None
@@ -131,6 +144,7 @@ class FinishedGames:
                 raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
             self.offsets[index], self.files[index] = offset, number
             self.new_tokens += tokens
+            self.server_tokens += server_tokens
 
 
 class EpisodeFiles:
@@ -203,6 +217,12 @@ class EpisodeFiles:
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
         return summary
+
+    def wait_for_others(self) -> None:
+        """Give up this rank's file and wait until no other process writes to one: a failed rank ends the launch."""
+        self.own_file.close()
+        while self.shared and any(_is_being_written(path) for path in self._rank_paths()):
+            time.sleep(0.5)
 
     def _describe(self, missing: list[int]) -> str:
         ranks = sorted({index % world_size() for index in missing})
@@ -320,6 +340,18 @@ def _open_to_append(path: Path) -> BinaryIO:
     return file
 
 
+def _is_being_written(path: Path) -> bool:
+    """Whether another process holds a rank file; False on a file system without locks."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
 def _counted(episodes: FinishedGames, summary: Summary) -> Iterator[dict]:
     for episode in episodes:
         summary.add(episode)
@@ -328,8 +360,10 @@ def _counted(episodes: FinishedGames, summary: Summary) -> Iterator[dict]:
 
 def _identity(setting):
     """What must agree of a setting: of a file or folder, its content rather than its place."""
-    return setting["sha256"] if isinstance(setting, dict) else setting
+    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
 
 def _show(setting) -> str:
-    return f"{setting['path']} (sha256 {setting['sha256'][:8]})" if isinstance(setting, dict) else str(setting)
+    if isinstance(setting, dict) and "sha256" in setting:
+        return f"{setting['path']} (sha256 {setting['sha256'][:8]})"
+    return str(setting)

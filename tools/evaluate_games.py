@@ -14,14 +14,13 @@ import argparse
 import itertools
 import json
 import logging
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tools import models, taboo
-from tools.episodes import Episode, EpisodeFiles, read_words
+from tools.episodes import Episode, EpisodeFiles, FinishedGames, read_words
 from tools.human_player import HUMAN
 from tools.match_report import matches_text, write_plot
 from tools.match_stats import ALL, Match, count_matches, result_rows
@@ -36,8 +35,11 @@ from tools.play_flags import (
     too_small,
     words_setting,
 )
-from tools.play_llm_game import Progress, run_games, seed_draws
+from tools.play_llm_game import limit_tokens, run_games, seed_draws
+from tools.play_progress import GivenUpError, Progress, end_unfinished
 from tools.seats import Seats, model_setting
+from tools.server_costs import estimate, likely_game
+from tools.server_flags import add_server_flags, is_server, server_flag_problems
 from utils import (
     end_with_launcher,
     iter_records,
@@ -112,8 +114,11 @@ class Table:
 
     def __init__(self, args: argparse.Namespace, files: EpisodeFiles, templates: taboo.Templates, games: int):
         self.args, self.files, self.templates = args, files, templates
-        self.folders = {name: str(models.model_folder(path)) for name, path in args.players}
-        self.seats, self.progress = Seats(args, templates), Progress(games, args.logging_steps)
+        self.folders = {
+            name: path if is_server(path) else str(models.model_folder(path)) for name, path in args.players
+        }
+        self.seats = Seats(args, templates)
+        self.progress = Progress(games, args.logging_steps, self.seats.meter)
 
     def play(self, match: Match, indices: list[int]) -> None:
         """Play these games of one match."""
@@ -128,20 +133,31 @@ class Table:
             self.files.append(episode | match._asdict())
             self.progress.game(episode)
 
-        games = [(index, self.files.words[index]) for index in indices]
-        how = {"concurrent_games": concurrent_games, "on_episode": on_episode}
+        games = self.seats.meter.deal((index, self.files.words[index]) for index in indices)
+        how = {"concurrent_games": concurrent_games, "on_episode": on_episode, "on_lost": self.progress.lost}
         run_games(self.args, games, attacker, defender, self.templates, **how)
 
 
 def play_matches(
-    args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates
-) -> float:
-    """Play the games that are missing, match after match; returns the seconds this took."""
+    args: argparse.Namespace,
+    files: EpisodeFiles,
+    finished: FinishedGames,
+    to_play: list[int],
+    templates: taboo.Templates,
+) -> Progress:
+    """Play the games that are missing, match after match; returns what became of them."""
     schedule, table = files.words, Table(args, files, templates, len(to_play))
-    for number, indices in itertools.groupby(to_play, key=schedule.match_of):
-        table.play(schedule.matches[number], list(indices))
-    table.progress.bar.close()
-    return time.monotonic() - table.progress.started
+    dearest = max(likely_game(args, model_names(args, match), templates).tokens for match in schedule.matches)
+    limit_tokens(args, table.seats.meter, finished, dearest)
+    try:
+        for number, indices in itertools.groupby(to_play, key=schedule.match_of):
+            if not table.seats.meter.exhausted:
+                table.play(schedule.matches[number], list(indices))
+    except GivenUpError as error:
+        logger.error("%s", error)
+    finally:
+        table.progress.end(args)
+    return table.progress
 
 
 def write_results(folder: Path, results_path: Path, settings: dict) -> str:
@@ -196,7 +212,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         required=True,
         type=named_player,
         metavar="NAME=MODEL",
-        help="model folders or hub names",
+        help="model folders, hub names, or openai:MODEL",
     )
     add("--against", metavar="NAME", help="only matches with this player; unset: every pair of players")
     add(
@@ -213,6 +229,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", required=True, help="folder of the results, shared by all processes")
     add_game_flags(parser)
     add_machine_flags(parser)
+    add_server_flags(parser)
     add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run in this folder")
     return parser.parse_args(arguments)
 
@@ -232,6 +249,7 @@ def check_args(args: argparse.Namespace) -> None:
         problems.append(f"--against {args.against} is none of the --players {', '.join(players)}")
     if args.task_type == TESTING and (games_per_word(args) > 1 or len(args.seeds) > 1):
         problems.append(f"--task_type {TESTING} plays a word alike each time: leave out --games_per_word and --seeds")
+    problems += server_flag_problems(args, [player.path for player in args.players])
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -249,10 +267,27 @@ def evaluation_settings(args: argparse.Namespace, schedule: Schedule, templates:
         "words": list(schedule.lists),
         "seeds": args.seeds,
         "games_per_word": games_per_word(args),
-        **{f"player {name}": model_setting(path) for name, path in args.players},
+        **{f"player {name}": model_setting(path, args) for name, path in args.players},
         **{f"words {name}": words_setting(path, schedule.lists[name]) for name, path in args.words},
         **game_rules(args, templates),
     }
+
+
+def model_names(args: argparse.Namespace, match: Match) -> tuple[str, str]:
+    """Of attacker and defender, as the command line names them."""
+    paths = dict(args.players)
+    return paths[match.attacker], paths[match.defender]
+
+
+def cost_estimate(
+    args: argparse.Namespace, schedule: Schedule, games: Sequence[int], templates: taboo.Templates
+) -> str:
+    """What these games of the schedule will cost."""
+    matches = (
+        (model_names(args, schedule.matches[number]), [schedule[index] for index in indices])
+        for number, indices in itertools.groupby(games, key=schedule.match_of)
+    )
+    return estimate(args, matches, templates)
 
 
 def main() -> None:
@@ -263,14 +298,23 @@ def main() -> None:
     schedule = make_schedule(args)
     templates = taboo.load_templates(args.prompt_templates)
     files = EpisodeFiles(args.output_dir, STEM, schedule, flags="--output_dir")
+    if args.dry_run:
+        games = range(len(schedule)) if args.overwrite else files.finished().missing(range(len(schedule)))
+        print(cost_estimate(args, schedule, games, templates))
+        return
     set_precision(args)
     settings = evaluation_settings(args, schedule, templates)
     finished = files.start(settings, overwrite=args.overwrite)
-    to_play = finished.missing(range(rank(), len(schedule), world_size()))
-    if to_play:  # results of fewer games, or of those that were overwritten
-        for name in ("matches.json", "matches.txt", "matches.svg"):
+    seconds, to_play = 0.0, finished.missing(range(rank(), len(schedule), world_size()))
+    if to_play:
+        for name in ("matches.json", "matches.txt", "matches.svg"):  # of fewer games, or of those overwritten
             (files.folder / name).unlink(missing_ok=True)
-    seconds = play_matches(args, files, to_play, templates) if to_play else 0.0
+        if any(is_server(player.path) for player in args.players):
+            logger.info("%s", cost_estimate(args, schedule, finished.missing(range(len(schedule))), templates))
+        progress = play_matches(args, files, finished, to_play, templates)
+        if progress.missing:
+            end_unfinished(args, files, progress)
+        seconds = progress.seconds
     if files.merge(seconds=seconds, tokens_before=finished.new_tokens):
         print(write_results(files.folder, files.results_path, settings), end="")
 

@@ -14,16 +14,14 @@ import asyncio
 import json
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from tools import taboo
-from tools.episodes import Episode, EpisodeFiles, ReplyRecord, Summary, read_words
+from tools.episodes import Episode, EpisodeFiles, FinishedGames, ReplyRecord, read_words
 from tools.human_player import HUMAN, HumanPlayer, human_problems, may_leave
 from tools.play_flags import (
     add_game_flags,
@@ -35,8 +33,11 @@ from tools.play_flags import (
     words_setting,
 )
 from tools.play_log import PlayLog, add_report_flag, report_problems
-from tools.players import GameView, Player
+from tools.play_progress import GivenUpError, Progress, end_unfinished
+from tools.players import GameView, Player, PlayerUnusable, ReplyUnavailable
 from tools.seats import Seats, model_setting
+from tools.server_costs import Meter, estimate, likely_game
+from tools.server_flags import add_server_flags, is_server, server_flag_problems
 from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ async def play_game(
         known_word = target_word if role == taboo.ATTACKER else None
         reply = await players[role].reply(prompt, view=GameView(role, tuple(history), max_turns, index, known_word))
         history.append({"role": role, "content": reply.text.strip()})
-        replies.append({"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut})
+        record = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
+        replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
     outcome, length = taboo.judge(history, target_word, max_turns, match=match)
     return {
         "index": index,
@@ -78,6 +80,11 @@ async def play_game(
     }
 
 
+def raise_it(index: int, word: str, error: Exception) -> None:
+    """What `play_games` does about a game whose reply cannot be had, unless it is told otherwise."""
+    raise error
+
+
 async def play_games(
     games: Iterable[tuple[int, str]],
     attacker: Player,
@@ -85,14 +92,20 @@ async def play_games(
     *,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
+    on_lost: Callable[[int, str, ReplyUnavailable], None] = raise_it,
     **rules,
 ) -> None:
-    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`."""
+    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`. Both callbacks may raise."""
     to_play = iter(games)
 
     async def keep_playing() -> None:
         for index, word in to_play:  # shared by all: a finished game's place goes to the next word at once
-            on_episode(await play_game(word, attacker, defender, index=index, **rules))
+            try:
+                episode = await play_game(word, attacker, defender, index=index, **rules)
+            except ReplyUnavailable as error:
+                on_lost(index, word, error)
+            else:
+                on_episode(episode)
 
     await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
 
@@ -100,64 +113,20 @@ async def play_games(
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
-class Progress:
-    """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them.
-
-    As often and at the end, the numbers of `log`. With `quiet` nothing is shown: the terminal is a person's.
-    """
-
-    def __init__(self, games: int, logging_steps: int, *, log: PlayLog | None = None, quiet: bool = False):
-        self.log, self.quiet = log, quiet
-        self.summary, self.started = Summary(), time.monotonic()
-        self.logging_steps, self.batches, self.due = logging_steps, 0, False
-        title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
-        interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
-        self.bar = tqdm(total=games, desc=title, unit="game", disable=quiet or rank() != 0, mininterval=interval)
-
-    def batch(self) -> None:
-        """Note that a batch of prompts was answered."""
-        self.batches += 1
-        self.due |= self.logging_steps > 0 and self.batches % self.logging_steps == 0
-
-    def game(self, episode: Episode) -> None:
-        """Note that a game has ended."""
-        self.summary.add(episode)
-        shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
-        speed = self.summary.counts["new_tokens"] / self.seconds
-        self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
-        self.bar.update()
-        if self.due and rank() == 0:
-            if not self.quiet:
-                tqdm.write(describe(episode))
-            if self.log:
-                self.log.write(self.summary, self.seconds)
-            self.due = False
-
-    @property
-    def seconds(self) -> float:
-        """Since the games began."""
-        return time.monotonic() - self.started
-
-    def close(self) -> None:
-        """Show and write what is still to be, and end the bar."""
-        self.bar.close()
-        if self.log:
-            self.log.write(self.summary, self.seconds)
-            self.log.close()
-
-
-def describe(episode: Episode) -> str:
-    """A game to read."""
-    lines = [f"{message['role']}: {message['content']}" for message in episode["history"]]
-    return "\n".join([f"--- {episode['target_word']} ---", *lines, f"--- {episode['outcome']} ---"])
-
-
-def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], templates: taboo.Templates) -> float:
-    """Play the games that are missing and store each as it ends; returns the seconds this took."""
-    games_before = len(range(rank(), len(files.words), world_size())) - len(to_play)
-    log = PlayLog(args, files, games_before=games_before)
-    progress = Progress(len(to_play), args.logging_steps, log=log, quiet=HUMAN in model_names(args))
-    attacker, defender, concurrent_games = Seats(args, templates).take(model_names(args), progress.batch)
+def play(
+    args: argparse.Namespace,
+    files: EpisodeFiles,
+    finished: FinishedGames,
+    to_play: list[int],
+    templates: taboo.Templates,
+) -> Progress:
+    """Play the games that are missing and store each as it ends; returns what became of them."""
+    seats = Seats(args, templates)
+    log = PlayLog(args, files, games_before=len(range(rank(), len(files.words), world_size())) - len(to_play))
+    how = {"log": log, "quiet": HUMAN in model_names(args)}
+    progress = Progress(len(to_play), args.logging_steps, seats.meter, **how)
+    limit_tokens(args, seats.meter, finished, likely_game(args, model_names(args), templates).tokens)
+    attacker, defender, concurrent_games = seats.take(model_names(args), progress.batch)
     seed_draws(args.seed, games_left=len(to_play))
     progress.started = time.monotonic()
 
@@ -168,19 +137,33 @@ def play(args: argparse.Namespace, files: EpisodeFiles, to_play: list[int], temp
             if isinstance(player, HumanPlayer):
                 player.end(episode)
 
-    games = [(index, files.words[index]) for index in to_play]
+    games = seats.meter.deal((index, files.words[index]) for index in to_play)
+    how = {"concurrent_games": concurrent_games, "on_episode": on_episode, "on_lost": progress.lost}
     try:
-        run_games(args, games, attacker, defender, templates, concurrent_games=concurrent_games, on_episode=on_episode)
+        run_games(args, games, attacker, defender, templates, **how)
+    except GivenUpError as error:
+        logger.error("%s", error)
     finally:
-        progress.close()
-    return progress.seconds
+        progress.end(args)
+    return progress
+
+
+def limit_tokens(args: argparse.Namespace, meter: Meter, finished: FinishedGames, game: float) -> None:
+    """Give this rank its share of what --max_total_tokens leaves; a game takes about so many tokens."""
+    if args.max_total_tokens is not None:
+        meter.set_limit((args.max_total_tokens - finished.server_tokens) / world_size(), game)
 
 
 def run_games(args: argparse.Namespace, games, attacker, defender, templates: taboo.Templates, **how) -> None:
-    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`. RuntimeError for any fault."""
+    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`.
+
+    ValueError for a player that can never answer, RuntimeError for any other fault.
+    """
     rules = {"max_turns": args.taboo_max_turns, "match": args.match, "templates": templates}
     try:
         asyncio.run(play_games(games, attacker, defender, **how, **rules))
+    except PlayerUnusable as error:
+        raise ValueError(f"{error}; the games played so far are safe") from None
     except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
         raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
 
@@ -200,7 +183,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--attacker_model_name_or_path", required=True, help=f"model folder, hub name, or {HUMAN}: you")
+    add("--attacker_model_name_or_path", required=True, help=f"model folder, hub name, openai:MODEL, or {HUMAN}: you")
     add("--defender_model_name_or_path", required=True, help="the same for the defender; equal ones are loaded once")
     add("--data_path", required=True, help="file of target words, one a line; one game is played for each")
     add("--output_dir", required=True, help="folder of the results, shared by all processes")
@@ -210,6 +193,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of sampling")
     add_game_flags(parser)
     add_machine_flags(parser)
+    add_server_flags(parser)
     add_report_flag(parser)
     add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
     return parser.parse_args(arguments)
@@ -217,8 +201,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise one ValueError for all that is wrong with the flags."""
-    problems = too_small(args, max_games=1) + flag_problems(args)
-    problems += report_problems(args.report_to) + human_problems(args, model_names(args))
+    names = model_names(args)
+    problems = too_small(args, max_games=1) + flag_problems(args) + server_flag_problems(args, names)
+    problems += report_problems(args.report_to) + human_problems(args, names)
     for name in ("model_prefix", "data_suffix"):
         value = getattr(args, name)
         if not value or Path(value).name != value:
@@ -234,7 +219,7 @@ def model_names(args: argparse.Namespace) -> tuple[str, str]:
 
 def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
     """All that the games depend on; of files and models, what is in them."""
-    attacker, defender = (model_setting(name) for name in model_names(args))
+    attacker, defender = (model_setting(name, args) for name in model_names(args))
     return {
         "attacker_model_name_or_path": attacker,
         "defender_model_name_or_path": defender,
@@ -242,6 +227,16 @@ def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.T
         **game_rules(args, templates),
         "seed": args.seed,
     }
+
+
+def missing_words(finished: FinishedGames) -> list[str]:
+    """The words whose games are not there, of all ranks."""
+    return [finished.words[index] for index in finished.missing(range(len(finished.words)))]
+
+
+def cost_estimate(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> str:
+    """What the games of these words will cost."""
+    return estimate(args, [(model_names(args), words)], templates)
 
 
 def main() -> None:
@@ -253,11 +248,20 @@ def main() -> None:
     templates = taboo.load_templates(args.prompt_templates)
     stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
     files = EpisodeFiles(args.output_dir, stem, words[: args.max_games])
+    if args.dry_run:
+        print(cost_estimate(args, files.words if args.overwrite else missing_words(files.finished()), templates))
+        return
     set_precision(args)
     finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
-    to_play = finished.missing(range(rank(), len(files.words), world_size()))
-    with may_leave(model_names(args), files):
-        seconds = play(args, files, to_play, templates) if to_play else 0.0
+    seconds, to_play = 0.0, finished.missing(range(rank(), len(files.words), world_size()))
+    if to_play:
+        if any(map(is_server, model_names(args))):
+            logger.info("%s", cost_estimate(args, missing_words(finished), templates))
+        with may_leave(model_names(args), files):
+            progress = play(args, files, finished, to_play, templates)
+        if progress.missing:
+            end_unfinished(args, files, progress)
+        seconds = progress.seconds
     summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
     if summary:
         print(json.dumps(summary))

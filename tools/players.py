@@ -32,13 +32,25 @@ class Reply:
     finish_reason: str  # STOP or LENGTH
     tokens: int  # sampled, the end token included
     prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
+    prompt_tokens: int | None = None  # as a server counted them; None for what costs nothing
+
+
+class ReplyUnavailable(Exception):
+    """A reply cannot be had: its game is left unfinished, the others go on."""
+
+
+class PlayerUnusable(Exception):
+    """A player can never answer: the run ends with this message. Finished games are safe."""
 
 
 class Player(Protocol):
     """Anything that can answer a prompt; it is asked for many games at a time and may answer in any order."""
 
     async def reply(self, prompt: str, *, view: GameView) -> Reply:
-        """The next message of `view.role`. An exception ends the whole run: finished games are safe."""
+        """The next message of `view.role`.
+
+        ReplyUnavailable gives up this game; any other exception ends the whole run, and finished games are safe.
+        """
 
 
 class ScriptedPlayer:

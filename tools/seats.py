@@ -19,12 +19,12 @@ from tools.human_player import HUMAN, HumanPlayer
 from tools.models import Sampling
 from tools.play_flags import AUTO, GENERATE, SAMPLING, SLOTS
 from tools.players import Batcher, LocalPlayer, Player
+from tools.server_costs import Meter
+from tools.server_flags import is_server, server_setting
 from utils import model_fingerprint
 
-logger = logging.getLogger(__name__)
-
-
 ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
+logger = logging.getLogger(__name__)
 
 
 class Seats:
@@ -35,26 +35,39 @@ class Seats:
         self.loaded: dict[Path, models.LocalModel] = {}
         self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
         self.batch_size = args.per_device_eval_batch_size
+        self.meter = Meter()  # of what servers charge
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
     def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
         """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
-        folders = {name: models.model_folder(name).resolve() for name in names if name != HUMAN}
+        local = [name for name in names if name != HUMAN and not is_server(name)]
+        folders = {name: models.model_folder(name).resolve() for name in local}
         self._load(set(folders.values()))
         batcher = Batcher(self.batch_size, on_batch)
-        players: dict[Path | None, Player] = {folder: self._seat(folder, batcher) for folder in self.loaded}
+        seats = {folder: self._seat(folder, batcher) for folder in self.loaded}
+        players: dict[str, Player] = {name: seats[folder] for name, folder in folders.items()}
+        # Of so many games, one of the models always has a full batch waiting.
+        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        if servers := set(filter(is_server, names)):
+            players |= self._server_players(servers, on_batch)
+            games += self.args.max_concurrency
         if HUMAN in names:
-            players[None] = HumanPlayer(self.templates)
-        attacker, defender = (players[folders.get(name)] for name in names)
-        # Of so many games, one of the models always has a full batch waiting. A person plays one.
-        most = 1 if HUMAN in names else self.batch_size * len(self.loaded)
-        return attacker, defender, self.args.concurrent_games or most
+            players[HUMAN] = HumanPlayer(self.templates)
+            games = 1
+        attacker, defender = (players[name] for name in names)
+        return attacker, defender, self.args.concurrent_games or games
 
     def _seat(self, folder: Path, batcher: Batcher) -> Player:
         local = self.loaded[folder]
         player = LocalPlayer(ENGINES[self._engine(local)](local, self.batch_size), batcher)
         return ChatPlayer(player, self.chats[folder], self.templates) if self.args.chat_template else player
+
+    def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
+        from tools.server_player import ServerPlayer, Servers  # an optional package is needed only here
+
+        servers = Servers(self.args, self.meter, on_batch)
+        return {name: ServerPlayer(name, servers) for name in names}
 
     def _load(self, folders: set[Path]) -> None:
         if folders == set(self.loaded):
@@ -112,8 +125,10 @@ def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> model
     return models.LocalModel(model.model, tokenizer, model.sampling)
 
 
-def model_setting(name: str) -> dict[str, str] | str:
+def model_setting(name: str, args: argparse.Namespace) -> dict | str:
     """A player as `EpisodeFiles` compares it."""
     if name == HUMAN:
         return HUMAN
+    if is_server(name):
+        return server_setting(name, args)
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from tools import taboo
 from tools.episodes import Episode
 from tools.match_stats import ALL, BOTH
-from tools.play_llm_game import describe, play_games
+from tools.play_llm_game import play_games
+from tools.play_progress import describe
 from tools.tiny_players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny_reproduce import reproduce
 from utils import file_digest, iter_records, remember_settings, run_program, write_records
