@@ -110,6 +110,7 @@ def play(folder: str, tmp_path: Path, monkeypatch, **changes) -> list[dict]:
         "max_length": 2048,  # characters are tokens
         "max_new_tokens": 12,
         "concurrent_games": 1,
+        "engine": "generate",  # whose passes the hook counts; the other engine gives the same replies
         "logging_steps": 0,
         "chat_template": True,
         "prompt_templates": PROMPTS,

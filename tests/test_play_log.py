@@ -29,6 +29,7 @@ def play(tiny_model, tmp_path, monkeypatch):
             "max_length": 64,
             "max_new_tokens": 6,
             "concurrent_games": 1,
+            "per_device_eval_batch_size": 1,
             "logging_steps": 2,
         } | changes
         words = [word for name, value in settings.items() for word in (f"--{name}", *str(value).split())]
