@@ -1,7 +1,7 @@
 """Speed of self-play: tools/play_llm_game.py as it is beside other ways of generating, a table with ratios and limits.
 
     python -m tools.bench_play --turns 3 --forced_tokens 32
-    python -m tools.bench_play --preset 7b --bf16 True --games 512 --release_games 4
+    python -m tools.bench_play --preset 7b --bf16 True --games 512
     torchrun --nproc_per_node=2 -m tools.bench_play --modes default
 
 A random Llama plays with the real rules. All modes are the program itself, with these settings:
@@ -68,8 +68,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         add(f"--{name}", type=int, help=f"the Llama's {name.replace('_', ' ')}")
     add("--modes", nargs="+", choices=MODE_FLAGS, default=[RELEASE, BATCHED, DEFAULT], help="what is measured")
     add("--lengths", nargs="+", choices=(FORCED, DRAWN), default=[FORCED, DRAWN], help="how long replies are")
-    add("--games", type=int, default=200, help="games of each mode but release; about 3 times those at once, or more")
-    add("--release_games", type=int, default=4, help="games of release, which is slow")
+    add("--games", type=int, default=200, help="games of default; about 3 times those at once, or more")
+    add("--slow_games", type=int, default=64, help="games of batched and continuous")
+    add("--release_games", type=int, default=4, help="games of release")
     add("--turns", type=int, default=5, help="turns of a game")
     add("--forced_tokens", type=int, default=32, help="tokens of a reply, where they are forced")
     add("--mean_tokens", type=int, default=60, help="mean tokens of a reply, where they are drawn")
@@ -81,7 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, value in zip(SHAPE, PRESETS[settings.preset], strict=True):
         if getattr(settings, name) is None:
             setattr(settings, name, value)
-    counts = ("games", "release_games", "turns", "forced_tokens", "most_tokens")
+    counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens")
     problems = [f"--{name} must be at least 1" for name in counts if getattr(settings, name) < 1]
     if settings.mean_tokens < 2:
         problems.append("--mean_tokens must be at least 2")
@@ -103,7 +104,7 @@ def flags(settings: argparse.Namespace, folder: str, mode: str, lengths: str) ->
         "output_dir": f"{folder}/{mode}_{lengths}",
         "model_prefix": "bench",
         "data_suffix": "words",
-        "max_games": settings.release_games if mode == RELEASE else settings.games,
+        "max_games": num_games(settings, mode),
         "taboo_max_turns": settings.turns,
         "max_new_tokens": most,
         "min_new_tokens": most if forced else 0,
@@ -112,6 +113,11 @@ def flags(settings: argparse.Namespace, folder: str, mode: str, lengths: str) ->
         "logging_steps": 0,
     }
     return [text for name, value in values.items() for text in (f"--{name}", str(value))] + MODE_FLAGS[mode]
+
+
+def num_games(settings: argparse.Namespace, mode: str) -> int:
+    """How many games a mode plays."""
+    return {RELEASE: settings.release_games, DEFAULT: settings.games}.get(mode, settings.slow_games)
 
 
 def run_mode(settings: argparse.Namespace, folder: str, mode: str, lengths: str) -> dict:
@@ -132,7 +138,7 @@ def run_mode(settings: argparse.Namespace, folder: str, mode: str, lengths: str)
 def line_of(settings: argparse.Namespace, mode: str, lengths: str, ranks: list[dict], results: str) -> dict:
     """One line of the table, from what the ranks noted and the games."""
     replies = [reply["tokens"] for _, episode in utils.iter_records(results) for reply in episode["replies"]]
-    games = settings.release_games if mode == RELEASE else settings.games
+    games = num_games(settings, mode)
     seconds = max(stats["seconds"]["play"] for stats in ranks)
     total = {name: sum(stats[name] for stats in ranks) for name in ("prompt", "prefill", "prompts", "peak_gib")}
     watched = mode in (RELEASE, BATCHED)
@@ -181,7 +187,7 @@ def compare(settings: argparse.Namespace) -> dict:
     """Measure all modes and lengths: the lines of the table, and what they were measured with."""
     with tempfile.TemporaryDirectory() as folder:
         shape = {name: getattr(settings, name) for name in SHAPE}
-        words = max(settings.games, settings.release_games)
+        words = max(num_games(settings, mode) for mode in settings.modes)
         make_inputs(Path(folder), shape, words, settings.mean_tokens, settings.seed)
         lines = [run_mode(settings, folder, mode, lengths) for lengths in settings.lengths for mode in settings.modes]
     for lengths in settings.lengths:
