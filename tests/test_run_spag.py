@@ -488,7 +488,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         "--epochs is '0'; it must be a whole number of at least 1",
         "--kl is 'much'; it must be a number of at least 0",
         f"--match is 'fuzzy'; it is one of {', '.join(taboo.MATCHES)}",
-        "--backend is 'cloud'; it is one of local",
+        "--backend is 'cloud'; it is one of auto, slots, generate",
         "--node_rank is 2; with --nnodes 1 it is at most 0",
         "--train_args has --lora_rank; make it a setting of the loop, which plays on with the merged model",
         "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",

@@ -33,7 +33,7 @@ CHOICES = {
     **dict.fromkeys(("DETACH_KL", "GRADIENT_CHECKPOINTING", "EVAL_IMITATION", "REPORT", "CHECK_DISK"), TRUTH),
     "PRECISION": ("bf16", "fp16", "fp32"),
     "MATCH": ("substring", "word"),  # as in tools/taboo.py, which is slow to import
-    "BACKEND": ("local",),
+    "BACKEND": ("auto", "slots", "generate"),  # as --engine of tools/play_llm_game.py
 }
 BYTES_PER_TOKEN = 4  # of text, in episodes and rows: English takes about so many
 NOT_INSTALLED = f"{{}} is not installed for {sys.executable}; activate the environment that has it, or name its PYTHON"

@@ -61,7 +61,7 @@ NODE_RANK|0|number of this machine, from 0
 RDZV_ENDPOINT||host:port of machine 0 (needed with several machines)
 RDZV_ID|spag|name of the meeting, the same on all machines
 NODE_TIMEOUT|1800|seconds that the other machines wait for what machine 0 does alone
-BACKEND|local|what answers in play; local: transformers in these processes
+BACKEND|auto|engine of play and matches: slots, generate (whole batches), or auto
 EVAL_WORDS||word lists of the match against imitation, FILE or NAME=FILE, one or several; empty: no match
 EVAL_SEEDS|0|seeds of the match, one or several
 EVAL_GAMES_PER_WORD|1|games of each word, role and seed of the match
@@ -223,7 +223,7 @@ play() {  # games of the last model against itself
     --defender_model_name_or_path "$model_before" --data_path "$words" --output_dir "$OUTPUT/epoch$epoch/episodes"
     --model_prefix "$name" --data_suffix words --task_type sampling "${game[@]}" "${sampling[@]}"
     --seed $((SEED + epoch)) $PLAY_ARGS)
-  how=(${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
+  how=(--engine "$BACKEND" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
   reads=(${made_by[@]+"${made_by[@]}"} "$words" "$PROMPTS")
   makes=("${stem}_results.json" "${stem}_summary.json")
   run_stage "epoch${epoch}_play" launched
@@ -258,7 +258,7 @@ evaluate() {  # evaluate NAME: the last model, under this name, against imitatio
   program=("$root/tools/evaluate_games.py" --players "${players[@]}" --against imitation --words "${lists[@]}"
     --seeds $EVAL_SEEDS --games_per_word "$EVAL_GAMES_PER_WORD" --task_type sampling "${game[@]}" "${sampling[@]}"
     --output_dir "$OUTPUT/$1/eval" $EVAL_ARGS)
-  how=(${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
+  how=(--engine "$BACKEND" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
   reads=(${made_by[@]+"${made_by[@]}"} "$PROMPTS")
   for item in "${lists[@]}"; do reads+=("${item#*=}"); done
   makes=("$OUTPUT/$1/eval/matches.json")
