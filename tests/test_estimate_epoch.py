@@ -16,13 +16,16 @@ def test_the_models_have_the_sizes_of_the_llamas(name, parameters, cache):
 
 
 def test_hours_of_play_are_those_worked_by_hand():
-    """One game of one message at a time on a card where reading is what counts."""
+    """1,000 games of one message of 100 tokens, by a 7B model on a card with room for 20 of them."""
     args = parse("--games 1000 --messages 1 --reply_tokens 100 --gpus 1 --play_share 1".split())
-    card = estimate_epoch.GPU(14.1 + 1, 1e12, 1e18)  # the weights and little more: few games at a time
-    at_once = games_at_once(args, MODELS["7B"], card, 1)
-    seen = 330 + 0.5 * 105 + 45
-    seconds = 100_000 * (2 * MODELS["7B"].parameters / at_once + seen * 524288) / 1e12
-    assert play_hours(args, MODELS["7B"], card, 1) == pytest.approx(seconds / 3600)
+    card = estimate_epoch.GPU(12.55 + 14.4, 1e12, 1e18)  # 12.55 GiB of weights; 0.5 GiB a game of 1,024 tokens
+    assert games_at_once(MODELS["7B"], card, 1) == 20
+    steps = 100_000 / 20
+    by_step = 2 * 6.738e9 + 330 * 524_288  # weights and rules
+    by_token = (52.5 + 45) * 524_288  # half a message of 105 tokens, on average, and the instruction
+    assert play_hours(args, MODELS["7B"], card, 1) == pytest.approx(
+        (steps * by_step + 100_000 * by_token) / 1e12 / 3600, rel=1e-3
+    )
 
 
 def test_more_gpus_take_less_time_and_memory_and_cost_follows_the_games():

@@ -14,7 +14,8 @@ Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --
 Columns: "prefill" is the share of the prompts' tokens that was computed, padding counted; "in prefill" and "in decode"
 are shares of the time. "limit" is the share of the computed limit that was reached: the games per minute that the
 machine's measured rate of a matrix product and its bandwidth of memory allow if every token is computed once and, with
-as many games at a time as here, weights and cache are read once a token of each; of the two the slower one counts.
+as many games at a time as here, weights and caches are read once a step; of the two the slower one counts. "ratio" is
+that of new tokens per second to release, since games of drawn lengths are not equally long.
 """
 
 import argparse
@@ -166,7 +167,7 @@ def limit_seconds(settings: argparse.Namespace, ranks: list[dict], replies: list
 
     Operations: 2 for each weight of the layers and token, computed once; the output layer's for new tokens; attention,
     4 x layers x hidden size x tokens seen. Bytes: the weights once a step, of as many steps as it takes with all slots
-    in use, and the keys and values that each new token sees.
+    in use; with them the keys and values of what all prompts begin with; and those that each new token sees besides.
     """
     new = sum(replies)
     seen = new * total["prompt"] / total["prompts"] + sum(tokens**2 for tokens in replies) / 2
@@ -177,8 +178,10 @@ def limit_seconds(settings: argparse.Namespace, ranks: list[dict], replies: list
     operations = 2 * layer_weights * (total["prefill"] + new) + 2 * output_weights * new
     operations += 4 * settings.layers * settings.hidden_size * seen
     number_bytes = 2 if settings.bf16 else 4
-    steps = new / sum(stats["batch_size"] for stats in ranks)
-    read = steps * ranks[0]["weight_bytes"] + seen * 2 * settings.layers * settings.hidden_size * number_bytes
+    cache_bytes = 2 * settings.layers * settings.hidden_size * number_bytes  # of a token
+    steps = len(ranks) * new / sum(stats["batch_size"] for stats in ranks)  # of all processes together
+    prefix = ranks[0]["prefix"]
+    read = steps * (ranks[0]["weight_bytes"] + prefix * cache_bytes) + (seen - new * prefix) * cache_bytes
     rate, bandwidth = (sum(stats[name] for stats in ranks) for name in ("matmul_rate", "bandwidth"))
     return {"operations": operations / rate, "bytes": read / bandwidth}
 
@@ -208,7 +211,7 @@ def relate(lines: list[dict]) -> None:
     by_mode = {line["mode"]: line for line in lines}
     for line in lines:
         if RELEASE in by_mode:
-            line["ratio"] = line["games/min"] / by_mode[RELEASE]["games/min"]
+            line["ratio"] = line["new tokens/s"] / by_mode[RELEASE]["new tokens/s"]
         if DEFAULT in by_mode:
             default = by_mode[DEFAULT]
             line["limit"] = line["games/min"] * max(default["limit seconds"].values()) / (60 * default["games"])

@@ -20,13 +20,13 @@ from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 import utils
 from tools import play_llm_game, seats, taboo
 from tools.bench_train_mode import device_name, matmul_rate, now
-from tools.models import LocalModel
+from tools.models import LocalModel, own_device
 from tools.players import Reply
 from trainers import peak_memory_gib
 
 CONTINUOUS = "continuous"
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
-BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
+BANDWIDTH_BYTES = {"cpu": 2**28, "mps": 2**30, "cuda": 2**32}
 CONTINUOUS_BLOCKS, CONTINUOUS_TOKENS = 256, 512  # on a CPU, where transformers' own choice takes many GiB
 
 
@@ -169,13 +169,20 @@ class Watch:
 
         LlamaForCausalLM.forward = watched
 
+    def engine_size(self) -> int:
+        """Games at a time, after any halving for want of memory."""
+        if isinstance(self.engine, seats.SlotEngine):
+            return len(self.engine.slots)
+        return self.batch_size if isinstance(self.engine, ContinuousEngine) else self.engine.batch_size
+
     def result(self) -> dict:
         """What was noted, of this process."""
         device, dtype = self.engine.local.model.device, self.engine.local.model.dtype
         counts = self.engine.counts if isinstance(self.engine, seats.SlotEngine) else self.counts
         return {
             "engine": type(self.engine).__name__,
-            "batch_size": self.batch_size,
+            "batch_size": self.engine_size(),
+            "prefix": len(self.engine.prefix) if isinstance(self.engine, seats.SlotEngine) else 0,
             "prompts": self.counts["prompts"],
             "prompt": self.counts["prompt"],
             "prefill": counts["prefill"],
@@ -202,6 +209,8 @@ def bandwidth(device: torch.device) -> float:
 def main() -> None:
     folder = Path(sys.argv[1])
     settings = json.loads((folder / "mode.json").read_text(encoding="utf-8"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(own_device())
     watch = Watch(settings["mode"])
     if settings["mode"] == CONTINUOUS:
         seats.ENGINES[seats.SLOTS] = ContinuousEngine

@@ -10,8 +10,8 @@ All modes train a random Llama by OfflinePO on the same random rows, each in a p
 default     reference log-probabilities computed before the first step by the policy itself, logits only at labels;
 rebalanced  the same with --train_sampling_strategy batch_rebalance, which deals the rows of a step out by length;
 plain       a second, frozen model runs at every step, and logits are (batch, sequence, vocabulary).
-The second is measured where a step has several micro-batches; under --loss_normalization step all three have the same
-losses but for the order of the rows.
+`rebalanced` is measured where a step has several micro-batches; all run under --loss_normalization step and have the
+same losses but for the order of the rows. Only `plain` passes an attention mask, as is usual.
 
 Columns: tokens are those of the rows, without padding. "with reference" adds the pass over the rows before the first
 step, spread over one epoch. "before" is what the process held before the model was built (on a CPU: Python and its
@@ -192,7 +192,7 @@ def compare(settings: argparse.Namespace) -> dict:
         measured["largest batch"] = [find_largest(settings, line) for line in measured["equal batch"]]
     lines = [line for of_batch in measured.values() for line in of_batch if line]
     if not lines:
-        raise ValueError(f"--batch_size {settings.batch_size}: too large for the GPU in both modes; try a smaller one")
+        raise ValueError(f"--batch_size {settings.batch_size}: too large for the GPU in every mode; try a smaller one")
     matmul_rate = max(line["matmul_rate"] for line in lines)
     for line in lines:
         line["MFU"] = line["useful_rate"] / matmul_rate

@@ -35,7 +35,7 @@ from tools.bench_train import PLAIN, REBALANCED
 # targets are geometric. SFT rows are short. One of three rows is an SFT row.
 RULES_TOKENS, MESSAGE_TOKENS, MOST_EARLIER, MOST_TARGET = 370, 66, 8, 256
 SFT_QUERY_TOKENS, SFT_SHARE = (15, 100), 1 / 3
-MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+MATMUL_SIZE = {"cpu": 2048, "mps": 4096, "cuda": 8192}
 
 
 def write_inputs(folder: Path, settings: argparse.Namespace) -> None:
@@ -103,8 +103,8 @@ def full_logits_logprob(model, module, batch: dict[str, torch.Tensor], **how) ->
 
 def now() -> float:
     """Seconds, when the device has done all it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 

@@ -5,6 +5,9 @@ next prompt of the game, whichever side it is for, begins with the same rules an
 computed. What all prompts begin with is computed and held once for all games. A step takes one token of every reply in
 the making and the tokens of prompts that are new; a reply that has ended makes room at once.
 
+(By chat templates the two sides' prompts share the rules only, and a game that meets no idle slot of its own starts
+from them too: that costs time and changes nothing.)
+
 The model is transformers' own; only its attention function is replaced, by that of tools/slot_attention.py.
 """
 
@@ -53,7 +56,7 @@ class Slot:
         """Work on a request: hold on to what its prompt `ids` share with what is held here or in the prefix."""
         most = len(ids) - 1  # one token is fed at least, for its logits
         kept, of_prefix = min(num_common(self.ids, ids), most), min(num_common(prefix, ids), most)
-        if kept <= max(self.shared, of_prefix):
+        if kept <= max(self.shared, of_prefix):  # nothing of the slot's own, which begins at `shared`, is of use
             kept = self.shared = of_prefix
         self.ids, self.pending, self.request = ids[:kept], ids[kept:], request
 
@@ -74,7 +77,7 @@ class SlotEngine:
         self.model.set_attn_implementation(ATTENTION)
         self.warp = _warpers(local.sampling)
         self.waiting: deque[Request] = deque()
-        self.counts = Counter()  # tokens: prompt (asked for), prefill (computed for them), new; steps
+        self.counts = Counter()  # prompt: tokens asked for; prefill: those computed for them; steps
         self._empty(slots)
 
     def _empty(self, slots: int) -> None:
@@ -122,10 +125,11 @@ class SlotEngine:
             encoded[request.number] = ids + request.reply
         if not self.layers:
             self._hold_prefix(list(encoded.values()))
+        # Those with a slot of their own first, so that no other takes it.
         for request in sorted(requests, key=lambda request: request.game not in self.idle):
             game = request.game if request.game in self.idle else next(iter(self.idle))
             self.slots[self.idle.pop(game)].place(request, encoded[request.number], self.prefix)
-            self.counts["prompt"] += len(encoded[request.number])
+            self.counts["prompt"] += 0 if request.reply else len(encoded[request.number])
             self.waiting.popleft()  # not before memory has sufficed for the prefix
 
     def _hold_prefix(self, prompts: list[list[int]]) -> None:
@@ -188,6 +192,8 @@ class SlotEngine:
             logits[torch.tensor(young)[:, None], torch.tensor(stop_ids)] = -torch.inf
         if sampling.do_sample:
             drawn = draw(self.warp(None, logits).softmax(-1)).tolist()
+            if max(drawn) == logits.shape[-1]:
+                raise RuntimeError("the model's logits are no numbers; if it runs in float16, try --bf16 True")
         else:
             drawn = logits.argmax(-1).tolist()
         finished = []
@@ -197,7 +203,6 @@ class SlotEngine:
                 finished.append(self._finish(number))
             else:
                 self.slots[number].pending = [token]
-        self.counts["new"] += len(drawn)
         return finished
 
     def _finish(self, number: int) -> tuple[int, Reply]:
@@ -208,7 +213,7 @@ class SlotEngine:
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """One index a row, by the row's (n, choices) probabilities.
+    """One index a row, by the row's (n, choices) probabilities; the number of choices where they are no numbers.
 
     Takes one random number a row, where torch.multinomial takes one for each choice, which is slow on a CPU.
     """
@@ -238,8 +243,12 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 def can_hold(model, max_length: int) -> bool:
-    """Whether every layer of a model attends to all earlier tokens, by way of transformers' attention interface."""
+    """Whether every layer of a model attends to all earlier tokens, by way of transformers' attention interface.
+
+    Not where keys and values differ in size, nor with positions whose rotation depends on the longest of a batch.
+    """
     config = model.config.get_text_config()
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     kinds = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None) if not kinds else None
     return (
@@ -247,4 +256,6 @@ def can_hold(model, max_length: int) -> bool:
         and kinds <= {"full_attention"}
         and (window is None or window >= max_length)
         and getattr(config, "attn_logit_softcapping", None) is None
+        and getattr(config, "v_head_dim", None) is None
+        and rope_type not in ("dynamic", "longrope")
     )

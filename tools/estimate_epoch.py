@@ -2,9 +2,9 @@
 
     python -m tools.estimate_epoch --gpus 8
 
-Play: each token of the games is computed once, and each new token reads the weights, once for all games at a time, and
-the keys and values of its game. Of operations over peak rate and bytes over peak bandwidth the slower one is the
-limit; the hours are those at --play_share of it. Games at a time: what fits beside the weights, 256 at most.
+Play: each token of the games is computed once; each step reads the weights and the keys and values of the rules, once
+for all games at a time, and those of every game. Of operations over peak rate and bytes over peak bandwidth the slower
+one is the limit; the hours are those at --play_share of it. Games at a time: as many as play would choose.
 Training, without offload: 6 operations a parameter and token, 8 with gradient checkpointing and 10 with the reference
 pass, at --train_share of the peak rate. Memory: ZeRO-3 spreads 16 bytes a parameter over the GPUs (weights and
 gradients in bf16, three float32 numbers of the optimizer), with offload two layers' weights at a time; and the
@@ -15,9 +15,10 @@ import argparse
 from dataclasses import dataclass
 
 import utils
+from tools.models import GPU_BATCH, MEMORY_SHARE
 
 GIB = 2**30
-MOST_GAMES = 256  # at a time, as in tools/models.py
+TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def games_at_once(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) -> int:
+def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
     """Games whose caches fit beside the weights, on a GPU or on `spread` together."""
-    free = 0.9 * spread * gpu.gib * GIB - 2 * model.parameters
-    own = args.messages * (args.reply_tokens + 5) + args.instruction_tokens
-    return min(MOST_GAMES, max(1, int(free / (own * model.cache_bytes))))
+    free = spread * gpu.gib * GIB - 2 * model.parameters
+    return min(GPU_BATCH, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
 
 
 def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) -> float:
@@ -100,9 +100,11 @@ def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) ->
     new = args.games * args.messages * args.reply_tokens
     prompts = args.games * args.messages * (args.reply_tokens + 5 + args.instruction_tokens)  # each token once
     seen = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens
-    at_once = games_at_once(args, model, gpu, spread)
+    at_once = games_at_once(model, gpu, spread)
     operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden * seen * new
-    read = new / at_once * 2 * model.parameters + new * seen * model.cache_bytes
+    steps = new / at_once
+    read = steps * (2 * model.parameters + args.rule_tokens * model.cache_bytes)
+    read += new * (seen - args.rule_tokens) * model.cache_bytes
     seconds = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second)
     return seconds * spread / args.gpus / args.play_share / 3600
 
@@ -134,12 +136,13 @@ def main() -> None:
         for card, gpu in GPUS.items():
             spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
             whole, offloaded = (train_gib(args, model, offload) for offload in (False, True))
+            hours = play_hours(args, model, gpu, spread) if spread <= args.gpus else None
             cells = [
                 name,
                 card,
-                f"{games_at_once(args, model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
-                f"{play_hours(args, model, gpu, spread):.2g}",
-                f"{train_hours(args, model, gpu):.2g}" if offloaded < 0.9 * gpu.gib else "",
+                f"{games_at_once(model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
+                f"{hours:.2g}" if hours else "",
+                f"{train_hours(args, model, gpu):.2g}" if whole < 0.9 * gpu.gib else "",
                 f"{whole:.0f}" + ("" if whole < 0.9 * gpu.gib else " (too much)"),
                 f"{offloaded:.0f}" + ("" if offloaded < 0.9 * gpu.gib else " (too much)"),
             ]

@@ -44,23 +44,31 @@ class Seats:
         local = [name for name in names if name != HUMAN and not is_server(name)]
         folders = {name: models.model_folder(name).resolve() for name in local}
         self._load(set(folders.values()))
-        batcher = Batcher(self.batch_size, on_batch)
-        seats = {folder: self._seat(folder, batcher) for folder in self.loaded}
+        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+        seats = {folder: self._seat(folder, batcher, games) for folder in self.loaded}
         players: dict[str, Player] = {name: seats[folder] for name, folder in folders.items()}
-        # Of so many games, one of the models always has a full batch waiting.
-        games = self.batch_size * len(self.loaded) if self.loaded else 0
         if servers := set(filter(is_server, names)):
             players |= self._server_players(servers, on_batch)
-            games += self.args.max_concurrency
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.templates)
-            games = 1
         attacker, defender = (players[name] for name in names)
-        return attacker, defender, self.args.concurrent_games or games
+        return attacker, defender, games
 
-    def _seat(self, folder: Path, batcher: Batcher) -> Player:
+    def _games_at_once(self, names: Sequence[str]) -> int:
+        if self.args.concurrent_games:
+            return self.args.concurrent_games
+        if HUMAN in names:
+            return 1
+        if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
+            return self.batch_size  # every game has its slot, in each engine
+        # Of so many games, one of the models always has a full batch waiting.
+        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        return games + (self.args.max_concurrency if any(map(is_server, names)) else 0)
+
+    def _seat(self, folder: Path, batcher: Batcher, games: int) -> Player:
         local = self.loaded[folder]
-        player = LocalPlayer(ENGINES[self._engine(local)](local, self.batch_size), batcher)
+        engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
+        player = LocalPlayer(engine, batcher)
         return ChatPlayer(player, self.chats[folder], self.templates) if self.args.chat_template else player
 
     def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
@@ -86,7 +94,7 @@ class Seats:
             if args.chat_template:
                 self.chats[folder] = ChatTemplate(self.loaded[folder].tokenizer, str(folder))
                 self.loaded[folder] = with_complete_prompts(self.loaded[folder], self.chats[folder])
-        if args.per_device_eval_batch_size is None:
+        if args.per_device_eval_batch_size is None and self.loaded:
             self.batch_size = min(map(self._batch_size, self.loaded.values()))
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 

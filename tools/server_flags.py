@@ -17,7 +17,6 @@ PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
-HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?")
 FOR_SERVERS_ONLY = ("openai_base_url", "max_total_tokens", "price_in", "price_out", "dry_run")
 
 
@@ -61,6 +60,8 @@ def server_flag_problems(args: argparse.Namespace, names: Sequence[str]) -> list
         return [f"{', '.join(given)}: only for players {PREFIX}MODEL, and there is none"] if given else []
     problems = [f"{name!r} names no model; expected {PREFIX}MODEL" for name in servers if not model_of(name)]
     problems += _numbers_out_of_range(args)
+    if args.chat_template:
+        problems.append("--chat_template True is for model folders; servers have their own with --openai_api chat")
     if (args.price_in is None) != (args.price_out is None):
         problems.append("--price_in and --price_out go together")
     if args.min_new_tokens and not args.openai_extra_sampling:

@@ -50,8 +50,9 @@ class Step:
     order: torch.Tensor  # (tokens,) where each stands among the rows x longest places of all groups
 
 
-class PrefixStep(NamedTuple):
-    """A forward pass over the common prefix itself."""
+@dataclass
+class PrefixStep:
+    """A forward pass over the common prefix itself. No tuple: hooks of accelerate would hand on a copy of one."""
 
     layers: dict[int, "Layer"]
 
@@ -94,20 +95,19 @@ def plan_step(
     groups, first_places, places = [], torch.empty_like(lengths), 0
     for numbers in map(torch.tensor, alike.values()):
         longest = int(lengths[numbers].max())
-        rows, row = slots[numbers], torch.arange(len(numbers))
-        in_row = numbers
+        rows: torch.Tensor | slice = slots[numbers].to(device)
+        row_of_part, part_of_row = torch.arange(len(numbers)), numbers
         if longest == 1 and 2 * len(numbers) > num_slots:
-            # All slots, whose keys and values need no copy then; nobody reads what idle ones attend to.
-            rows, row = slice(None), rows
-            in_row = torch.zeros(num_slots, dtype=torch.long).scatter(0, row, numbers)
-        first_places[numbers] = places + row * longest
-        places += len(in_row) * longest
-        within = torch.arange(longest).minimum(lengths[in_row, None] - 1)  # padding repeats a part's last token
-        hidden_prefix = (torch.arange(prefix) >= shared[in_row, None])[:, None].expand(-1, longest, -1)
-        hidden_slot = torch.arange(width) > (columns[in_row, None] + within)[..., None]
+            # All slots, whose keys and values need no copy then. Idle ones take part 0's place; nobody reads theirs.
+            rows, row_of_part = slice(None), slots[numbers]
+            part_of_row = torch.zeros(num_slots, dtype=torch.long).scatter(0, row_of_part, numbers)
+        first_places[numbers] = places + row_of_part * longest
+        places += len(part_of_row) * longest
+        within = torch.arange(longest).minimum(lengths[part_of_row, None] - 1)  # padding repeats a part's last token
+        hidden_prefix = (torch.arange(prefix) >= shared[part_of_row, None])[:, None].expand(-1, longest, -1)
+        hidden_slot = torch.arange(width) > (columns[part_of_row, None] + within)[..., None]
         hidden = torch.cat([hidden_prefix, hidden_slot], -1)
-        rows = rows if isinstance(rows, slice) else rows.to(device)
-        groups.append(Group(rows, (offsets[in_row, None] + within).to(device), hidden.to(device)))
+        groups.append(Group(rows, (offsets[part_of_row, None] + within).to(device), hidden.to(device)))
     return Step(
         layers,
         (positions[part_of] + in_part).to(device),
