@@ -55,6 +55,7 @@ def make_inputs(folder: Path, shape: dict[str, int], words: int, mean_tokens: in
             pad_token_id=3,
         )
     ).eval()
+    model.to(own_device())
     end_with_probability(model, tokenizer, 1 / mean_tokens)
     model.save_pretrained(folder / "model")
     letters = "abcdefghijklmnopqrstuvwxyz"  # words that no reply holds by chance
@@ -84,17 +85,22 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
     """Set weights so that each next token is the end token with this probability at temperature 1.2 and top-k 50."""
     temperature, top_k = 1.2, 50
     output = model.lm_head.weight
+    never = [0, 1, 2, 3, *range(len(tokenizer), len(output))]  # no tokens of the tokenizer's; the end token for now
     model.model.embed_tokens.weight[:, 0] = 1
+    output *= 8  # or the likeliest tokens would be about equally likely, and the end token not among them
     output[:, 0] = 0
-    output[[0, 1, 2, 3, *range(len(tokenizer), len(output))]] = 0
-    ids = torch.randint(len(SPECIAL), len(tokenizer), (4, 64))
-    states = model.model(ids).last_hidden_state[:, 16:].flatten(0, 1)
-    constant = states[:, 0].mean()
-    output[[0, 1, 3, *range(len(tokenizer), len(output))], 0] = -100 / constant  # never drawn
-    others = (model.lm_head(states) / temperature).masked_fill(torch.arange(len(output)) == 2, -torch.inf)
+    output[never] = 0
+    output[never, 0] = -1000
+    # What play draws from: replies to a prompt, which look different from random tokens.
+    prompt = taboo.play_prompt([], "word", 5)
+    ids = torch.tensor([[1, *tokenizer(prompt)["input_ids"]]] * 8, device=model.device)
+    how = {"do_sample": True, "temperature": temperature, "top_k": top_k, "max_new_tokens": 64}
+    replies = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    states = model.model(replies).last_hidden_state[:, ids.shape[1] :].flatten(0, 1)
+    others = model.lm_head(states) / temperature
     rest = others.topk(top_k - 1).values.logsumexp(-1).mean()
     odds = torch.tensor(probability / (1 - probability))
-    output[2, 0] = temperature * (rest + odds.log()) / constant
+    output[2, 0] = temperature * (rest + odds.log()) / states[:, 0].mean()
 
 
 # --- what is noted -------------------------------------------------------------------------------------------------
