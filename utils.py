@@ -22,6 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
 
@@ -368,6 +369,11 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes the launch has, 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without what a launcher has put there, for programs that are none of its ranks."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
 def end_with_launcher() -> None:

@@ -11,9 +11,11 @@ from test_readme import commands
 from arguments import METHOD_ARGUMENTS, parse_arguments
 
 TRAINING = [
-    words[words.index("train.py") + 1 :] for words in commands() if words[0] == "torchrun" and "train.py" in words
+    " ".join(words[words.index("train.py") + 1 :])
+    for words in commands()
+    if words[0] == "torchrun" and "train.py" in words
 ]
-IMITATION, SELF_PLAY = (" ".join(words) for words in TRAINING)
+IMITATION, SELF_PLAY = (next(line for line in TRAINING if name in line) for name in ("_gpt4.json", "OfflinePO"))
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ that of new tokens per second to release, since games of drawn lengths are not e
 import argparse
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,6 @@ MODE_FLAGS = {
     DEFAULT: [],
 }
 PACKAGES = ("torch", "transformers")
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 COLUMNS = {  # of the table, and how they are printed
     "lengths": "{}",
     "mode": "{}",
@@ -127,8 +125,8 @@ def run_mode(settings: argparse.Namespace, folder: str, mode: str, lengths: str)
     command = [sys.executable, "-m"]
     if utils.world_size() > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={utils.world_size()}", "-m"]
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    finished = subprocess.run([*command, "tools.bench_play_mode", folder], env=inherited, stdout=sys.stderr)
+    command += ["tools.bench_play_mode", folder]
+    finished = subprocess.run(command, env=utils.plain_environment(), stdout=sys.stderr)
     if finished.returncode:
         what = f"mode {mode}, {lengths} lengths: it ended with status {finished.returncode}"
         raise ValueError(f"{what}; its messages stand above (-9: killed, most often for want of memory)")

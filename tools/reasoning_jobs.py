@@ -20,7 +20,7 @@ import torch
 from tools import models
 from tools.evaluate_games import Named
 from tools.reasoning_table import BENCHMARKS, Benchmark
-from utils import file_digest, model_fingerprint
+from utils import file_digest, model_fingerprint, plain_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 logger = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ def gpus() -> list[str]:
 def run_job(job: Job, device: str | None) -> str | None:
     """Run the harness on one GPU (None: where it likes); returns what went wrong, None if nothing did."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
+    environment = (
+        plain_environment() | {"PYTHONPATH": path} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
+    )
     job.path.parent.mkdir(parents=True, exist_ok=True)
     log = job.path.with_suffix(".log")
     command = [sys.executable, "-m", "tools.reasoning_harness", json.dumps(job.request), str(job.path.resolve())]
