@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2C
 from tools import engine as engine_module
 from tools.engine import SlotEngine, can_hold, draw
 from tools.models import LocalModel, Sampling
+from tools.paged_attention import BLOCK, Pool
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -162,6 +163,38 @@ class TestWhatIsComputed:
         local.model.lm_head.weight.data.fill_(torch.nan)
         with pytest.raises(RuntimeError, match="logits are no numbers"):
             answer(SlotEngine(local, 2), [(0, RULES)])
+
+
+class TestBlocks:
+    def test_a_slot_has_just_the_blocks_it_needs_and_the_lowest_that_are_free(self):
+        pool, one, other = Pool(), [], []
+        pool.fit(one, 2 * BLOCK)
+        pool.fit(other, 2 * BLOCK + 1)
+        assert (one, other, pool.size) == ([0, 1], [2, 3, 4], 5)
+        pool.fit(one, 0)
+        pool.fit(other, 4 * BLOCK)
+        assert (one, other, pool.size) == ([], [2, 3, 4, 0], 5)
+
+    def test_busy_slots_get_the_first_blocks_and_each_block_keeps_its_content(self):
+        rng = random.Random(0)
+        pool, slots = Pool(), [[] for _ in range(8)]
+        stored: dict[int, str] = {}
+        for _ in range(50):
+            for number, blocks in enumerate(slots):
+                if rng.random() < 0.5:
+                    pool.fit(blocks, rng.randrange(5 * BLOCK))
+                    stored |= {block: f"{number}.{place}" for place, block in enumerate(blocks)}
+            busy = [blocks for blocks in slots if rng.random() < 0.5]
+            idle = [blocks for blocks in slots if not any(blocks is one for one in busy)]
+            to, by = pool.bring_forward(busy, idle)
+            stored |= dict(zip(to, [stored.get(block) for block in by], strict=True))
+            numbers = [block for blocks in busy for block in blocks]
+            assert sorted(numbers) == list(range(len(numbers)))
+            assert sorted(itertools.chain(numbers, *idle, pool.free)) == list(range(pool.size))
+            held = [[stored[block] for block in blocks] for blocks in slots]
+            assert held == [
+                [f"{number}.{place}" for place in range(len(blocks))] for number, blocks in enumerate(slots)
+            ]
 
 
 class TestMemory:

@@ -165,14 +165,15 @@ class TestModelFolder:
         copy = shutil.copytree(tiny_model, tmp_path / "copy")
         assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
 
-    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (3, 2), (7, 4), (11, 7), (10**6, 64)])
+    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (3, 2), (7, 4), (11, 7), (10**6, None)])
     @pytest.mark.parametrize("kept_caches", [False, True])
     def test_the_batch_size_follows_the_free_memory(self, free, expected, kept_caches, tiny_model, monkeypatch):
         model = load(tiny_model).model
         # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
+        most = 256 if kept_caches else 64
         prompt = 100 * (128 + (0 if kept_caches else 512)) * 4 + 16 * 260
         monkeypatch.setattr(models, "_free_memory", lambda model: free * prompt)
-        assert models.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == expected
+        assert models.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == (expected or most)
 
 
 class EchoEngine:

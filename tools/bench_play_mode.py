@@ -93,14 +93,17 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
     output[never, 0] = -1000
     # What play draws from: replies to a prompt, which look different from random tokens.
     prompt = taboo.play_prompt([], "word", 5)
-    ids = torch.tensor([[1, *tokenizer(prompt)["input_ids"]]] * 8, device=model.device)
-    how = {"do_sample": True, "temperature": temperature, "top_k": top_k, "max_new_tokens": 64}
+    ids = torch.tensor([[1, *tokenizer(prompt)["input_ids"]]] * 16, device=model.device)
+    how = {"do_sample": True, "temperature": temperature, "top_k": top_k, "max_new_tokens": 128}
     replies = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     states = model.model(replies).last_hidden_state[:, ids.shape[1] :].flatten(0, 1)
-    others = model.lm_head(states) / temperature
-    rest = others.topk(top_k - 1).values.logsumexp(-1).mean()
-    odds = torch.tensor(probability / (1 - probability))
-    output[2, 0] = temperature * (rest + odds.log()) / states[:, 0].mean()
+    rest = (model.lm_head(states) / temperature).topk(top_k - 1).values.logsumexp(-1)
+    low, high = 0.0, 1000.0
+    for _ in range(50):  # bisection: the more weight, the likelier
+        weight = (low + high) / 2
+        mean = (weight * states[:, 0] / temperature - rest).sigmoid().mean()
+        low, high = (weight, high) if mean < probability else (low, weight)
+    output[2, 0] = weight
 
 
 # --- what is noted -------------------------------------------------------------------------------------------------

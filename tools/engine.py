@@ -8,7 +8,7 @@ the making and the tokens of prompts that are new; a reply that has ended makes 
 (By chat templates the two sides' prompts share the rules only, and a game that meets no idle slot of its own starts
 from them too: that costs time and changes nothing.)
 
-The model is transformers' own; only its attention function is replaced, by that of tools/slot_attention.py.
+The model is transformers' own; only its attention function is replaced, by that of tools/paged_attention.py.
 """
 
 from collections import Counter, deque
@@ -25,8 +25,8 @@ from transformers.generation import (
 )
 
 from tools.models import LocalModel, Sampling
+from tools.paged_attention import ATTENTION, Layer, Part, Pool, PrefixStep, Step, plan_step
 from tools.players import Reply
-from tools.slot_attention import ATTENTION, Layer, Part, PrefixStep, Step, plan_step
 from utils import warn_once
 
 PROMPT_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations when many are new
@@ -49,6 +49,7 @@ class Slot:
 
     ids: list[int] = field(default_factory=list)  # held; the first `shared` of them are the common prefix's
     shared: int = 0
+    blocks: list[int] = field(default_factory=list)  # where they are held, apart from the common prefix's
     pending: list[int] = field(default_factory=list)  # tokens to be fed; the last one's logits are drawn from
     request: Request | None = None  # None: idle
 
@@ -85,6 +86,7 @@ class SlotEngine:
         self.idle: dict[object, int] = {f"unused {number}": number for number in range(slots)}  # by game, oldest first
         self.prefix: list[int] = []
         self.layers: dict[int, Layer] = {}
+        self.pool = Pool()
 
     def start(self, request: int, prompt: str, *, game: int) -> None:
         """Note a request; its prompt is expected to begin as earlier ones of this `game` did."""
@@ -128,7 +130,9 @@ class SlotEngine:
         # Those with a slot of their own first, so that no other takes it.
         for request in sorted(requests, key=lambda request: request.game not in self.idle):
             game = request.game if request.game in self.idle else next(iter(self.idle))
-            self.slots[self.idle.pop(game)].place(request, encoded[request.number], self.prefix)
+            slot = self.slots[self.idle.pop(game)]
+            slot.place(request, encoded[request.number], self.prefix)
+            self.pool.fit(slot.blocks, len(slot.ids) - slot.shared)
             self.counts["prompt"] += 0 if request.reply else len(encoded[request.number])
             self.waiting.popleft()  # not before memory has sufficed for the prefix
 
@@ -145,7 +149,9 @@ class SlotEngine:
     def _step(self) -> list[tuple[int, Reply]]:
         """Feed pending tokens, and draw the next token of each reply of which all is fed; the replies that end."""
         parts = self._parts()
-        step = plan_step(parts, self.layers, len(self.prefix), len(self.slots), self.model.device)
+        busy, idle = ([slot.blocks for slot in self.slots if bool(slot.request) is kind] for kind in (True, False))
+        moves = self.pool.bring_forward(busy, idle)
+        step = plan_step(parts, self.layers, len(self.prefix), self.pool.size, moves, self.model.device)
         complete = [number for number, part in enumerate(parts) if len(part.tokens) == self._pending(part)]
         tokens = [token for part in parts for token in part.tokens]
         logits = self._forward(tokens, step.positions, step, step.ends[complete])
@@ -168,7 +174,8 @@ class SlotEngine:
             tokens = slot.pending[:room]
             room -= len(tokens)
             if tokens:
-                parts.append(Part(number, tokens, len(slot.ids), slot.shared))
+                self.pool.fit(slot.blocks, len(slot.ids) - slot.shared + len(tokens))
+                parts.append(Part(number, tokens, len(slot.ids), slot.shared, slot.blocks))
         return parts
 
     def _forward(self, tokens: list[int], positions: torch.Tensor, step: Step | PrefixStep, ends: torch.Tensor):

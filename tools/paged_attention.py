@@ -1,0 +1,244 @@
+"""Attention for tools/engine.py: tokens of many games in one row without padding, keys and values in blocks.
+
+What all games begin with, the common prefix, is held once. What follows in a game lies in blocks of BLOCK tokens, as
+in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that short games beside long ones take neither memory nor time for
+padding. `plan_step` says which tokens of a step go where; the attention function that transformers is given here reads
+that, and needs nothing but torch's own operations.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+ATTENTION = "spag_paged"  # name of the attention function, for transformers
+BLOCK = 32  # tokens
+
+
+class Pool:
+    """Hands out blocks by their numbers: the lowest free one first, so that those in use lie close together."""
+
+    def __init__(self):
+        self.size = 0  # blocks that were ever in use
+        self.free: list[int] = []  # a heap
+
+    def fit(self, blocks: list[int], tokens: int) -> None:
+        """Add to a slot's blocks, or take the last ones back, until they just hold so many tokens."""
+        count = -(-tokens // BLOCK)
+        while len(blocks) > count:
+            heapq.heappush(self.free, blocks.pop())
+        while len(blocks) < count:
+            if not self.free:
+                self.free.append(self.size)
+                self.size += 1
+            blocks.append(heapq.heappop(self.free))
+
+    def bring_forward(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Exchange numbers so that the busy slots' blocks are the first ones, which a step reads without a copy.
+
+        Returns which blocks are to be overwritten by which.
+        """
+        used = {block for blocks in busy for block in blocks}
+        high = [block for block in used if block >= len(used)]
+        low = [block for block in range(len(used)) if block not in used]
+        exchanged = dict(zip(high + low, low + high, strict=True))
+        for blocks in (*busy, *idle, self.free) if exchanged else ():
+            blocks[:] = [exchanged.get(block, block) for block in blocks]
+        heapq.heapify(self.free)
+        return low + high, high + low
+
+
+class Part(NamedTuple):
+    """Consecutive tokens that a slot feeds in a step."""
+
+    slot: int
+    tokens: list[int]
+    position: int  # of the first token
+    shared: int  # tokens of the common prefix that the slot builds on; its own begin at this position
+    blocks: list[int]  # where its own are, with room for these
+
+
+@dataclass
+class Singles:
+    """Parts of one token, the first of a step, which attend together: each of the first blocks is read once."""
+
+    row: torch.Tensor  # (blocks,) whose each is
+    column: torch.Tensor  # (blocks,) and the how manieth of its row; the last, which nobody sees, for those of others
+    hidden: torch.Tensor  # (rows, prefix + columns x BLOCK) what each token must not see
+
+
+@dataclass
+class Prompt:
+    """A part of several tokens."""
+
+    tokens: slice  # which of the step
+    shared: int
+    blocks: torch.Tensor  # (blocks,)
+    seen: torch.Tensor  # (tokens, shared + own tokens so far) what each token sees
+
+
+@dataclass
+class Step:
+    """Where the tokens of one forward pass go, and what they attend to."""
+
+    layers: dict[int, "Layer"]
+    positions: torch.Tensor  # (tokens,) in their prompts
+    blocks: torch.Tensor  # (tokens,) where their keys and values go
+    offsets: torch.Tensor  # (tokens,) in the block
+    ends: torch.Tensor  # (parts,) the last token of each
+    pool_size: int  # blocks that there must be
+    moves: torch.Tensor  # (2, blocks) those that are overwritten first, and by which
+    singles: Singles | None
+    prompts: list[Prompt]
+
+
+@dataclass
+class PrefixStep:
+    """A forward pass over the common prefix itself. No tuple: hooks of accelerate would hand on a copy of one."""
+
+    layers: dict[int, "Layer"]
+
+
+class Layer:
+    """Keys and values of one layer: (kv heads, prefix, size) and (blocks, kv heads, BLOCK, size) each."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        """From (kv heads, prefix, size) each."""
+        self.prefix = keys.contiguous(), values.contiguous()
+        self.blocks = tuple(one.new_zeros(0, one.shape[0], BLOCK, one.shape[2]) for one in (keys, values))
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
+        """Store (tokens, kv heads, size) each at their places; there are more blocks as needed."""
+        held = len(self.blocks[0])
+        if held < step.pool_size:
+            size = max(step.pool_size, held + held // 4)
+            self.blocks = tuple(torch.cat([one, one.new_zeros(size - held, *one.shape[1:])]) for one in self.blocks)
+        overwritten, by = step.moves.to(keys.device)
+        for stored in self.blocks:
+            stored[overwritten] = stored[by]
+        blocks, offsets = step.blocks.to(keys.device), step.offsets.to(keys.device)
+        for stored, new in zip(self.blocks, (keys, values), strict=True):
+            stored[blocks, :, offsets] = new
+
+
+def plan_step(
+    parts: Sequence[Part],
+    layers: dict[int, Layer],
+    prefix: int,
+    pool_size: int,
+    moves: tuple[list[int], list[int]],
+    device: torch.device,
+) -> Step:
+    """The step in which these parts follow each other, after a common prefix of so many tokens."""
+    fields = [(part.position, part.shared, len(part.tokens)) for part in parts]
+    positions, shared, lengths = torch.tensor(fields).unbind(1)  # (parts,) each
+    ends = lengths.cumsum(0)
+    tables = [torch.tensor(part.blocks) for part in parts]
+    table = pad_sequence(tables, batch_first=True, padding_value=-1)  # (parts, most blocks)
+    part_of = torch.arange(len(parts)).repeat_interleave(lengths)  # (tokens,)
+    positions = positions[part_of] + torch.arange(len(part_of)) - (ends - lengths)[part_of]
+    own = positions - shared[part_of]  # (tokens,) own tokens of the slot before each
+    num_singles = sum(1 for _ in takewhile(lambda part: len(part.tokens) == 1, parts))
+    singles = _plan_singles(tables[:num_singles], own, shared, prefix, device) if num_singles else None
+    prompts = []
+    for number in range(num_singles, len(parts)):
+        length, end = len(parts[number].tokens), int(ends[number])
+        all_seen = torch.ones(length, parts[number].position + length, dtype=torch.bool, device=device)
+        seen = all_seen.tril(parts[number].position)
+        prompts.append(Prompt(slice(end - length, end), parts[number].shared, tables[number].to(device), seen))
+    return Step(
+        layers,
+        positions.to(device),
+        table[part_of, own // BLOCK].to(device),
+        (own % BLOCK).to(device),
+        (ends - 1).to(device),
+        pool_size,
+        torch.tensor(moves, dtype=torch.long, device=device),
+        singles,
+        prompts,
+    )
+
+
+def _plan_singles(
+    tables: list[torch.Tensor], own: torch.Tensor, shared: torch.Tensor, prefix: int, device: torch.device
+) -> Singles:
+    """For tokens that have so many `own` before them and see so many `shared` ones."""
+    lengths = torch.tensor([len(table) for table in tables])
+    blocks, columns = torch.cat(tables), int(lengths.max())
+    first = int(blocks.max()) + 1
+    row = torch.zeros(first, dtype=torch.long)
+    row[blocks] = torch.arange(len(tables)).repeat_interleave(lengths)
+    column = torch.full((first,), columns)
+    column[blocks] = torch.cat([torch.arange(length) for length in lengths])
+    hidden_prefix = torch.arange(prefix) >= shared[: len(tables), None]
+    hidden_own = torch.arange((columns + 1) * BLOCK) > own[: len(tables), None]
+    hidden = torch.cat([hidden_prefix, hidden_own], 1)
+    return Singles(row.to(device), column.to(device), hidden.to(device))
+
+
+def _attend(module, query, key, value, attention_mask, scaling, step: Step | PrefixStep, **kwargs):
+    """The attention function: (1, heads, tokens, size) each to (1, tokens, heads, size), None."""
+    if isinstance(step, PrefixStep):
+        step.layers[module.layer_idx] = Layer(key[0], value[0])
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query * scaling, key, value))
+    if module.layer_idx not in step.layers:  # there is no common prefix
+        step.layers[module.layer_idx] = Layer(key[0, :, :0], value[0, :, :0])
+    layer = step.layers[module.layer_idx]
+    layer.write(keys, values, step)
+    outputs = [_attend_prompt(queries, layer, prompt) for prompt in step.prompts]
+    if step.singles:
+        outputs.insert(0, _attend_singles(queries[: len(step.singles.hidden)], layer, step.singles))
+    return torch.cat(outputs)[None], None
+
+
+def _attend_prompt(queries: torch.Tensor, layer: Layer, prompt: Prompt) -> torch.Tensor:
+    """Attention of a prompt's tokens: (tokens, heads, size)."""
+    blocks, seen = prompt.blocks.to(queries.device), prompt.seen.to(queries.device)
+
+    def whole(prefix: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """Keys or values of the prefix and of its own: (1, kv heads, tokens, size)."""
+        own = stored[blocks].transpose(0, 1).flatten(1, 2)
+        return torch.cat([prefix[:, : prompt.shared], own], 1)[None, :, : seen.shape[1]]
+
+    keys, values = map(whole, layer.prefix, layer.blocks)
+    query = queries[prompt.tokens].transpose(0, 1)[None]
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=1.0, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+def _attend_singles(queries: torch.Tensor, layer: Layer, singles: Singles) -> torch.Tensor:
+    """Attention of single tokens: (rows, heads, size)."""
+    row, column, hidden = (one.to(queries.device) for one in (singles.row, singles.column, singles.hidden))
+    keys, values = (stored[: len(row)] for stored in layer.blocks)  # (blocks, kv heads, BLOCK, size)
+    prefix_keys, prefix_values = layer.prefix
+    rows, (kv_heads, prefix, size) = len(queries), prefix_keys.shape
+    columns = (hidden.shape[1] - prefix) // BLOCK
+
+    def spread(of_blocks: torch.Tensor) -> torch.Tensor:
+        """What belongs to each block, at its place: (rows, columns, ...), zeros where a row has no block."""
+        spread = of_blocks.new_zeros(rows, columns, *of_blocks.shape[1:])
+        spread[row, column] = of_blocks
+        return spread
+
+    grouped = queries.view(rows, kv_heads, -1, size)  # heads that share keys and values side by side
+    to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)
+    to_prefix = to_prefix.unflatten(1, (rows, -1)).transpose(0, 1)
+    to_blocks = spread(grouped[row] @ keys.mT).permute(0, 2, 3, 1, 4).flatten(3)
+    scores = torch.cat([to_prefix, to_blocks], -1).float()  # (rows, kv heads, share, prefix + columns x BLOCK)
+    scores.masked_fill_(hidden[:, None, None], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).to(queries.dtype)
+    of_prefix = weights[..., :prefix].transpose(0, 1).flatten(1, 2) @ prefix_values  # (kv heads, rows x share, size)
+    weights_of_blocks = weights[..., prefix:].unflatten(3, (columns, BLOCK)).permute(0, 3, 1, 2, 4)[row, column]
+    of_blocks = spread(weights_of_blocks @ values).sum(1)  # (rows, kv heads, share, size)
+    return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks).flatten(1, 2)
+
+
+AttentionInterface.register(ATTENTION, _attend)
