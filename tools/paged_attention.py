@@ -69,7 +69,7 @@ class Singles:
     """Parts of one token, the first of a step, which attend together: each of the first blocks is read once."""
 
     row: torch.Tensor  # (blocks,) whose each is
-    column: torch.Tensor  # (blocks,) its place among those of its row; the last, which nobody sees, for blocks of others
+    column: torch.Tensor  # (blocks,) its place in the row; a last one, which nobody sees, for blocks of others
     hidden: torch.Tensor  # (rows, prefix + columns x BLOCK) what each token must not see
 
 
