@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools import bench_play, bench_play_mode, play_flags, play_llm_game
+from tools import bench_play, bench_play_mode, play_flags, play_llm_game, taboo
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 64, "vocab_size": 400}
 TINY = ["--preset", "tiny", "--vocab_size", "400", "--turns", "2"]
@@ -109,7 +109,7 @@ def test_drawn_replies_end_at_every_token_with_the_same_probability(tmp_path):
     bench_play_mode.make_inputs(tmp_path, SHAPE, words=3, mean_tokens=10, seed=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids = torch.tensor([tokenizer("The attacker speaks first, and the defender answers.")["input_ids"]] * 500)
+    ids = torch.tensor([tokenizer(taboo.play_prompt([], "sun", 5))["input_ids"]] * 1000)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=True, temperature=1.2, top_k=50
     )
@@ -120,7 +120,7 @@ def test_drawn_replies_end_at_every_token_with_the_same_probability(tmp_path):
         drawn["others"] += end
         drawn["ends"] += 2 in row
         assert all(4 <= token < len(tokenizer) for token in row[:end])
-    assert drawn["ends"] / drawn.total() == pytest.approx(1 / 10, abs=0.012)
+    assert drawn["ends"] / drawn.total() == pytest.approx(1 / 10, abs=0.015)
 
 
 def test_bad_flags_are_told_all_at_once():
