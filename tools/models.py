@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from tools.players import LENGTH, STOP, Reply
 from utils import TOKENIZER_FILES, rank, warn_once
 
-# The most prompts that a batch chosen from memory holds; larger ones gained little. `generate` takes fewer on a CPU.
+# The most prompts that a batch chosen from memory holds, and for `generate` on a CPU, where larger ones gained little.
 MOST_PROMPTS, CPU_BATCH = 256, 64
 MEMORY_SHARE = 0.7  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
 
