@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,19 @@ class TestBatcher:
 
         asyncio.run(games())
         assert engine.runs == [["fast"], ["slow"]]
+
+    def test_engines_run_in_one_thread_which_is_not_that_of_the_games(self):
+        threads = []
+
+        class WatchedEngine(EchoEngine):
+            def run(self):
+                threads.append(threading.get_ident())
+                return super().run()
+
+        for _ in range(2):
+            ask(Batcher(8), WatchedEngine(at_once=1), [50, 50])
+        assert len(threads) == 200 and len(set(threads)) == 1
+        assert threads[0] != threading.get_ident()
 
     def test_a_failing_engine_fails_the_games_that_asked_it(self):
         class FailingEngine(EchoEngine):
