@@ -14,6 +14,7 @@ from functools import partial
 import datasets
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 import utils
@@ -328,7 +329,8 @@ class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side.
 
     Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64), and of shape (batch,):
-    weights, rewards, sft_mask (float32), and where the rows have them ref_logprobs (float32) and roles (int64).
+    weights, rewards, sft_mask (float32), and where the rows have them ref_logprobs (float32) and roles (int64);
+    and the `scored_places`.
     Raises ValueError for an empty batch.
     """
 
@@ -340,9 +342,11 @@ class SPAGCollator:
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         if not examples:
             raise ValueError("cannot make a batch of no rows")
+        labels = self._pad([example["labels"] for example in examples], IGNORE_INDEX)
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
-            "labels": self._pad([example["labels"] for example in examples], IGNORE_INDEX),
+            "labels": labels,
+            "scored_places": scored_places(labels),  # here, since on a GPU everything would wait for it
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
             "weights": torch.tensor([example["weight"] for example in examples], dtype=torch.float32),
             "rewards": torch.tensor([example["reward"] for example in examples], dtype=torch.float32),
@@ -360,3 +364,8 @@ class SPAGCollator:
         for row, ids in zip(padded, sequences, strict=True):
             row[len(row) - len(ids) if self.pad_left else 0 :][: len(ids)] = torch.tensor(ids)
         return padded
+
+
+def scored_places(labels: torch.Tensor) -> torch.Tensor:
+    """Places in the flattened labels, (batch, T), whose next label is scored: (scored tokens,)."""
+    return F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1)).flatten().nonzero()[:, 0]

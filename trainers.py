@@ -36,7 +36,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import utils
 from arguments import SPAGArguments
-from dataloaders import FORMAT_VERSION, IGNORE_INDEX, ROLES, RowDataset
+from dataloaders import FORMAT_VERSION, IGNORE_INDEX, ROLES, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
 WEIGHTS_AND_CODE = (".safetensors", ".py")
@@ -57,7 +57,7 @@ def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     """
     scored = labels[:, 1:] != IGNORE_INDEX
     logprobs = token_logprob(logits[:, :-1][scored], labels[:, 1:][scored])
-    return _sum_rows(logprobs, scored) / scored.sum(1)
+    return logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs).sum(1) / scored.sum(1)
 
 
 def label_logprob(
@@ -79,32 +79,28 @@ def label_logprob(
     output_layer = module.get_output_embeddings()
     if output_layer is None:
         return sequence_logprob(model(**inputs).logits, labels)
-    scored = labels[:, 1:] != IGNORE_INDEX
-    targets = labels[:, 1:][scored]
-    with _narrowed(output_layer, scored):
+    places = scored_places(labels) if "scored_places" not in batch else batch["scored_places"]
+    with _narrowed(output_layer, places):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
-    if logits.shape[:2] != (1, len(targets)):
+    if logits.shape[:2] != (1, len(places)):
         raise ValueError(f"{type(module).__name__} does not use its output layer as other causal LMs do")
-    return _sum_rows(token_logprob(logits[0], targets), scored) / scored.sum(1)
+    logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
+    by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
+    return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
 
 
 @contextlib.contextmanager
-def _narrowed(output_layer: nn.Module, scored: torch.Tensor) -> Iterator[None]:
+def _narrowed(output_layer: nn.Module, places: torch.Tensor) -> Iterator[None]:
     """Let the output layer see only hidden states that predict a scored label, as (1, scored tokens, hidden)."""
 
     def select(module, args):
-        return (args[0][:, :-1][scored].unsqueeze(0), *args[1:])
+        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
 
     handle = output_layer.register_forward_pre_hook(select)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _sum_rows(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """Sum one value per scored position over each row: (N,), (batch, T) -> (batch,)."""
-    return values.new_zeros(scored.shape).masked_scatter(scored, values).sum(1)
 
 
 # --- losses --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dataloaders import scored_places
 from trainers import label_logprob, offline_po_loss, sequence_logprob, sft_kl_loss, sft_loss
 
 RECORDED = load_golden("losses.json")
@@ -265,3 +266,44 @@ def test_the_padding_side_does_not_change_the_logprobs(name):
         without_mask = label_logprob(model, model, ragged_batch(pad_left=False), pads_left=False)
     assert_close(right, left, rtol=1e-5, atol=1e-6)
     assert_close(right, without_mask, rtol=1e-5, atol=1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Remembers the operations whose result, or its size, depends on numbers that only the device knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
+        if function is torch.ops.aten.index.Tensor:  # by a mask only
+            tags = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if tags:
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_scored_places_from_the_collator_give_the_same_numbers_and_nothing_waits_for_the_device(name):
+    torch.manual_seed(1)
+    model, batch = MODELS[name]().train(), ragged_batch(pad_left=False)
+    with Waits() as waits:
+        expected = label_logprob(model, model, batch, pads_left=False)
+    assert waits.names == ["aten::nonzero"]
+    batch["scored_places"] = scored_places(batch["labels"])
+    with Waits() as waits:
+        logprob = label_logprob(model, model, batch, pads_left=False)
+        sft_kl_loss(logprob, expected.detach(), torch.ones(3), kl_coeff=0.1)[0].backward()
+        offline_po_loss(
+            label_logprob(model, model, batch, pads_left=False),
+            expected.detach(),
+            torch.tensor([1.0, -1.0, 0.0]),
+            torch.ones(3),
+            torch.tensor([0.0, 0.0, 1.0]),
+            kl_coeff=0.2,
+            sft_coeff=0.5,
+            clip_range=0.2,
+        )[0].backward()
+    assert torch.equal(logprob, expected)
+    assert waits.names == []
