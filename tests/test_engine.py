@@ -108,6 +108,31 @@ class TestGreedyReplies:
                 assert answer(engine, pair) == plain.generate([prompt for _, prompt in pair])
 
 
+class TestHalfPrecision:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_logits_are_as_near_to_those_of_float32_as_a_plain_pass_has_them(self, dtype):
+        local, half, full = llama(sampling()), llama(sampling()).model.to(dtype), llama(sampling()).model
+        local.model = local.model.to(dtype)
+        engine, errors = SlotEngine(local, 3), {"engine": [], "plain": []}
+        engine_draw = engine._draw
+
+        @torch.no_grad()
+        def watched(numbers, logits):
+            for number, row in zip(numbers, logits, strict=True):
+                request = engine.slots[number].request
+                ids = torch.tensor([local.encode(request.prompt)[0] + request.reply])
+                expected, plain = (model(ids).logits[0, -1].float() for model in (full, half))
+                errors["engine"].append((row - expected).square().mean())
+                errors["plain"].append((plain - expected).square().mean())
+            return engine_draw(numbers, logits)
+
+        engine._draw = watched
+        for prompts in conversation(games=5, turns=3):
+            answer(engine, prompts)
+        by_engine, by_plain = (torch.stack(squares).mean().sqrt() for squares in errors.values())
+        assert 0.5 * by_plain < by_engine < 1.5 * by_plain
+
+
 class TestWhatIsComputed:
     def test_a_token_of_rules_and_history_is_computed_once_for_all_turns_sides_and_games(self):
         engine = SlotEngine(llama(sampling(max_new_tokens=2)), 3)

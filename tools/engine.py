@@ -181,13 +181,20 @@ class SlotEngine:
     def _forward(self, tokens: list[int], positions: torch.Tensor, step: Step | PrefixStep, ends: torch.Tensor):
         """Logits at these places, in float32: (places, vocabulary)."""
         device = self.model.device
-        output = self.model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=positions[None].to(device),
-            use_cache=False,
-            logits_to_keep=ends.to(device),
-            step=step,
-        )
+
+        def select(module, args):  # not by `logits_to_keep`, which must be where the last layer is
+            return args[0][:, ends.to(args[0].device)], *args[1:]
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            output = self.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=positions[None].to(device),
+                use_cache=False,
+                step=step,
+            )
+        finally:
+            handle.remove()
         return output.logits[0].float()
 
     def _draw(self, numbers: list[int], logits: torch.Tensor) -> list[tuple[int, Reply]]:

@@ -68,9 +68,11 @@ class Part(NamedTuple):
 class Singles:
     """Parts of one token, the first of a step, which attend together: each of the first blocks is read once."""
 
+    hidden_prefix: torch.Tensor  # (rows, prefix) what each token must not see
+    hidden: torch.Tensor  # (blocks, BLOCK) of its own blocks; all of those of others
     row: torch.Tensor  # (blocks,) whose each is
-    column: torch.Tensor  # (blocks,) its place in the row; a last one, which nobody sees, for blocks of others
-    hidden: torch.Tensor  # (rows, prefix + columns x BLOCK) what each token must not see
+    column: torch.Tensor  # (blocks,) its place in the row; a last one for blocks of others
+    columns: int  # including that one
 
 
 @dataclass
@@ -106,19 +108,38 @@ class PrefixStep:
 
 
 class Layer:
-    """Keys and values of one layer: (kv heads, prefix, size) and (blocks, kv heads, BLOCK, size) each."""
+    """Keys and values of one layer: (kv heads, prefix, size) and (blocks, kv heads, BLOCK, size) each.
+
+    In memory the blocks' values are (blocks, kv heads, size, BLOCK): so products of both with single tokens are sums
+    along memory, which a CPU does at its bandwidth.
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         """From (kv heads, prefix, size) each."""
         self.prefix = keys.contiguous(), values.contiguous()
-        self.blocks = tuple(one.new_zeros(0, one.shape[0], BLOCK, one.shape[2]) for one in (keys, values))
+        self.size = 0  # blocks that were ever in use; those after them are not initialized
+        self.blocks = self._room(0)
+
+    def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.prefix
+        heads, _, length = keys.shape
+        return keys.new_empty(size, heads, BLOCK, length), values.new_empty(size, heads, length, BLOCK).mT
+
+    def grow(self, size: int) -> None:
+        """Have room for so many blocks, the new ones of zeros."""
+        if size > len(self.blocks[0]):
+            spare = size if self.blocks[0].device.type == "cpu" else size // 4  # a CPU's is free until it is written
+            larger = self._room(size + spare)
+            for new, old in zip(larger, self.blocks, strict=True):
+                new[: self.size] = old[: self.size]
+            self.blocks = larger
+        for stored in self.blocks:
+            stored[self.size : size] = 0
+        self.size = size
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Store (tokens, kv heads, size) each at their places; there are more blocks as needed."""
-        held = len(self.blocks[0])
-        if held < step.pool_size:
-            size = max(step.pool_size, held + held // 4)
-            self.blocks = tuple(torch.cat([one, one.new_zeros(size - held, *one.shape[1:])]) for one in self.blocks)
+        """Store (tokens, kv heads, size) each at their places."""
+        self.grow(step.pool_size)
         overwritten, by = step.moves.to(keys.device)
         for stored in self.blocks:
             stored[overwritten] = stored[by]
@@ -177,9 +198,9 @@ def _plan_singles(
     column = torch.full((first,), columns)
     column[blocks] = torch.cat([torch.arange(length) for length in lengths])
     hidden_prefix = torch.arange(prefix) >= shared[: len(tables), None]
-    hidden_own = torch.arange((columns + 1) * BLOCK) > own[: len(tables), None]
-    hidden = torch.cat([hidden_prefix, hidden_own], 1)
-    return Singles(row.to(device), column.to(device), hidden.to(device))
+    hidden = column[:, None] * BLOCK + torch.arange(BLOCK) > own[row][:, None]
+    hidden[column == columns] = True
+    return Singles(*(one.to(device) for one in (hidden_prefix, hidden, row, column)), columns + 1)
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | PrefixStep, **kwargs):
@@ -195,7 +216,7 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Pre
     layer.write(keys, values, step)
     outputs = [_attend_prompt(queries, layer, prompt) for prompt in step.prompts]
     if step.singles:
-        outputs.insert(0, _attend_singles(queries[: len(step.singles.hidden)], layer, step.singles))
+        outputs.insert(0, _attend_singles(queries[: len(step.singles.hidden_prefix)], layer, step.singles))
     return torch.cat(outputs)[None], None
 
 
@@ -204,41 +225,49 @@ def _attend_prompt(queries: torch.Tensor, layer: Layer, prompt: Prompt) -> torch
     blocks, seen = prompt.blocks.to(queries.device), prompt.seen.to(queries.device)
 
     def whole(prefix: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """Keys or values of the prefix and of its own: (1, kv heads, tokens, size)."""
+        """Keys or values of the prefix and of its own: (1, heads, tokens, size)."""
         own = stored[blocks].transpose(0, 1).flatten(1, 2)
-        return torch.cat([prefix[:, : prompt.shared], own], 1)[None, :, : seen.shape[1]]
+        tokens = torch.cat([prefix[:, : prompt.shared], own], 1)[:, : seen.shape[1]]
+        # Not by `enable_gqa`: with a mask, a GPU would then take torch's slow way, which holds all scores.
+        return tokens[:, None].expand(-1, queries.shape[1] // len(tokens), -1, -1).flatten(0, 1)[None]
 
     keys, values = map(whole, layer.prefix, layer.blocks)
     query = queries[prompt.tokens].transpose(0, 1)[None]
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=1.0, enable_gqa=True)
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=1.0)
     return output[0].transpose(0, 1)
 
 
 def _attend_singles(queries: torch.Tensor, layer: Layer, singles: Singles) -> torch.Tensor:
-    """Attention of single tokens: (rows, heads, size)."""
-    row, column, hidden = (one.to(queries.device) for one in (singles.row, singles.column, singles.hidden))
+    """Attention of single tokens: (rows, heads, size). In half precision scores are rounded, as by eager attention."""
+    hidden_prefix, hidden, row, column = (
+        one.to(queries.device) for one in (singles.hidden_prefix, singles.hidden, singles.row, singles.column)
+    )
     keys, values = (stored[: len(row)] for stored in layer.blocks)  # (blocks, kv heads, BLOCK, size)
     prefix_keys, prefix_values = layer.prefix
-    rows, (kv_heads, prefix, size) = len(queries), prefix_keys.shape
-    columns = (hidden.shape[1] - prefix) // BLOCK
+    rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[3]
 
-    def spread(of_blocks: torch.Tensor) -> torch.Tensor:
-        """What belongs to each block, at its place: (rows, columns, ...), zeros where a row has no block."""
-        spread = of_blocks.new_zeros(rows, columns, *of_blocks.shape[1:])
+    def spread(of_blocks: torch.Tensor, fill: float) -> torch.Tensor:
+        """What belongs to each block, at its place: (rows, columns, ...)."""
+        spread = of_blocks.new_full((rows, singles.columns, *of_blocks.shape[1:]), fill)
         spread[row, column] = of_blocks
         return spread
 
+    def scores(products: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return products.float().masked_fill_(hidden[:, None, None], -torch.inf)
+
     grouped = queries.view(rows, kv_heads, -1, size)  # heads that share keys and values side by side
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)
-    to_prefix = to_prefix.unflatten(1, (rows, -1)).transpose(0, 1)
-    to_blocks = spread(grouped[row] @ keys.mT).permute(0, 2, 3, 1, 4).flatten(3)
-    scores = torch.cat([to_prefix, to_blocks], -1).float()  # (rows, kv heads, share, prefix + columns x BLOCK)
-    scores.masked_fill_(hidden[:, None, None], torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).to(queries.dtype)
-    of_prefix = weights[..., :prefix].transpose(0, 1).flatten(1, 2) @ prefix_values  # (kv heads, rows x share, size)
-    weights_of_blocks = weights[..., prefix:].unflatten(3, (columns, BLOCK)).permute(0, 3, 1, 2, 4)[row, column]
-    of_blocks = spread(weights_of_blocks @ values).sum(1)  # (rows, kv heads, share, size)
-    return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks).flatten(1, 2)
+    to_prefix = scores(to_prefix.unflatten(1, (rows, -1)).transpose(0, 1), hidden_prefix)
+    to_blocks = scores(grouped[row] @ keys.mT, hidden)  # (blocks, kv heads, share, BLOCK)
+    # Softmax over both, by each token's highest score and the sum of its weights: (rows, kv heads, share, 1) each.
+    highest = spread(to_blocks.amax(-1, keepdim=True), -torch.inf).amax(1)
+    if prefix_keys.shape[1]:
+        highest = torch.maximum(highest, to_prefix.amax(-1, keepdim=True))
+    to_prefix, to_blocks = to_prefix.sub_(highest).exp_(), to_blocks.sub_(highest[row]).exp_()
+    sums = to_prefix.sum(-1, keepdim=True) + spread(to_blocks.sum(-1, keepdim=True), 0).sum(1)
+    of_prefix = to_prefix.div_(sums).to(queries.dtype).transpose(0, 1).flatten(1, 2) @ prefix_values
+    of_blocks = spread(to_blocks.div_(sums[row]).to(queries.dtype) @ values, 0)
+    return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks.sum(1)).flatten(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attend)
