@@ -28,7 +28,7 @@ from pathlib import Path
 
 import utils
 from tools.bench_play_mode import CONTINUOUS, make_inputs
-from tools.bench_train import PRESETS, SHAPE
+from tools.bench_train import SHAPE, add_shape_flags, fill_in_shape
 from tools.play_flags import GENERATE, SLOTS
 
 RELEASE, BATCHED, DEFAULT = "release", "batched", "default"
@@ -57,14 +57,12 @@ COLUMNS = {  # of the table, and how they are printed
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The settings; the preset fills in what is not given of the model's shape."""
+    """The settings of the command line; ValueError for what is wrong with them."""
     parser = argparse.ArgumentParser(
         "bench_play", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="30m", help="shape of the Llama; single flags below change it")
-    for name in SHAPE:
-        add(f"--{name}", type=int, help=f"the Llama's {name.replace('_', ' ')}")
+    add_shape_flags(parser)
     add("--modes", nargs="+", choices=MODE_FLAGS, default=[RELEASE, BATCHED, DEFAULT], help="what is measured")
     add("--lengths", nargs="+", choices=(FORCED, DRAWN), default=[FORCED, DRAWN], help="how long replies are")
     add("--games", type=int, default=200, help="games of default; about 3 times those at once, or more")
@@ -77,10 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--bf16", type=utils.parse_bool, default=False, help="True: bfloat16 weights")
     add("--seed", type=int, default=42, help="of weights and draws")
     add("--output", help="also write the figures to this JSON file")
-    settings = parser.parse_args(argv)
-    for name, value in zip(SHAPE, PRESETS[settings.preset], strict=True):
-        if getattr(settings, name) is None:
-            setattr(settings, name, value)
+    settings = fill_in_shape(parser.parse_args(argv))
     counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens")
     problems = [f"--{name} must be at least 1" for name in counts if getattr(settings, name) < 1]
     if settings.mean_tokens < 2:
@@ -140,11 +135,12 @@ def line_of(settings: argparse.Namespace, mode: str, lengths: str, ranks: list[d
     games = num_games(settings, mode)
     seconds = max(stats["seconds"]["play"] for stats in ranks)
     total = {name: sum(stats[name] for stats in ranks) for name in ("prompt", "prefill", "prompts", "peak_gib")}
+    at_once = 1 if mode == RELEASE else min(ranks[0]["batch_size"], -(-games // len(ranks)))
     watched = mode in (RELEASE, BATCHED)
     line = {
         "lengths": lengths,
         "mode": mode,
-        "at once": 1 if mode == RELEASE else ranks[0]["batch_size"],
+        "at once": at_once,
         "games": games,
         "games/min": 60 * games / seconds,
         "new tokens/s": sum(replies) / seconds,
@@ -156,16 +152,18 @@ def line_of(settings: argparse.Namespace, mode: str, lengths: str, ranks: list[d
         "ranks": ranks,
     }
     if mode == DEFAULT:
-        line["limit seconds"] = limit_seconds(settings, ranks, replies, total)
+        line["limit seconds"] = limit_seconds(settings, ranks, replies, total, at_once)
     return line
 
 
-def limit_seconds(settings: argparse.Namespace, ranks: list[dict], replies: list[int], total: dict) -> dict:
-    """Seconds that these games take at the machine's rate of operations, and at its bandwidth.
+def limit_seconds(
+    settings: argparse.Namespace, ranks: list[dict], replies: list[int], total: dict, at_once: int
+) -> dict:
+    """Seconds that these games, so many at a time in each process, take at the machine's rate and bandwidth.
 
     Operations: 2 for each weight of the layers and token, computed once; the output layer's for new tokens; attention,
-    4 x layers x hidden size x tokens seen. Bytes: the weights once a step, of as many steps as it takes with all slots
-    in use; with them the keys and values of what all prompts begin with; and those that each new token sees besides.
+    4 x layers x hidden size x tokens seen. Bytes: the weights once a step, of as many steps as it takes with all games
+    under way; with them keys and values of what all prompts begin with; and those that each new token sees besides.
     """
     new = sum(replies)
     seen = new * total["prompt"] / total["prompts"] + sum(tokens**2 for tokens in replies) / 2
@@ -177,7 +175,7 @@ def limit_seconds(settings: argparse.Namespace, ranks: list[dict], replies: list
     operations += 4 * settings.layers * settings.hidden_size * seen
     number_bytes = 2 if settings.bf16 else 4
     cache_bytes = 2 * settings.layers * settings.hidden_size * number_bytes  # of a token
-    steps = len(ranks) * new / sum(stats["batch_size"] for stats in ranks)  # of all processes together
+    steps = new / at_once  # of all processes together
     prefix = ranks[0]["prefix"]
     read = steps * (ranks[0]["weight_bytes"] + prefix * cache_bytes) + (seen - new * prefix) * cache_bytes
     rate, bandwidth = (sum(stats[name] for stats in ranks) for name in ("matmul_rate", "bandwidth"))

@@ -91,12 +91,17 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
     output[:, 0] = 0
     output[never] = 0
     output[never, 0] = -1000
-    # What play draws from: replies to a prompt, which look different from random tokens.
-    prompt = taboo.play_prompt([], "word", 5)
-    ids = torch.tensor([[1, *tokenizer(prompt)["input_ids"]]] * 16, device=model.device)
-    how = {"do_sample": True, "temperature": temperature, "top_k": top_k, "max_new_tokens": 128}
-    replies = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    states = model.model(replies).last_hidden_state[:, ids.shape[1] :].flatten(0, 1)
+    # What play draws from: replies to the prompts of a game, which look different from random tokens.
+    how = {"do_sample": True, "temperature": temperature, "top_k": top_k, "max_new_tokens": 64}
+    history, states = [], []
+    for _ in range(6):
+        prompt = [1, *tokenizer(taboo.play_prompt(history, "word", 5))["input_ids"]]
+        ids = torch.tensor([prompt] * 16, device=model.device)
+        replies = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        states.append(model.model(replies).last_hidden_state[:, len(prompt) :].flatten(0, 1))
+        text = tokenizer.decode(replies[0, len(prompt) :])
+        history.append({"role": taboo.next_player(history), "content": text})
+    states = torch.cat(states)
     rest = (model.lm_head(states) / temperature).topk(top_k - 1).values.logsumexp(-1)
     low, high = 0.0, 1000.0
     for _ in range(50):  # bisection: the more weight, the likelier

@@ -60,14 +60,12 @@ COLUMNS = {  # of the table, and how they are printed
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The settings; the preset fills in what is not given of the model's shape."""
+    """The settings of the command line; ValueError for what is wrong with them."""
     parser = argparse.ArgumentParser(
         "bench_train", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="30m", help="shape of the Llama; single flags below change it")
-    for name in SHAPE:
-        add(f"--{name}", type=int, help=f"the Llama's {name.replace('_', ' ')}")
+    add_shape_flags(parser)
     add("--query_tokens", type=int, default=450, help="mean tokens of a row's query")
     add("--target_tokens", type=int, default=60, help="mean tokens of a row's target; a row is longer by BOS and EOS")
     add("--length_spread", type=float, default=0.0, help="S: lengths are drawn from 1 - S to 1 + S times these means")
@@ -92,11 +90,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=1, help="measure each mode so often, in turn; the fastest run counts")
     add("--largest_batch", type=utils.parse_bool, default=False, help="True: also double the batch while it fits")
     add("--output", help="also write the figures to this JSON file")
-    settings = parser.parse_args(argv)
+    settings = fill_in_shape(parser.parse_args(argv))
+    check(settings)
+    return settings
+
+
+def add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the Llama that is measured, for `fill_in_shape`."""
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="30m", help="shape of the Llama; single flags below change it"
+    )
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help=f"the Llama's {name.replace('_', ' ')}")
+
+
+def fill_in_shape(settings: argparse.Namespace) -> argparse.Namespace:
+    """The settings, with what is not given of the shape as the preset has it."""
     for name, value in zip(SHAPE, PRESETS[settings.preset], strict=True):
         if getattr(settings, name) is None:
             setattr(settings, name, value)
-    check(settings)
     return settings
 
 
