@@ -698,11 +698,12 @@ class TestEvaluation:
         return [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
 
     def test_a_server_may_be_one_of_the_players(self, stub, place, tiny_model, tmp_path, monkeypatch, capsys):
+        """A word that the server refuses first thing in a match, but after it has answered in another one."""
         ill = True
         server = stub(
-            lambda number, body: (422, {}, {}) if ill and f"`{WORDS[2]}`" in body["prompt"] else (200, {}, said())
+            lambda number, body: (422, {}, {}) if ill and f"`{WORDS[0]}`" in body["prompt"] else (200, {}, said())
         )
-        arguments = self.flags(place, tiny_model, tmp_path, server.url)
+        arguments = self.flags(place, tiny_model, tmp_path, server.url, max_concurrency=1)
         assert run_here([*arguments, "--dry_run"], monkeypatch, evaluate_games) == 0
         assert "8 games to play\nlikely:  16 calls" in capsys.readouterr().out
         assert run_here(arguments, monkeypatch, evaluate_games) == 3

@@ -36,6 +36,7 @@ class Seats:
         self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
         self.batch_size = args.per_device_eval_batch_size
         self.meter = Meter()  # of what servers charge
+        self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
@@ -74,7 +75,7 @@ class Seats:
     def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
         from tools.server_player import ServerPlayer, Servers  # an optional package is needed only here
 
-        servers = Servers(self.args, self.meter, on_batch)
+        servers = Servers(self.args, self.meter, self.answering, on_batch)
         return {name: ServerPlayer(name, servers) for name in names}
 
     def _load(self, folders: set[Path]) -> None:

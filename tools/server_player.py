@@ -74,10 +74,13 @@ class Server:
 
 
 class Servers:
-    """The servers of a process, and the limit on what is asked of them at once; made anew for each event loop."""
+    """The servers of a process, and the limit on what is asked of them at once; made anew for each event loop.
 
-    def __init__(self, args: argparse.Namespace, meter: Meter, on_batch: Callable[[], None]):
-        self.args, self.meter, self.on_batch = args, meter, on_batch
+    `answering` holds the players of whom any request has succeeded, and outlives the event loop.
+    """
+
+    def __init__(self, args: argparse.Namespace, meter: Meter, answering: set[str], on_batch: Callable[[], None]):
+        self.args, self.meter, self.answering, self.on_batch = args, meter, answering, on_batch
         how = {"timeout": args.openai_timeout, "connections": args.max_concurrency}
         self.servers = [Server(url, **how) for url in base_urls(args) or [None]]
         allow_open_files(args.max_concurrency * 2 + OTHER_FILES)  # while connections move from server to server
@@ -107,7 +110,6 @@ class ServerPlayer:
         self.servers, self.args = servers, servers.args
         self.name, self.model = name, model_of(name)
         self.limit_name = MAX_TOKENS
-        self.answered = False  # whether any request of this player has succeeded
 
     async def reply(self, prompt: str, *, view: GameView) -> Reply:
         """The model's reply, asked for again after faults that pass.
@@ -133,7 +135,8 @@ class ServerPlayer:
                 if attempt < retries and (instead is server or instead.rests):
                     await asyncio.sleep(wanted or backoff(attempt))
             else:
-                self.answered, server.resting_until = True, 0.0
+                self.servers.answering.add(self.name)
+                server.resting_until = 0.0
                 return reply
         raise ReplyUnavailable(f"{fault} (asked {retries + 1} times)")
 
@@ -151,7 +154,8 @@ class ServerPlayer:
         if status >= 500:
             server.resting_until = time.monotonic() + REST
         elif status not in PASSING:
-            raise (ReplyUnavailable if self.answered else PlayerUnusable)(f"{self.name}: {fault}")
+            known = self.name in self.servers.answering
+            raise (ReplyUnavailable if known else PlayerUnusable)(f"{self.name}: {fault}")
         seconds = retry_after(error.response.headers.get("retry-after"))
         if seconds is not None and seconds > LONGEST_RETRY_AFTER:
             raise ReplyUnavailable(f"{fault} (asks to be left alone for {seconds:.0f} s)")
