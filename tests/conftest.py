@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
+def pytest_collection_modifyitems(items):
+    """The file that takes longest comes first: begun last by one of two processes, the other would wait for it."""
+    items.sort(key=lambda item: item.path.name != "test_train.py")
+
+
 def load_golden(name: str):
     """One file of recorded numbers; tests/golden/README.md says where they come from."""
     return json.loads((GOLDEN / name).read_text(encoding="utf-8"))

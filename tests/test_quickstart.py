@@ -147,7 +147,7 @@ def test_the_tests_get_the_same_torch_and_their_own_requirements(start):
     status, out, err = start.run("-k", "collator", script="test.sh")
     assert status == 0, err
     assert start.installed() == [FROM_CPU_INDEX, "-r tests/requirements.txt"]
-    assert start.calls()[-1] == "-m pytest -n 2 --dist loadfile -k collator"
+    assert start.calls()[-1] == "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -k collator"
     assert start.run(script="test.sh")[0] == 0 and start.installed() == []
     assert start.run()[0] == 0 and start.installed() == [FROM_CPU_INDEX, THE_REST]
 

@@ -15,4 +15,4 @@ trap stop INT TERM HUP
 set_up tests requirements.txt tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" PYTHONPATH=. OMP_WAIT_POLICY=passive
 ruff check .
-exec python -m pytest -n 2 --dist loadfile "$@" # a file at a time on each of two cores
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores
