@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from nltk.tokenize import TreebankWordTokenizer
@@ -29,10 +30,9 @@ GUESS_SHARE = 0.4  # of all games end with a guess
 SAID_SHARE = 0.3  # of all games end with the word being said
 
 
-def make_episodes(count: int, seed: int = 0) -> list[dict]:
+def make_episodes(count: int, seed: int = 0) -> Iterator[dict]:
     """Games of 6 to 10 messages, each about a word of its own; most are decided by their last message."""
     rng = random.Random(seed)
-    episodes = []
     for index in range(count):
         word = "".join(rng.choice(SYLLABLES) for _ in range(3)) + _letters(index)
         texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
@@ -42,8 +42,7 @@ def make_episodes(count: int, seed: int = 0) -> list[dict]:
         elif ending < GUESS_SHARE + SAID_SHARE:
             texts[-1] += f" {word}"
         history = [{"role": taboo.ROLES[turn % 2], "content": text} for turn, text in enumerate(texts)]
-        episodes.append({"history": history, "target_word": word, "max_turns": 5})
-    return episodes
+        yield {"history": history, "target_word": word, "max_turns": 5}
 
 
 def judge_plainly(history: taboo.History, target_word: str, max_turns: int) -> taboo.Verdict:
@@ -78,7 +77,7 @@ def assign_plainly(episodes: list[dict], rng: random.Random) -> list[dict]:
 
 def compare(count: int, folder: Path) -> None:
     """Print the seconds of both ways for `count` episodes."""
-    episodes = make_episodes(count)
+    episodes = list(make_episodes(count))
     path = folder / "episodes.json"
     write_records(path, episodes)
     start = time.perf_counter()
