@@ -8,12 +8,12 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from conftest import build_llama, build_tokenizer
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
 
 from tools import engine as engine_module
 from tools.engine import SlotEngine, can_hold, draw
 from tools.models import LocalModel, Sampling
-from tools.paged_attention import BLOCK, Pool
+from tools.paged_attention import BLOCK, Layer, Pool
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -145,8 +145,29 @@ class TestWhatIsComputed:
         # instruction begins.
         common = len(engine.prefix)
         expected = common + sum(len(ids) - common for ids in encoded[-1]) + 3 * 3 * instruction
-        assert engine.counts["prompt"] == sum(len(ids) for ids in itertools.chain(*encoded))
         assert expected - 3 * 3 <= engine.counts["prefill"] <= expected
+
+    def test_with_more_games_than_slots_those_begun_keep_theirs(self):
+        """Each game asks for its next reply when it has the one before, as in play: nothing is computed twice."""
+        engine = SlotEngine(llama(sampling(max_new_tokens=2)), 2)
+        rounds = conversation(games=6, turns=4)
+        asked = [0] * 6
+
+        def ask(game):
+            engine.start(game, rounds[asked[game]][game][1], game=game)
+            asked[game] += 1
+
+        for game in range(6):
+            ask(game)
+        ended = 0
+        while ended < 6 * 4:
+            for game, _ in engine.run():
+                ended += 1
+                if asked[game] < 4:
+                    ask(game)
+        encoded = [[engine.local.encode(prompt)[0] for _, prompt in prompts] for prompts in rounds]
+        common, instruction = len(engine.prefix), len(" Now, number 0:")
+        assert engine.counts["prefill"] <= common + sum(len(ids) - common for ids in encoded[-1]) + 6 * 3 * instruction
 
     def test_a_short_reply_makes_room_while_a_long_one_goes_on(self):
         """Two slots, of which one answers five short requests in the time of one long reply."""
@@ -182,6 +203,16 @@ class TestWhatIsComputed:
         engine = SlotEngine(local, 3)
         for prompts in conversation(games=4, turns=2):
             assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+
+    @pytest.mark.parametrize("beginnings", [(RULES, RULES), ("a", "b")], ids=["common prefix", "none"])
+    def test_a_model_that_attends_twice_in_a_layer_is_told(self, beginnings):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SHAPE, num_key_value_heads=4, vocab_size=260))
+        tokenizer = build_tokenizer()
+        tokenizer.bos_token = None
+        engine = SlotEngine(LocalModel(model.eval(), tokenizer, sampling()), 2)
+        with pytest.raises(RuntimeError, match="attends twice .* --engine generate"):
+            answer(engine, [(game, f"{text} and more") for game, text in enumerate(beginnings)])
 
     def test_logits_that_are_no_numbers_are_told(self):
         local = llama(sampling(do_sample=True))
@@ -223,6 +254,12 @@ class TestBlocks:
 
 
 class TestMemory:
+    @pytest.mark.parametrize("prefix", [0, 5])
+    def test_a_layer_keeps_nothing_but_its_prefix(self, prefix):
+        keys, values = torch.randn(2, 4, 1000, 8)
+        layer = Layer(keys[:, :prefix], values[:, :prefix])
+        assert [one.untyped_storage().nbytes() for one in layer.prefix] == [4 * prefix * 8 * 4] * 2
+
     def test_when_it_runs_out_half_the_games_go_on_and_no_reply_is_lost(self, monkeypatch, caplog):
         plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 8)
         (prompts,) = conversation(games=8, turns=1)

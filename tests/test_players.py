@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,13 @@ class TestModelFolder:
         prompt = 100 * (128 + (0 if kept_caches else 512)) * 4 + 16 * 260
         monkeypatch.setattr(models, "_free_memory", lambda model: free * prompt)
         assert models.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == (expected or most)
+
+    @pytest.mark.parametrize("free, expected", [(1, 1), (301, 210), (2000, 1024)])
+    def test_on_a_gpu_games_are_counted_at_half_their_length(self, free, expected, tiny_model, monkeypatch):
+        model = load(tiny_model).model
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config, dtype=torch.bfloat16)
+        monkeypatch.setattr(models, "_free_memory", lambda model: free * (50 * 128 * 2 + 16 * 260))
+        assert models.batch_size_for_memory(on_gpu, max_length=100, kept_caches=True) == expected
 
 
 class EchoEngine:

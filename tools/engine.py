@@ -13,7 +13,6 @@ The model is transformers' own; only its attention function is replaced, by that
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import islice
 from os.path import commonprefix
 
 import torch
@@ -76,9 +75,10 @@ class SlotEngine:
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every prompt has its own
         self.warp = _warpers(local.sampling)
         self.waiting: deque[Request] = deque()
-        self.counts = Counter()  # prompt: tokens asked for; prefill: those computed for them; steps
+        self.counts = Counter()  # prefill: tokens computed for prompts; steps
         self._empty(slots)
 
     def _empty(self, slots: int) -> None:
@@ -118,7 +118,8 @@ class SlotEngine:
 
     def _admit(self) -> None:
         """Give requests their slots: each that of its game if there is one, else that idle for longest."""
-        requests = list(islice(self.waiting, len(self.idle)))
+        # Those with a slot of their own first, so that no other takes it.
+        requests = sorted(self.waiting, key=lambda request: request.game not in self.idle)[: len(self.idle)]
         if not requests:
             return
         encoded = {}
@@ -127,14 +128,12 @@ class SlotEngine:
             encoded[request.number] = ids + request.reply
         if not self.layers:
             self._hold_prefix(list(encoded.values()))
-        # Those with a slot of their own first, so that no other takes it.
-        for request in sorted(requests, key=lambda request: request.game not in self.idle):
+        for request in requests:
             game = request.game if request.game in self.idle else next(iter(self.idle))
             slot = self.slots[self.idle.pop(game)]
             slot.place(request, encoded[request.number], self.prefix)
             self.pool.fit(slot.blocks, len(slot.ids) - slot.shared)
-            self.counts["prompt"] += 0 if request.reply else len(encoded[request.number])
-            self.waiting.popleft()  # not before memory has sufficed for the prefix
+            self.waiting.remove(request)  # not before memory has sufficed for the prefix
 
     def _hold_prefix(self, prompts: list[list[int]]) -> None:
         """Compute what all of the first prompts begin with."""

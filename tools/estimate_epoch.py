@@ -15,7 +15,7 @@ import argparse
 from dataclasses import dataclass
 
 import utils
-from tools.models import MEMORY_SHARE, MOST_PROMPTS
+from tools.models import MEMORY_SHARE, MOST_GAMES
 
 GIB = 2**30
 TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
@@ -92,7 +92,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
     """Games whose caches fit beside the weights, on a GPU or on `spread` together."""
     free = spread * gpu.gib * GIB - 2 * model.parameters
-    return min(MOST_PROMPTS, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
+    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
 
 
 def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) -> float:

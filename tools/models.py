@@ -23,7 +23,8 @@ from tools.players import LENGTH, STOP, Reply
 from utils import TOKENIZER_FILES, rank, warn_once
 
 # The most prompts that a batch chosen from memory holds, and for `generate` on a CPU, where larger ones gained little.
-MOST_PROMPTS, CPU_BATCH = 256, 64
+# At once: with kept caches on a GPU; with them on a CPU, or without them on a GPU; without them on a CPU.
+MOST_GAMES, MOST_PROMPTS, CPU_BATCH = 1024, 256, 64
 MEMORY_SHARE = 0.7  # of the free memory, given to the games; the rest absorbs fragmentation and the cache's growth
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -240,7 +241,8 @@ def batch_size_for_memory(model, max_length: int, *, kept_caches: bool, engines:
     tokens = max_length // 2 if kept_caches and on_gpu else max_length
     per_prompt = tokens * numbers * model.dtype.itemsize + 4 * 4 * config.vocab_size  # logits of a place in float32
     fitting = int(MEMORY_SHARE * _free_memory(model) / engines / per_prompt)
-    return min(max(fitting, 1), MOST_PROMPTS if on_gpu or kept_caches else CPU_BATCH)
+    most = MOST_GAMES if on_gpu and kept_caches else MOST_PROMPTS if on_gpu or kept_caches else CPU_BATCH
+    return min(max(fitting, 1), most)
 
 
 def _free_memory(model) -> int:

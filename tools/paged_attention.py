@@ -8,7 +8,7 @@ that, and needs nothing but torch's own operations.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -93,11 +93,12 @@ class Step:
     positions: torch.Tensor  # (tokens,) in their prompts
     blocks: torch.Tensor  # (tokens,) where their keys and values go
     offsets: torch.Tensor  # (tokens,) in the block
-    ends: torch.Tensor  # (parts,) the last token of each
+    ends: torch.Tensor  # (parts,) the last token of each, on the CPU
     pool_size: int  # blocks that there must be
     moves: torch.Tensor  # (2, blocks) those that are overwritten first, and by which
     singles: Singles | None
     prompts: list[Prompt]
+    attended: set[int] = field(default_factory=set)  # layers that have
 
 
 @dataclass
@@ -105,6 +106,7 @@ class PrefixStep:
     """A forward pass over the common prefix itself. No tuple: hooks of accelerate would hand on a copy of one."""
 
     layers: dict[int, "Layer"]
+    attended: set[int] = field(default_factory=set)
 
 
 class Layer:
@@ -116,7 +118,8 @@ class Layer:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         """From (kv heads, prefix, size) each."""
-        self.prefix = keys.contiguous(), values.contiguous()
+        # Copies: views would keep all that these are views of in memory.
+        self.prefix = tuple(one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
         self.size = 0  # blocks that were ever in use; those after them are not initialized
         self.blocks = self._room(0)
 
@@ -178,7 +181,7 @@ def plan_step(
         positions.to(device),
         table[part_of, own // BLOCK].to(device),
         (own % BLOCK).to(device),
-        (ends - 1).to(device),
+        ends - 1,
         pool_size,
         torch.tensor(moves, dtype=torch.long, device=device),
         singles,
@@ -198,13 +201,15 @@ def _plan_singles(
     column = torch.full((first,), columns)
     column[blocks] = torch.cat([torch.arange(length) for length in lengths])
     hidden_prefix = torch.arange(prefix) >= shared[: len(tables), None]
-    hidden = column[:, None] * BLOCK + torch.arange(BLOCK) > own[row][:, None]
-    hidden[column == columns] = True
+    hidden = column[:, None] * BLOCK + torch.arange(BLOCK) > own[row][:, None]  # the last column to all
     return Singles(*(one.to(device) for one in (hidden_prefix, hidden, row, column)), columns + 1)
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | PrefixStep, **kwargs):
     """The attention function: (1, heads, tokens, size) each to (1, tokens, heads, size), None."""
+    if module.layer_idx in step.attended:
+        raise RuntimeError("this model attends twice in a layer, which this engine cannot do; --engine generate can")
+    step.attended.add(module.layer_idx)
     if isinstance(step, PrefixStep):
         step.layers[module.layer_idx] = Layer(key[0], value[0])
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
