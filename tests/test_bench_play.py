@@ -96,11 +96,30 @@ def test_the_default_mode_sets_no_flag_of_speed():
     assert (args.engine, args.per_device_eval_batch_size, args.concurrent_games) == ("auto", None, None)
 
 
-def test_two_processes_share_the_games():
+def test_two_processes_share_the_games(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    finished = bench("--modes", "default", "--lengths", "forced", launcher=launcher)
+    flags = ("--modes", "default", "--lengths", "forced", "--output", str(tmp_path / "report.json"))
+    finished = bench(*flags, launcher=launcher)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.rstrip().splitlines()[-1].startswith("2 x CPU")
+    (line,) = json.loads((tmp_path / "report.json").read_text())["lines"]
+    assert [rank["prompts"] for rank in line["ranks"]] == [12, 12]  # 3 games of 4 messages each
+    assert line["peak GiB"] == pytest.approx(sum(rank["peak_gib"] for rank in line["ranks"]))
+
+
+def test_the_limit_is_that_of_operations_and_bytes():
+    """By hand: 2 layers of hidden size 4 and intermediate size 6, 10 tokens, in bf16; two processes."""
+    shape = ["--hidden_size", "4", "--layers", "2", "--heads", "1", "--intermediate_size", "6", "--vocab_size", "300"]
+    settings = bench_play.parse([*shape, "--bf16", "True"])
+    rank = {"weight_bytes": 1000, "prefix": 20, "matmul_rate": 500.0, "bandwidth": 50.0}
+    total = {"prompt": 90, "prompts": 3, "prefill": 40}
+    seconds = bench_play.limit_seconds(settings, [rank, rank], [2, 4, 4], total, at_once=2)
+    layer_weights = 2 * (4 * 4 * 4 + 3 * 4 * 6)  # 272
+    seen = 10 * 30 + (4 + 16 + 16) / 2  # 318: prompts of 30 tokens on average, and replies so far
+    operations = 2 * layer_weights * (40 + 10) + 2 * 4 * 300 * 10 + 4 * 2 * 4 * seen
+    cache = 2 * 2 * 4 * 2  # bytes of a token: keys and values, layers, size, bf16
+    read = 5 * (1000 + 20 * cache) + (318 - 10 * 20) * cache
+    assert seconds == {"operations": pytest.approx(operations / 1000), "bytes": pytest.approx(read / 100)}
 
 
 def test_drawn_replies_end_at_every_token_with_the_same_probability(tmp_path):

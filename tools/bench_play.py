@@ -12,10 +12,10 @@ default     the program's defaults: none of its flags that concern speed is set.
 Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens.
 
 Columns: "prefill" is the share of the prompts' tokens that was computed, padding counted; "in prefill" and "in decode"
-are shares of the time. "limit" is the share of the computed limit that was reached: the games per minute that the
-machine's measured rate of a matrix product and its bandwidth of memory allow if every token is computed once and, with
-as many games at a time as here, weights and caches are read once a step; of the two the slower one counts. "ratio" is
-that of new tokens per second to release, since games of drawn lengths are not equally long.
+are shares of the time; "peak GiB" is the sum over processes. "limit" is the share of the computed limit that was
+reached: what the machine's measured rate of a matrix product and its bandwidth of memory allow if every token is
+computed once and, with as many games at a time as here, weights and caches are read once a step; of the two the slower
+one counts. It and "ratio", that to release, go by new tokens per second: games of drawn lengths are not equally long.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def compare(settings: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         shape = {name: getattr(settings, name) for name in SHAPE}
         words = max(num_games(settings, mode) for mode in settings.modes)
-        make_inputs(Path(folder), shape, words, settings.mean_tokens, settings.seed)
+        make_inputs(Path(folder), shape, words, settings.mean_tokens, settings.seed, bf16=settings.bf16)
         lines = [run_mode(settings, folder, mode, lengths) for lengths in settings.lengths for mode in settings.modes]
     for lengths in settings.lengths:
         relate([line for line in lines if line["lengths"] == lengths])
@@ -210,7 +210,7 @@ def relate(lines: list[dict]) -> None:
             line["ratio"] = line["new tokens/s"] / by_mode[RELEASE]["new tokens/s"]
         if DEFAULT in by_mode:
             default = by_mode[DEFAULT]
-            line["limit"] = line["games/min"] * max(default["limit seconds"].values()) / (60 * default["games"])
+            line["limit"] = line["new tokens/s"] * max(default["limit seconds"].values()) / default["new tokens"]
 
 
 def print_report(report: dict) -> None:

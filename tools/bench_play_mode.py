@@ -6,6 +6,7 @@ FOLDER has mode.json, with the `mode` and the program's `flags`, and model/ and 
 process writes stats_rankR.json.
 """
 
+import gc
 import json
 import os
 import sys
@@ -33,7 +34,9 @@ CONTINUOUS_BLOCKS, CONTINUOUS_TOKENS = 256, 512  # on a CPU, where transformers'
 # --- what is played with -------------------------------------------------------------------------------------------
 
 
-def make_inputs(folder: Path, shape: dict[str, int], words: int, mean_tokens: int, seed: int) -> None:
+def make_inputs(
+    folder: Path, shape: dict[str, int], words: int, mean_tokens: int, seed: int, *, bf16: bool = False
+) -> None:
     """Write a random Llama, a tokenizer trained on this project's own texts, and so many words.
 
     The model ends a reply with the same probability at every token, 1 / `mean_tokens`, by way of one component of its
@@ -55,9 +58,11 @@ def make_inputs(folder: Path, shape: dict[str, int], words: int, mean_tokens: in
             pad_token_id=3,
         )
     ).eval()
-    model.to(own_device())
+    model.to(own_device(), torch.bfloat16 if bf16 else torch.float32)
     end_with_probability(model, tokenizer, 1 / mean_tokens)
     model.save_pretrained(folder / "model")
+    del model
+    torch.cuda.empty_cache()  # those that play need the memory
     letters = "abcdefghijklmnopqrstuvwxyz"  # words that no reply holds by chance
     names = ["zq" + "".join(letters[number // 26**place % 26] for place in range(3)) for number in range(words)]
     (folder / "words.txt").write_text("\n".join(names), encoding="utf-8")
@@ -102,11 +107,11 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
         text = tokenizer.decode(replies[0, len(prompt) :])
         history.append({"role": taboo.next_player(history), "content": text})
     states = torch.cat(states)
-    rest = (model.lm_head(states) / temperature).topk(top_k - 1).values.logsumexp(-1)
+    rest = (model.lm_head(states).float() / temperature).topk(top_k - 1).values.logsumexp(-1)
     low, high = 0.0, 1000.0
     for _ in range(50):  # bisection: the more weight, the likelier
         weight = (low + high) / 2
-        mean = (weight * states[:, 0] / temperature - rest).sigmoid().mean()
+        mean = (weight * states[:, 0].float() / temperature - rest).sigmoid().mean()
         low, high = (weight, high) if mean < probability else (low, weight)
     output[2, 0] = weight
 
@@ -174,10 +179,10 @@ class Watch:
         forward = LlamaForCausalLM.forward
 
         def watched(model, *args, **kwargs):
-            start = now()
+            start = now(model.device)  # in the engine's thread, whose current GPU may be another one
             output = forward(model, *args, **kwargs)
             name = "prefill" if kwargs["input_ids"].shape[1] > 1 else "decode"
-            self.times[name] += now() - start
+            self.times[name] += now(model.device) - start
             self.counts[name] += kwargs["input_ids"].numel()
             return output
 
@@ -190,23 +195,27 @@ class Watch:
         return self.batch_size if isinstance(self.engine, ContinuousEngine) else self.engine.batch_size
 
     def result(self) -> dict:
-        """What was noted, of this process."""
-        device, dtype = self.engine.local.model.device, self.engine.local.model.dtype
-        counts = self.engine.counts if isinstance(self.engine, seats.SlotEngine) else self.counts
-        return {
+        """What was noted, of this process; lets go of the engine, so that its memory is free to measure with."""
+        model = self.engine.local.model
+        device, dtype = model.device, model.dtype
+        slots = isinstance(self.engine, seats.SlotEngine)
+        noted = {
             "engine": type(self.engine).__name__,
             "batch_size": self.engine_size(),
-            "prefix": len(self.engine.prefix) if isinstance(self.engine, seats.SlotEngine) else 0,
+            "prefix": len(self.engine.prefix) if slots else 0,
             "prompts": self.counts["prompts"],
             "prompt": self.counts["prompt"],
-            "prefill": counts["prefill"],
+            "prefill": self.engine.counts["prefill"] if slots else self.counts["prefill"],
             "seconds": dict(self.times),
             "peak_gib": peak_memory_gib(device),
             "device": device_name(device),
-            "matmul_rate": matmul_rate(device, dtype),
-            "bandwidth": bandwidth(device),
-            "weight_bytes": sum(p.numel() * p.element_size() for p in self.engine.local.model.parameters()),
+            "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         }
+        del model
+        self.engine = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        return noted | {"matmul_rate": matmul_rate(device, dtype), "bandwidth": bandwidth(device)}
 
 
 def bandwidth(device: torch.device) -> float:

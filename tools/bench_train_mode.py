@@ -101,10 +101,10 @@ def full_logits_logprob(model, module, batch: dict[str, torch.Tensor], **how) ->
     return trainers.sequence_logprob(logits, batch["labels"])
 
 
-def now() -> float:
-    """Seconds, when the device has done all it was given."""
+def now(device: torch.device | None = None) -> float:
+    """Seconds, when the device, this thread's current one unless given, has done all it was given."""
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
