@@ -110,11 +110,7 @@ class PrefixStep:
 
 
 class Layer:
-    """Keys and values of one layer: (kv heads, prefix, size) and (blocks, kv heads, BLOCK, size) each.
-
-    In memory the blocks' values are (blocks, kv heads, size, BLOCK): so products of both with single tokens are sums
-    along memory, which a CPU does at its bandwidth.
-    """
+    """Keys and values of one layer: (kv heads, prefix, size) and (blocks, kv heads, BLOCK, size) each."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         """From (kv heads, prefix, size) each."""
@@ -124,9 +120,7 @@ class Layer:
         self.blocks = self._room(0)
 
     def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.prefix
-        heads, _, length = keys.shape
-        return keys.new_empty(size, heads, BLOCK, length), values.new_empty(size, heads, length, BLOCK).mT
+        return tuple(one.new_empty(size, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix)
 
     def grow(self, size: int) -> None:
         """Have room for so many blocks, the new ones of zeros."""
