@@ -166,6 +166,8 @@ def test_every_shipped_deepspeed_file_is_stage_2_or_3_and_leaves_the_schedule_to
     assert config["zero_optimization"]["stage"] in (2, 3) and "scheduler" not in config
     if config["zero_optimization"]["stage"] == 3:
         assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    # Without offload --optim is used: torch's fused Adam, where DeepSpeed's own would have to be compiled.
+    assert ("optimizer" in config) == ("offload_optimizer" in config["zero_optimization"])
     auto = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"}
     assert all(config[name] == "auto" for name in auto)
 

@@ -1,8 +1,10 @@
 """The README's commands: every program in them exists and accepts the flags it is given."""
 
+import contextlib
 import functools
-import os
+import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -54,16 +56,15 @@ def test_programs_in_the_readme_accept_the_flags_it_gives_them(program):
 
 
 @functools.cache
-def accepted_flags(*command: str) -> set[str]:
-    finished = subprocess.run(
-        [sys.executable, *command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": "."},
-    )
-    assert finished.returncode == 0, finished.stderr
-    return set(re.findall(r"--\w+", finished.stdout))
+def accepted_flags(program: str, *subcommand: str) -> set[str]:
+    """Those in the program's --help, printed in this process: its packages are imported once for all programs."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [program, *subcommand, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+    assert ended.value.code == 0
+    return set(re.findall(r"--\w+", printed.getvalue()))
 
 
 def test_the_loop_in_the_readme_accepts_the_flags_it_is_given():
