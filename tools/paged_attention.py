@@ -64,15 +64,19 @@ class Part(NamedTuple):
     blocks: list[int]  # where its own are, with room for these
 
 
-@dataclass
-class Singles:
+class Singles(NamedTuple):
     """Parts of one token, the first of a step, which attend together: each of the first blocks is read once."""
 
     hidden_prefix: torch.Tensor  # (rows, prefix) what each token must not see
-    hidden: torch.Tensor  # (blocks, BLOCK) of its own blocks; all of those of others
-    row: torch.Tensor  # (blocks,) whose each is
-    column: torch.Tensor  # (blocks,) its place in the row; a last one for blocks of others
-    columns: int  # including that one
+    hidden: torch.Tensor  # (first blocks, BLOCK) of its own blocks
+    row: torch.Tensor  # (first blocks,) whose each is; for those of other slots any
+    blocks: torch.Tensor  # (blocks,) those of the rows, row by row
+    starts: torch.Tensor  # (rows,) where in `blocks` each row's begin
+
+    def reduce(self, of_blocks: torch.Tensor, how: str) -> torch.Tensor:
+        """The "sum" or "max" of what belongs to each row's blocks: (first blocks, ...) to (rows, ...)."""
+        reduced = F.embedding_bag(self.blocks, of_blocks.flatten(1), self.starts, mode=how)
+        return reduced.unflatten(1, of_blocks.shape[1:])
 
 
 @dataclass
@@ -188,15 +192,14 @@ def _plan_singles(
 ) -> Singles:
     """For tokens that have so many `own` before them and see so many `shared` ones."""
     lengths = torch.tensor([len(table) for table in tables])
-    blocks, columns = torch.cat(tables), int(lengths.max())
-    first = int(blocks.max()) + 1
-    row = torch.zeros(first, dtype=torch.long)
+    blocks, starts = torch.cat(tables), lengths.cumsum(0) - lengths
+    row = torch.zeros(int(blocks.max()) + 1, dtype=torch.long)
     row[blocks] = torch.arange(len(tables)).repeat_interleave(lengths)
-    column = torch.full((first,), columns)
-    column[blocks] = torch.cat([torch.arange(length) for length in lengths])
+    first = torch.zeros_like(row)  # the first token of each block, counted in its slot's own
+    first[blocks] = BLOCK * (torch.arange(len(blocks)) - starts.repeat_interleave(lengths))
     hidden_prefix = torch.arange(prefix) >= shared[: len(tables), None]
-    hidden = column[:, None] * BLOCK + torch.arange(BLOCK) > own[row][:, None]  # the last column to all
-    return Singles(*(one.to(device) for one in (hidden_prefix, hidden, row, column)), columns + 1)
+    hidden = first[:, None] + torch.arange(BLOCK) > own[row][:, None]
+    return Singles(*(one.to(device) for one in (hidden_prefix, hidden, row, blocks, starts)))
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | PrefixStep, **kwargs):
@@ -238,35 +241,28 @@ def _attend_prompt(queries: torch.Tensor, layer: Layer, prompt: Prompt) -> torch
 
 def _attend_singles(queries: torch.Tensor, layer: Layer, singles: Singles) -> torch.Tensor:
     """Attention of single tokens: (rows, heads, size). In half precision scores are rounded, as by eager attention."""
-    hidden_prefix, hidden, row, column = (
-        one.to(queries.device) for one in (singles.hidden_prefix, singles.hidden, singles.row, singles.column)
-    )
-    keys, values = (stored[: len(row)] for stored in layer.blocks)  # (blocks, kv heads, BLOCK, size)
+    singles = Singles(*(one.to(queries.device) for one in singles))
+    row = singles.row
+    keys, values = (stored[: len(row)] for stored in layer.blocks)  # (first blocks, kv heads, BLOCK, size)
     prefix_keys, prefix_values = layer.prefix
     rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[3]
-
-    def spread(of_blocks: torch.Tensor, fill: float) -> torch.Tensor:
-        """What belongs to each block, at its place: (rows, columns, ...)."""
-        spread = of_blocks.new_full((rows, singles.columns, *of_blocks.shape[1:]), fill)
-        spread[row, column] = of_blocks
-        return spread
 
     def scores(products: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return products.float().masked_fill_(hidden[:, None, None], -torch.inf)
 
     grouped = queries.view(rows, kv_heads, -1, size)  # heads that share keys and values side by side
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)
-    to_prefix = scores(to_prefix.unflatten(1, (rows, -1)).transpose(0, 1), hidden_prefix)
-    to_blocks = scores(grouped[row] @ keys.mT, hidden)  # (blocks, kv heads, share, BLOCK)
+    to_prefix = scores(to_prefix.unflatten(1, (rows, -1)).transpose(0, 1), singles.hidden_prefix)
+    to_blocks = scores(grouped[row] @ keys.mT, singles.hidden)  # (first blocks, kv heads, share, BLOCK)
     # Softmax over both, by each token's highest score and the sum of its weights: (rows, kv heads, share, 1) each.
-    highest = spread(to_blocks.amax(-1, keepdim=True), -torch.inf).amax(1)
+    highest = singles.reduce(to_blocks.amax(-1, keepdim=True), "max")
     if prefix_keys.shape[1]:
         highest = torch.maximum(highest, to_prefix.amax(-1, keepdim=True))
     to_prefix, to_blocks = to_prefix.sub_(highest).exp_(), to_blocks.sub_(highest[row]).exp_()
-    sums = to_prefix.sum(-1, keepdim=True) + spread(to_blocks.sum(-1, keepdim=True), 0).sum(1)
+    sums = to_prefix.sum(-1, keepdim=True) + singles.reduce(to_blocks.sum(-1, keepdim=True), "sum")
     of_prefix = to_prefix.div_(sums).to(queries.dtype).transpose(0, 1).flatten(1, 2) @ prefix_values
-    of_blocks = spread(to_blocks.div_(sums[row]).to(queries.dtype) @ values, 0)
-    return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks.sum(1)).flatten(1, 2)
+    of_blocks = singles.reduce(to_blocks.div_(sums[row]).to(queries.dtype) @ values, "sum")
+    return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks).flatten(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attend)
