@@ -67,8 +67,8 @@ class Part(NamedTuple):
 class Singles(NamedTuple):
     """Parts of one token, the first of a step, which attend together: each of the first blocks is read once."""
 
-    hidden_prefix: torch.Tensor  # (rows, prefix) what each token must not see
-    hidden: torch.Tensor  # (first blocks, BLOCK) of its own blocks
+    prefix_mask: torch.Tensor  # (rows, prefix), added to scores: -inf for what a token must not see
+    mask: torch.Tensor  # (first blocks, BLOCK), the same of its own blocks
     row: torch.Tensor  # (first blocks,) whose each is; for those of other slots any
     blocks: torch.Tensor  # (blocks,) those of the rows, row by row
     starts: torch.Tensor  # (rows,) where in `blocks` each row's begin
@@ -197,9 +197,12 @@ def _plan_singles(
     row[blocks] = torch.arange(len(tables)).repeat_interleave(lengths)
     first = torch.zeros_like(row)  # the first token of each block, counted in its slot's own
     first[blocks] = BLOCK * (torch.arange(len(blocks)) - starts.repeat_interleave(lengths))
-    hidden_prefix = torch.arange(prefix) >= shared[: len(tables), None]
-    hidden = first[:, None] + torch.arange(BLOCK) > own[row][:, None]
-    return Singles(*(one.to(device) for one in (hidden_prefix, hidden, row, blocks, starts)))
+    hidden = (
+        torch.arange(prefix) >= shared[: len(tables), None],
+        first[:, None] + torch.arange(BLOCK) > own[row][:, None],
+    )
+    masks = [torch.zeros(one.shape).masked_fill_(one, -torch.inf) for one in hidden]
+    return Singles(*(one.to(device) for one in (*masks, row, blocks, starts)))
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | PrefixStep, **kwargs):
@@ -218,7 +221,7 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Pre
     layer.write(keys, values, step)
     outputs = [_attend_prompt(queries, layer, prompt) for prompt in step.prompts]
     if step.singles:
-        outputs.insert(0, _attend_singles(queries[: len(step.singles.hidden_prefix)], layer, step.singles))
+        outputs.insert(0, _attend_singles(queries[: len(step.singles.starts)], layer, step.singles))
     return torch.cat(outputs)[None], None
 
 
@@ -247,13 +250,13 @@ def _attend_singles(queries: torch.Tensor, layer: Layer, singles: Singles) -> to
     prefix_keys, prefix_values = layer.prefix
     rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[3]
 
-    def scores(products: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return products.float().masked_fill_(hidden[:, None, None], -torch.inf)
+    def scores(products: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return products.float().add_(mask[:, None, None])
 
     grouped = queries.view(rows, kv_heads, -1, size)  # heads that share keys and values side by side
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)
-    to_prefix = scores(to_prefix.unflatten(1, (rows, -1)).transpose(0, 1), singles.hidden_prefix)
-    to_blocks = scores(grouped[row] @ keys.mT, singles.hidden)  # (first blocks, kv heads, share, BLOCK)
+    to_prefix = scores(to_prefix.unflatten(1, (rows, -1)).transpose(0, 1), singles.prefix_mask)
+    to_blocks = scores(grouped.index_select(0, row) @ keys.mT, singles.mask)  # (first blocks, kv heads, share, BLOCK)
     # Softmax over both, by each token's highest score and the sum of its weights: (rows, kv heads, share, 1) each.
     highest = singles.reduce(to_blocks.amax(-1, keepdim=True), "max")
     if prefix_keys.shape[1]:
