@@ -34,9 +34,9 @@ need_space() {  # need_space GB [what came before]
     fail "${2:+$2; }not enough disk space: $root has $free GB free, the environment takes $1 GB"
 }
 
-pip_install() {  # status of pip, whose output goes to the log
+pip_install() {  # status of pip, whose output goes to the log; Python compiles what is imported, pip would all files
   : >"$log"
-  run_logged "$venv" -m pip install --disable-pip-version-check --progress-bar off "$@"
+  run_logged "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@"
 }
 
 install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
