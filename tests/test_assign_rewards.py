@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools import assign_rewards as program
-from tools import taboo
 from tools.assign_rewards import assign_rewards, iter_rows, message_rewards
+from tools.games import taboo
 from utils import read_json_or_jsonl, run_program
 
 WORD = "apple"
@@ -485,7 +485,7 @@ def test_flags_are_not_abbreviated_and_take_true_or_false():
 
 
 def test_the_bench_compares_both_ways_in_one_run():
-    command = [sys.executable, "-m", "tools.bench_rewards", "--episodes", "40"]
+    command = [sys.executable, "-m", "tools.bench.rewards", "--episodes", "40"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     result = json.loads(printed)
     assert result["episodes"] == 40 and result["rows"] > 40

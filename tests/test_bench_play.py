@@ -11,7 +11,11 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools import bench_play, bench_play_mode, play_flags, play_llm_game, taboo
+from tools import play_llm_game
+from tools.bench import play as bench_play
+from tools.bench import play_mode as bench_play_mode
+from tools.games import taboo
+from tools.selfplay import options as play_flags
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 64, "vocab_size": 400}
 TINY = ["--preset", "tiny", "--vocab_size", "400", "--turns", "2"]
@@ -21,7 +25,7 @@ TINY += ["--forced_tokens", "4", "--mean_tokens", "6", "--most_tokens", "20"]
 
 def bench(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "tools.bench_play", *TINY, *flags],
+        [sys.executable, *launcher, "-m", "tools.bench.play", *TINY, *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

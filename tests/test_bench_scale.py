@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from tools import bench_scale
-from tools.episodes import EpisodeFiles, read_words
+from tools.bench import scale as bench_scale
+from tools.selfplay.files import EpisodeFiles, read_words
 from utils import read_json_or_jsonl
 
 
@@ -24,7 +24,7 @@ def test_the_programs_get_whole_games_in_the_order_of_the_words(tmp_path):
 
 
 def test_every_program_has_its_line():
-    command = [sys.executable, "-m", "tools.bench_scale", "--games", "4"]
+    command = [sys.executable, "-m", "tools.bench.scale", "--games", "4"]
     lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert header == ["games", "program", "seconds", "peak GiB"]

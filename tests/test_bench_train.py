@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-MODULE = ["-m", "tools.bench_train", "--preset", "tiny", "--use_cpu", "True"]
+MODULE = ["-m", "tools.bench.train", "--preset", "tiny", "--use_cpu", "True"]
 TINY = ["--query_tokens", "30", "--target_tokens", "6", "--length_spread", "0.5", "--learning_rate", "1e-3"]
 STEPS = ["--steps", "3", "--warmup_steps", "1"]
 

@@ -13,10 +13,12 @@ from conftest import ROOT, build_llama, build_tokenizer
 from transformers import AutoTokenizer
 
 from dataloaders import RowDataset, encode_example, encode_rows, load_rows
-from tools import assign_rewards, models, play_llm_game, taboo
-from tools.chat import DAY, ChatTemplate, chat_messages
-from tools.models import LocalModel
-from tools.taboo import load_templates
+from tools import assign_rewards, play_llm_game
+from tools.engine import model as models
+from tools.engine.model import LocalModel
+from tools.games import taboo
+from tools.games.chat import DAY, ChatTemplate, chat_messages
+from tools.games.taboo import load_templates
 from utils import read_json_or_jsonl, run_program
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"

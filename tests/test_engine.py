@@ -10,10 +10,10 @@ from accelerate import dispatch_model
 from conftest import build_llama, build_tokenizer
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
 
-from tools import engine as engine_module
-from tools.engine import SlotEngine, can_hold, draw
-from tools.models import LocalModel, Sampling
-from tools.paged_attention import BLOCK, Layer, Pool
+from tools.engine import slots as engine_module
+from tools.engine.attention import BLOCK, Layer, Pool
+from tools.engine.model import LocalModel, Sampling
+from tools.engine.slots import SlotEngine, can_hold, draw
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools import estimate_epoch
-from tools.estimate_epoch import GPUS, MODELS, games_at_once, parse, play_hours, train_gib, train_hours
+from tools.bench import epoch as estimate_epoch
+from tools.bench.epoch import GPUS, MODELS, games_at_once, parse, play_hours, train_gib, train_hours
 
 
 @pytest.mark.parametrize(

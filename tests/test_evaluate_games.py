@@ -16,10 +16,13 @@ from xml.etree import ElementTree
 import pytest
 from conftest import ROOT
 
-from tools import evaluate_games, match_report, models, taboo
-from tools.episodes import EpisodeFiles
+from tools import evaluate_games
+from tools.engine import model as models
 from tools.evaluate_games import Schedule, pairs
-from tools.match_stats import ALL, BOTH, Match, count_matches, result_rows
+from tools.games import taboo
+from tools.matches import text as match_report
+from tools.matches.stats import ALL, BOTH, Match, count_matches, result_rows
+from tools.selfplay.files import EpisodeFiles
 from utils import read_json_or_jsonl, run_program, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # a word that stands there twice

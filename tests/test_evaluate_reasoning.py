@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from tools import evaluate_reasoning, reasoning_jobs, reasoning_table
+from tools import evaluate_reasoning
 from tools.evaluate_reasoning import HARNESS_VERSION, parse_args
-from tools.reasoning_table import (
+from tools.reasoning import jobs as reasoning_jobs
+from tools.reasoning import table as reasoning_table
+from tools.reasoning.table import (
     MARK,
     MEAN,
     NAMES,

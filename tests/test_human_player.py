@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 
 from tools import evaluate_games, play_llm_game
-from tools.human_player import Left, read_line
+from tools.players.human import Left, read_line
 from utils import read_json_or_jsonl, run_program
 
 DEADLINE = 300  # seconds for the program to say what is waited for
@@ -183,7 +183,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
-    from tools.human_player import HumanPlayer
+    from tools.players.human import HumanPlayer
 
     player = HumanPlayer()
     player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])

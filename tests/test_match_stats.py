@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tools import taboo
-from tools.match_stats import (
+from tools.games import taboo
+from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
+from tools.matches.stats import (
     ALL,
     BOTH,
     clustered_standard_error,
@@ -17,7 +18,6 @@ from tools.match_stats import (
     t_quantile,
     wilson,
 )
-from tools.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 
 # --- intervals -----------------------------------------------------------------------------------------------------
 

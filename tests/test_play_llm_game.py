@@ -16,12 +16,14 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from tools import episodes, play_llm_game, taboo
-from tools.episodes import EpisodeFiles, read_words
-from tools.models import Sampling, load_local_model
-from tools.play_llm_game import play_game, play_games
-from tools.players import Reply, ScriptedPlayer
-from tools.seats import Seats
+from tools import play_llm_game
+from tools.engine.model import Sampling, load_local_model
+from tools.games import taboo
+from tools.players.player import Reply, ScriptedPlayer
+from tools.selfplay import files as episodes
+from tools.selfplay.files import EpisodeFiles, read_words
+from tools.selfplay.lineup import Seats
+from tools.selfplay.play import play_game, play_games
 from utils import read_json_or_jsonl, run_program, write_json
 
 GUESS = "I know the word! It is `{}`!"
@@ -341,7 +343,7 @@ class TestEpisodeFiles:
 
     def test_two_processes_cannot_write_to_one_rank_file(self, tmp_path):
         start_again = f"""
-from tools.episodes import EpisodeFiles
+from tools.selfplay.files import EpisodeFiles
 try:
     EpisodeFiles({str(tmp_path)!r}, "run", ["a"]).start({{"seed": 1}})
 except ValueError as error:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tools import play_llm_game, taboo
+from tools import play_llm_game
+from tools.games import taboo
 from utils import read_json_or_jsonl, run_program
 
 SHARES = {f"play/share_{outcome.replace(' ', '_')}": outcome for outcome in taboo.OUTCOMES}
@@ -117,7 +118,7 @@ def test_nothing_is_logged_by_default_nor_by_other_ranks_than_0(play, tmp_path, 
 )
 def test_a_missing_package_is_named_before_anything_is_done(report_to, message, play, tmp_path, monkeypatch, capsys):
     if "none" not in report_to:
-        monkeypatch.setattr("tools.play_log.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("tools.selfplay.curves.importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         play(report_to=report_to)
     error = capsys.readouterr().err

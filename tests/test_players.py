@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import build_llama, build_tokenizer
 
-from tools import models
-from tools.models import BatchEngine, LocalModel, Sampling, load_local_model, model_folder
-from tools.players import LENGTH, STOP, Batcher, GameView, LocalPlayer, Reply, ScriptedPlayer
+from tools.engine import model as models
+from tools.engine.local_player import Batcher, LocalPlayer
+from tools.engine.model import BatchEngine, LocalModel, Sampling, load_local_model, model_folder
+from tools.players.player import LENGTH, STOP, GameView, Reply, ScriptedPlayer
 from utils import model_fingerprint
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from tools import assign_rewards, prepare_data, taboo
+from tools import assign_rewards, prepare_data
+from tools.games import taboo
 from utils import alpaca_to_row, read_json_or_jsonl, run_program
 
 RULES = [f"\nrule {index}: {{max_turns}} turns\n" for index in range(6)] + [

@@ -14,14 +14,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from tools import models
+from tools.engine import model as models
 
 # Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
 PYTHON = r"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
   *version_info\[*) echo "${VERSION#3.}" ;;
-  *loop_support.py*) exec "$REAL_PYTHON" "$@" ;;
+  *loop/support.py*) exec "$REAL_PYTHON" "$@" ;;
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *"config list"*) echo "$PIP_SETTINGS" ;;
   *"$FAILING"*) echo "$SAYING"; exit 1 ;;
@@ -30,8 +30,8 @@ esac
 LOOP = '#!/bin/bash\necho "loop $PYTHON $*" >>"$CALLS"\nsleep "$LOOP_SECONDS"\n'
 
 
-COPIED = ("requirements.txt", "tests/requirements.txt", "utils.py", "tools/loop_support.py")
-COPIED += ("tools/quickstart.sh", "tools/test.sh", "tools/environment.sh", "tools/stages.sh")
+COPIED = ("requirements.txt", "tests/requirements.txt", "utils.py", "tools/loop/support.py")
+COPIED += ("tools/quickstart.sh", "tools/test.sh", "tools/loop/environment.sh", "tools/loop/stages.sh")
 
 
 class Start:
@@ -39,7 +39,7 @@ class Start:
 
     def __init__(self, folder: Path):
         self.folder, self.calls_path = folder / "checkout", folder / "calls"
-        (self.folder / "tools").mkdir(parents=True)
+        (self.folder / "tools/loop").mkdir(parents=True)
         (self.folder / "tests").mkdir()
         for name in COPIED:
             shutil.copy(ROOT / name, self.folder / name)
@@ -275,8 +275,8 @@ def test_a_signal_ends_the_loop_too(start):
 
 
 def test_a_signal_while_the_world_is_built_ends_what_the_build_has_started(start):
-    build = '*"tiny_world build"*) sleep 60 & echo $! >"$CALLS.started"; wait ;;\n  *loop_support'
-    start.program("python3", PYTHON.replace("*loop_support", build))
+    build = '*"tiny_world build"*) sleep 60 & echo $! >"$CALLS.started"; wait ;;\n  *loop/support'
+    start.program("python3", PYTHON.replace("*loop/support", build))
     process = start.start()
     started_path = Path(f"{start.calls_path}.started")
     deadline = time.monotonic() + 30

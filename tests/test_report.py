@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from tools import report, taboo
-from tools.match_stats import count_matches, result_rows
-from tools.report_games import CUT_OFF, EMPTY, GameTally, marked, mean_estimate, share_estimate
+from tools import report
+from tools.games import taboo
+from tools.matches.stats import count_matches, result_rows
+from tools.pages.games import CUT_OFF, EMPTY, GameTally, marked, mean_estimate, share_estimate
 from utils import write_json, write_records
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

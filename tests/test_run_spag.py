@@ -20,7 +20,8 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 import arguments
-from tools import loop_support, taboo
+from tools.games import taboo
+from tools.loop import support as loop_support
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
 STAGES = ("imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval")
@@ -103,8 +104,8 @@ class Loop:
         (folder / "stub.py").write_text(STUB)
         python = folder / "python"
         python.write_text(
-            '#!/bin/sh\ncase "$1 $2" in *"loop_support.py gpus") echo "${STUB_GPUS:-0}"; exit ;; esac\n'
-            f'case "$1" in *loop_support.py) exec "{sys.executable}" "$@" ;; esac\n'
+            '#!/bin/sh\ncase "$1 $2" in *"loop/support.py gpus") echo "${STUB_GPUS:-0}"; exit ;; esac\n'
+            f'case "$1" in *loop/support.py) exec "{sys.executable}" "$@" ;; esac\n'
             f'exec "{sys.executable}" "{folder}/stub.py" "$@"\n'
         )
         python.chmod(0o755)
@@ -555,9 +556,9 @@ def test_a_missing_torch_is_told_in_one_line(inputs, tmp_path):
     [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
 )
 def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
-    for name in ("run_spag.sh", "stages.sh"):
-        (tmp_path / "tools").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    for name in ("run_spag.sh", "loop/stages.sh"):
+        (tmp_path / "tools/loop").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
     for folder in ("path", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nexit 9\n")
@@ -653,7 +654,9 @@ def test_shellcheck_finds_nothing(script):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", ["run_spag.sh", "stages.sh", "quickstart.sh", "environment.sh", "test.sh"])
+@pytest.mark.parametrize(
+    "script", ["run_spag.sh", "loop/stages.sh", "quickstart.sh", "loop/environment.sh", "test.sh"]
+)
 def test_scripts_use_nothing_that_bash_3_lacks(script):
     text = (ROOT / "tools" / script).read_text()
     assert not re.search(r"declare -A|local -A|mapfile|readarray|\$\{\w+(,,|\^\^|@)|wait -n|\|&|&>>|coproc", text)

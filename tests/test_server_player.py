@@ -22,13 +22,15 @@ import pytest
 from conftest import ROOT, build_llama, build_tokenizer
 
 from dataloaders import encode_example, normalize_row
-from tools import assign_rewards, evaluate_games, play_llm_game, server_flags, taboo
-from tools.server_costs import Cost, Meter, estimate, game_cost
+from tools import assign_rewards, evaluate_games, play_llm_game
+from tools.games import taboo
+from tools.players import server_flags
+from tools.players.budget import Cost, Meter, estimate, game_cost
 from utils import read_json_or_jsonl, run_program, write_json
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 
-from tools import server_player  # noqa: E402
+from tools.players import server as server_player  # noqa: E402
 
 STEM = "api_sampling_words"
 KEY = "sk-not-to-be-seen"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textblob import Word
 
-from tools import taboo
+from tools.games import taboo
 
 # What the released judge makes of these is not to be met: an error here, or another verdict (see below).
 BETTER_HERE = {"regex_chars", "multiword", "other_role", "malformed"}

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tools import taboo, tiny_reproduce, tiny_table
 from tools.assign_rewards import assign_rewards
-from tools.match_stats import count_matches
-from tools.tiny_controls import cloning_rows, coin_rows, shuffled_rows
-from tools.tiny_players import load_lexicon
+from tools.games import taboo
+from tools.matches.stats import count_matches
+from tools.tiny import reproduce as tiny_reproduce
+from tools.tiny import table as tiny_table
+from tools.tiny.controls import cloning_rows, coin_rows, shuffled_rows
+from tools.tiny.players import load_lexicon
 from tools.tiny_world import TEMPLATES, scripted_games
 from utils import write_json, write_records
 

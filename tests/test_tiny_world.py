@@ -12,10 +12,11 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from tools import taboo, tiny_world
-from tools.match_stats import count_matches, result_rows
-from tools.players import GameView
-from tools.tiny_players import (
+from tools import tiny_world
+from tools.games import taboo
+from tools.matches.stats import count_matches, result_rows
+from tools.players.player import GameView
+from tools.tiny.players import (
     CHAT,
     GUESS,
     HINT,

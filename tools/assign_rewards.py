@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tools import taboo
+from tools.games import taboo
 from utils import (
     BadRecordError,
     alpaca_to_row,
@@ -35,7 +35,7 @@ from utils import (
 )
 
 if TYPE_CHECKING:
-    from tools.chat import ChatTemplate
+    from tools.games.chat import ChatTemplate
 
 PromptFn = Callable[[taboo.History, str, float], str]  # history before the message, target word, max_turns -> query
 WINNER, ALL = "winner", "all"  # whose messages become rows
@@ -347,7 +347,7 @@ def open_chat_template(args: argparse.Namespace) -> "ChatTemplate | None":
         raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
     if not args.chat_template:
         return None
-    from tools.chat import load_chat_template  # brings transformers, which this program does without
+    from tools.games.chat import load_chat_template  # brings transformers, which this program does without
 
     return load_chat_template(args.tokenizer)
 

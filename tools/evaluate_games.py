@@ -19,14 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools import models, taboo
-from tools.episodes import Episode, EpisodeFiles, FinishedGames, read_words
-from tools.human_player import HUMAN
-from tools.match_report import matches_text, write_plot
-from tools.match_stats import ALL, Match, count_matches, result_rows
-from tools.play_flags import (
-    SAMPLING,
-    TESTING,
+from tools.engine import model as models
+from tools.games import taboo
+from tools.matches.stats import ALL, Match, count_matches, result_rows
+from tools.matches.text import matches_text, write_plot
+from tools.players.budget import estimate, likely_game
+from tools.players.human import HUMAN
+from tools.players.player import SAMPLING, TESTING
+from tools.players.server_flags import add_server_flags, is_server, server_flag_problems
+from tools.selfplay.files import Episode, EpisodeFiles, FinishedGames, read_words
+from tools.selfplay.lineup import Seats, model_setting
+from tools.selfplay.options import (
     add_game_flags,
     add_machine_flags,
     flag_problems,
@@ -35,11 +38,8 @@ from tools.play_flags import (
     too_small,
     words_setting,
 )
-from tools.play_llm_game import limit_tokens, run_games, seed_draws
-from tools.play_progress import GivenUpError, Progress, end_unfinished
-from tools.seats import Seats, model_setting
-from tools.server_costs import estimate, likely_game
-from tools.server_flags import add_server_flags, is_server, server_flag_problems
+from tools.selfplay.play import limit_tokens, run_games, seed_draws
+from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import (
     end_with_launcher,
     iter_records,

@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from tools.evaluate_games import Named, named_player
-from tools.reasoning_jobs import Job, gpus, make_jobs, run_job, run_jobs, unfinished
-from tools.reasoning_table import (
+from tools.reasoning.jobs import Job, gpus, make_jobs, run_job, run_jobs, unfinished
+from tools.reasoning.table import (
     BENCHMARKS,
     PUBLISHED,
     PUBLISHED_SOURCE,

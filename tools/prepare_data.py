@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from tools import assign_rewards, taboo
+from tools import assign_rewards
 from tools.assign_rewards import refuse_overwriting
+from tools.games import taboo
 from utils import (
     BadRecordError,
     alpaca_to_row,
@@ -111,7 +112,7 @@ def load_word_sources() -> tuple[Iterable[str], list[str]]:
 
 def overlap(words: Iterable[str], path: str) -> dict:
     """How many different words these share with the list in a file, and the share of either list that this is."""
-    from tools.episodes import read_words  # here only: it loads torch, which takes seconds
+    from tools.selfplay.files import read_words  # here only: it loads torch, which takes seconds
 
     ours, theirs = set(words), {word.lower() for word in read_words(path)}
     shared = len(ours & theirs)

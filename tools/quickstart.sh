@@ -10,10 +10,10 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-# shellcheck source=tools/stages.sh
-. tools/stages.sh
-# shellcheck source=tools/environment.sh
-. tools/environment.sh
+# shellcheck source=tools/loop/stages.sh
+. tools/loop/stages.sh
+# shellcheck source=tools/loop/environment.sh
+. tools/loop/environment.sh
 
 QUICK=${QUICK:-0}
 OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}

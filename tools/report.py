@@ -4,7 +4,7 @@
     python -m tools.report --episodes GAMES.json ... --output report.html      the same about files of episodes
 
 Every game is counted and a bounded sample kept to be read, in constant memory. The page's look and its script, which
-draws the charts from the numbers put into it here, are tools/report_template.html. The page needs no network.
+draws the charts from the numbers put into it here, are tools/pages/template.html. The page needs no network.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tools import report_charts as charts
-from tools import taboo
-from tools.report_games import GameTally
+from tools.games import taboo
+from tools.pages import charts
+from tools.pages.games import GameTally
 from utils import checkpoints, iter_records, log_skipped, replacing, run_program, set_up_logging
 
-TEMPLATE = Path(__file__).with_name("report_template.html")
+TEMPLATE = Path(__file__).with_name("pages") / "template.html"
 SLOT = "{{data}}"
 IMITATION = "imitation"
 SELF_PLAY, EVALUATION = "self-play", "evaluation"

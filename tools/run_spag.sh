@@ -11,8 +11,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-# shellcheck source=tools/stages.sh
-. "$root/tools/stages.sh"
+# shellcheck source=tools/loop/stages.sh
+. "$root/tools/loop/stages.sh"
 # An environment that is active; else .venv of this folder; else what the system has.
 if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] &&
   [ -x "$root/.venv/bin/python" ]; then

@@ -20,13 +20,13 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from tools import taboo
-from tools.episodes import Episode
-from tools.match_stats import ALL, BOTH
-from tools.play_llm_game import play_games
-from tools.play_progress import describe
-from tools.tiny_players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
-from tools.tiny_reproduce import reproduce
+from tools.games import taboo
+from tools.matches.stats import ALL, BOTH
+from tools.selfplay.files import Episode
+from tools.selfplay.play import play_games
+from tools.selfplay.progress import describe
+from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from tools.tiny.reproduce import reproduce
 from utils import file_digest, iter_records, remember_settings, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"

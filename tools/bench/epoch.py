@@ -1,0 +1,153 @@
+"""What an epoch of the method takes on GPUs that are not at hand: hours and memory, computed and not measured.
+
+    python -m tools.bench.epoch --gpus 8
+
+Play: each token of the games is computed once; each step reads the weights and the keys and values of the rules, once
+for all games at a time, and those of every game. Of operations over peak rate and bytes over peak bandwidth the slower
+one is the limit; the hours are those at --play_share of it. Games at a time: as many as play would choose.
+Training, without offload: 6 operations a parameter and token, 8 with gradient checkpointing and 10 with the reference
+pass, at --train_share of the peak rate. Memory: ZeRO-3 spreads 16 bytes a parameter over the GPUs (weights and
+gradients in bf16, three float32 numbers of the optimizer), with offload two layers' weights at a time; and the
+activations of 2 rows of 2048 tokens, kept at the borders of the layers.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+import utils
+from tools.engine.model import MEMORY_SHARE, MOST_GAMES
+
+GIB = 2**30
+TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a Llama."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 32000
+
+    @property
+    def parameters(self) -> int:
+        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
+        table = 2 * self.vocabulary * self.hidden
+        return int(self.layers * (attention + 3 * self.hidden * self.intermediate) + table)
+
+    @property
+    def cache_bytes(self) -> float:
+        """Keys and values of a token, in bf16."""
+        return 4 * self.layers * self.hidden * self.kv_heads / self.heads
+
+
+@dataclass(frozen=True)
+class GPU:
+    """By the vendor's data sheet: memory, bandwidth, dense bf16 rate."""
+
+    gib: float
+    bytes_per_second: float
+    operations_per_second: float
+
+
+MODELS = {
+    "1B": Model(22, 2048, 5632, 32, 4),
+    "7B": Model(32, 4096, 11008, 32, 32),
+    "13B": Model(40, 5120, 13824, 40, 40),
+    "70B": Model(80, 8192, 28672, 64, 8),
+}
+GPUS = {
+    "A100-40": GPU(40, 1.555e12, 312e12),
+    "A100-80": GPU(80, 2.039e12, 312e12),
+    "H100": GPU(80, 3.35e12, 989e12),
+    "H200": GPU(141, 4.8e12, 989e12),
+}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "estimate_epoch", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=8, help="GPUs that share the work")
+    add("--games", type=int, default=47591, help="games of an epoch")
+    add("--messages", type=float, default=6, help="mean messages of a game")
+    add("--reply_tokens", type=float, default=60, help="mean tokens of a message")
+    add("--rule_tokens", type=float, default=330, help="tokens that all prompts begin with")
+    add("--instruction_tokens", type=float, default=45, help="tokens at the end of a prompt that are its own")
+    add("--rows", type=float, default=2.9, help="rows of training a game, its winner's messages")
+    add("--sft_rows", type=int, default=52000, help="SFT rows of an epoch")
+    add("--sft_tokens", type=float, default=120, help="mean tokens of an SFT row")
+    add("--play_share", type=float, default=0.25, help="share of its limit that play reaches")
+    add("--train_share", type=float, default=0.4, help="share of the peak rate that training reaches")
+    args = parser.parse_args(argv)
+    if problems := [f"--{name} must be above 0, got {value}" for name, value in vars(args).items() if value <= 0]:
+        raise ValueError("\n".join(problems))
+    return args
+
+
+def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
+    """Games whose caches fit beside the weights, on a GPU or on `spread` together."""
+    free = spread * gpu.gib * GIB - 2 * model.parameters
+    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
+
+
+def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) -> float:
+    """Hours of play at `play_share` of the limit; GPUs that share a model take turns."""
+    new = args.games * args.messages * args.reply_tokens
+    prompts = args.games * args.messages * (args.reply_tokens + 5 + args.instruction_tokens)  # each token once
+    seen = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens
+    at_once = games_at_once(model, gpu, spread)
+    operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden * seen * new
+    steps = new / at_once
+    read = steps * (2 * model.parameters + args.rule_tokens * model.cache_bytes)
+    read += new * (seen - args.rule_tokens) * model.cache_bytes
+    seconds = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second)
+    return seconds * spread / args.gpus / args.play_share / 3600
+
+
+def train_hours(args: argparse.Namespace, model: Model, gpu: GPU) -> float:
+    """Hours of training with gradient checkpointing, the reference pass included."""
+    row = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens + args.reply_tokens
+    game_tokens = args.games * args.rows * row
+    operations = model.parameters * (10 * game_tokens + 8 * args.sft_rows * args.sft_tokens)
+    return operations / gpu.operations_per_second / args.gpus / args.train_share / 3600
+
+
+def train_gib(args: argparse.Namespace, model: Model, offload: bool) -> float:
+    """Memory of each GPU under ZeRO-3, with two rows of 2048 tokens."""
+    places = 2 * 2048
+    borders = 2 * places * model.hidden * model.layers
+    one_layer = 2 * places * (16 * model.hidden + 4 * model.intermediate)
+    gathered = 2 * 2 * (model.parameters / model.layers)  # a layer's weights, and the next one's
+    states = gathered if offload else gathered + 16 * model.parameters / args.gpus
+    return (borders + one_layer + states) / GIB
+
+
+def main() -> None:
+    args = parse()
+    print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:")
+    print("| model | GPU | games at once | play, hours | training, hours | ZeRO-3, GiB | with offload, GiB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, model in MODELS.items():
+        for card, gpu in GPUS.items():
+            spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
+            whole, offloaded = (train_gib(args, model, offload) for offload in (False, True))
+            hours = play_hours(args, model, gpu, spread) if spread <= args.gpus else None
+            cells = [
+                name,
+                card,
+                f"{games_at_once(model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
+                f"{hours:.2g}" if hours else "",
+                f"{train_hours(args, model, gpu):.2g}" if whole < 0.9 * gpu.gib else "",
+                f"{whole:.0f}" + ("" if whole < 0.9 * gpu.gib else " (too much)"),
+                f"{offloaded:.0f}" + ("" if offloaded < 0.9 * gpu.gib else " (too much)"),
+            ]
+            print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    utils.run_program(main)

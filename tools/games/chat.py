@@ -1,0 +1,179 @@
+"""Prompts through a tokenizer's own chat template, for instruct models: the same texts in play and in training rows.
+
+The texts are complete, with BOS where the template writes it and with the token that ends a reply: nothing is added to
+them. No torch.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tools.games import taboo
+from utils import alpaca_to_row
+
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+PROBES = tuple(
+    f"Probe{part}Text" for part in ("System", "First", "Second", "Third")
+)  # look like nothing in a template
+DAY = "26 Jul 2024"  # for templates that tell the date: a game gives the same prompt on every day
+FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
+Conversation = Sequence[dict[str, str]]
+
+
+def chat_messages(
+    history: taboo.History,
+    target_word: str | None,
+    max_turns: float,
+    templates: taboo.Templates | None = None,
+    *,
+    rule: int = 0,
+) -> list[dict[str, str]]:
+    """The game as a conversation, for the player who speaks next: `role` and `content` of each message.
+
+    System: the rule text of this number, a blank line, the player's instruction. Then the player's own messages are
+    the assistant's, the other's the user's. The attacker, who opens, is first told that the game has begun, so that
+    user and assistant alternate and the user has the last word. `target_word` is looked at for the attacker only.
+    """
+    templates = templates or taboo.default_templates()
+    speaker = taboo.next_player(history)
+    told = f"{taboo.rule_text(templates, max_turns, rule)}\n{taboo.instruction_to(speaker, target_word, templates)}"
+    messages = [{"role": SYSTEM, "content": told}]
+    if speaker == taboo.ATTACKER:
+        messages.append({"role": USER, "content": taboo.NO_HISTORY})
+    for message in history:
+        role = ASSISTANT if message["role"] == speaker else USER
+        messages.append({"role": role, "content": message["content"]})
+    return messages
+
+
+def without_system(messages: Conversation) -> list[dict[str, str]]:
+    """The conversation with the system message at the head of the first user message, for templates that know none."""
+    system, first, *rest = messages
+    return [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer: prompts of the game, and targets as the assistant's messages.
+
+    `end_id` is the token that ends a reply. Raises ValueError for a tokenizer without a template, and for a template
+    that cannot hold a game; `name` is what to call the model in it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
+        self.tokenizer, self.name = tokenizer, name
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError:
+            raise ValueError(
+                f"{name}: its tokenizer has no chat template; leave out --chat_template, or save one beside it"
+            ) from None
+        self.sha256 = hashlib.sha256(template.encode()).hexdigest()
+        self.template = (FIXED_DAY if "strftime_now" in template else "") + template
+        self.has_system = self._keeps_system()
+        self.lead, after = self._frame_of_reply()
+        before_end, end = self._end_of_reply(after)
+        self.end, self.end_id = before_end + end, tokenizer.convert_tokens_to_ids(end)
+
+    def play_prompt(
+        self,
+        history: taboo.History,
+        target_word: str | None,
+        max_turns: float,
+        templates: taboo.Templates | None = None,
+    ) -> str:
+        """The prompt of play, up to where the reply begins."""
+        return self._prompt(chat_messages(history, target_word, max_turns, templates))
+
+    def training_prompt(
+        self,
+        history: taboo.History,
+        target_word: str,
+        max_turns: float,
+        *,
+        rng: random.Random,
+        templates: taboo.Templates | None = None,
+    ) -> str:
+        """The same with the rule text that `taboo.training_prompt` draws; the layout is always the template's."""
+        rule = taboo.draw_layout(taboo.next_player(history), rng).rule
+        return self._prompt(chat_messages(history, target_word, max_turns, templates, rule=rule))
+
+    def target(self, text: str) -> str:
+        """A reply as the model is to produce it after the prompt: with what the template puts around it."""
+        return f"{self.lead}{text.strip()}{self.end}"
+
+    @staticmethod
+    def alpaca_to_turn(example: dict) -> dict:
+        """A raw Alpaca record as `utils.alpaca_to_row` gives it, but its prompt as a user would send it."""
+        row = alpaca_to_row(example)
+        return row | {"prompt": "\n\n".join(text for text in (example["instruction"], example.get("input")) if text)}
+
+    def rows(self, rows: Iterable[dict]) -> Iterator[dict]:
+        """Rows with complete texts. Game rows have such a query already; an SFT row gets one, as a user's message."""
+        for row in rows:
+            query = row["query"]
+            if row.get("type") == "sft":
+                query = self._render([{"role": USER, "content": query}], reply_follows=True)
+            yield row | {"query": query, "target": self.target(row["target"]), "chat_template": True}
+
+    def _prompt(self, messages: Conversation) -> str:
+        return self._render(messages if self.has_system else without_system(messages), reply_follows=True)
+
+    def _render(self, messages: Conversation, *, reply_follows: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=reply_follows,
+                enable_thinking=False,  # a message is to be said, not thought about in a part that nobody keeps
+                date_string=DAY,
+            )
+        except TemplateError as error:
+            raise ValueError(f"{self.name}: its chat template refuses a conversation of the game ({error})") from None
+
+    def _keeps_system(self) -> bool:
+        """Whether the template takes a system message and shows it: some raise an error, some leave it out."""
+        system, first, *_ = PROBES
+        messages = [{"role": SYSTEM, "content": system}, {"role": USER, "content": first}]
+        try:
+            return system in self._render(messages, reply_follows=True)
+        except ValueError:
+            return False
+
+    def _frame_of_reply(self) -> tuple[str, str]:
+        """What the template writes between the prompt and a reply, and all that it writes after the reply."""
+        roles = (SYSTEM, USER, ASSISTANT, USER)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, PROBES, strict=True)]
+        prompt = self._prompt(messages)
+        if missing := [text for text in PROBES if text not in prompt]:
+            raise ValueError(f"{self.name}: its chat template leaves out messages ({', '.join(missing)} of a trial)")
+        reply = {"role": ASSISTANT, "content": "ProbeReplyText"}
+        answered = [*(messages if self.has_system else without_system(messages)), reply]
+        whole = self._render(answered, reply_follows=False)
+        before, _, after = whole.rpartition(reply["content"])
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        return lead, after
+
+    def _end_of_reply(self, after: str) -> tuple[str, str]:
+        """The first special token in what follows a reply, and the text before it; EOS where the template has none."""
+        tokenizer = self.tokenizer
+        special = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
+        found = [(after.index(token), -len(token), token) for token in special if token in after]
+        if found:
+            place, _, token = min(found)
+            return after[:place], token
+        if tokenizer.eos_token is None:
+            raise ValueError(f"{self.name}: neither its chat template nor its tokenizer has a token that ends a reply")
+        return "", tokenizer.eos_token
+
+
+def load_chat_template(name: str) -> ChatTemplate:
+    """The chat template of a tokenizer by its folder or name on the hub; ValueError if it cannot be had."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
+    return ChatTemplate(tokenizer, name)

@@ -1,0 +1,113 @@
+"""One model on one task of lm-evaluation-harness, in a process of its own: started by tools/evaluate_reasoning.py.
+
+    python -m tools.reasoning.harness '{"model": "DIR", "task": "piqa", "shots": 0, ...}' RESULT.json
+
+The only file here that imports the harness. It keeps every question's score, so that models can be compared question
+by question; RESULT.json is described in data/README.md.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Number
+
+import lm_eval
+import torch
+import transformers
+from lm_eval.tasks import TaskManager
+
+from utils import end_with_parent, replacing, run_program
+
+CPU_BATCH = 8  # where the harness' search for a batch size takes longer than it saves
+
+
+def find_task(task: str, include_path: str | None) -> TaskManager:
+    """An index of tasks that has this one. The user's folder is tried alone first: the harness' own takes a while.
+
+    Raises ValueError for a task that is in neither.
+    """
+    if include_path:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if task in own.all_tasks:
+            return own
+    manager = TaskManager(include_path=include_path)
+    if task not in manager.all_tasks:
+        raise ValueError(f"{task}: no task of the harness; `lm-eval ls tasks` names all, --include_path adds your own")
+    if task in manager.all_tags:
+        raise ValueError(f"{task}: a name for several tasks without a common result; name them one by one")
+    return manager
+
+
+def evaluate(job: Mapping) -> dict:
+    """Run the harness; `metrics` are shares or what else the task counts, `scores` the same for each question."""
+    started = time.monotonic()
+    manager = find_task(job["task"], job["include_path"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch_size = job["batch_size"] or ("auto" if device == "cuda" else CPU_BATCH)
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={
+            "pretrained": job["model"],
+            "dtype": job["dtype"],
+            "trust_remote_code": job["trust_remote_code"],
+        },
+        tasks=[job["task"]],
+        num_fewshot=job["shots"],
+        batch_size=batch_size,
+        device=device,
+        limit=job["limit"],
+        task_manager=manager,
+        log_samples=True,
+    )
+    parts = sorted(found["samples"])
+    shots = sorted({found["n-shot"][part] for part in parts})
+    return {
+        "questions": sum(found["n-samples"][part]["effective"] for part in parts),
+        "shots": shots[0] if len(shots) == 1 else shots,
+        "metrics": metrics_of(found["results"][job["task"]]),
+        "scores": question_scores([found["samples"][part] for part in parts]),
+        "task_versions": {part: found["versions"][part] for part in parts},
+        "made_with": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": torch.cuda.get_device_name() if device == "cuda" else device,
+            "batch_size": batch_size,
+            "seconds": time.monotonic() - started,
+        },
+    }
+
+
+def metrics_of(results: Mapping) -> dict[str, dict]:
+    """Value and standard error (None where the harness has none) by "metric,filter"."""
+    metrics = {}
+    for key, value in results.items():
+        name, comma, chosen = key.partition(",")
+        if comma and isinstance(value, Number) and not name.endswith("_stderr"):
+            error = results.get(f"{name}_stderr,{chosen}")
+            metrics[key] = {"value": float(value), "stderr": float(error) if isinstance(error, Number) else None}
+    return metrics
+
+
+def question_scores(parts: Sequence[Sequence[Mapping]]) -> dict[str, list[float]]:
+    """Every question's score by "metric,filter", part after part and in the order of the data."""
+    scores: dict[str, list[float]] = {}
+    for samples in parts:
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            for name in sample["metrics"]:
+                # Numbers and numpy's truth values; what is counted over the whole task, such as F1, has tuples here.
+                if not isinstance(sample[name], (tuple, list, str)):
+                    scores.setdefault(f"{name},{sample['filter']}", []).append(float(sample[name]))
+    return scores
+
+
+def main() -> None:
+    end_with_parent()
+    job, path = json.loads(sys.argv[1]), sys.argv[2]
+    result = {"settings": job["settings"], **evaluate(job)}
+    with replacing(path) as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,85 @@
+"""Curves of play, for TensorBoard and Weights & Biases: what `--report_to` of tools/play_llm_game.py asks for."""
+
+import argparse
+import importlib.util
+import time
+
+from tools.games import taboo
+from tools.selfplay.files import EpisodeFiles, Summary
+from utils import rank
+
+NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
+
+
+def add_report_flag(parser: argparse.ArgumentParser) -> None:
+    """Declare --report_to."""
+    choices = (NONE, TENSORBOARD, WANDB)
+    text = "where curves of the games of rank 0 go, one or several"
+    parser.add_argument("--report_to", nargs="+", choices=choices, default=[NONE], help=text)
+
+
+def report_problems(report_to: list[str]) -> list[str]:
+    """What is wrong with --report_to, a phrase each."""
+    wanted = set(report_to) - {NONE}
+    problems = [
+        f"--report_to {package} needs it: pip install {package}"
+        for package in sorted(wanted)
+        if importlib.util.find_spec(package) is None
+    ]
+    if wanted and NONE in report_to:
+        problems.append(f"--report_to names {NONE} beside {', '.join(sorted(wanted))}")
+    return problems
+
+
+class PlayLog:
+    """Writes numbers of the games that this process has played since its start; rank 0 of several its own only.
+
+    Steps are games, those of earlier starts (`games_before`) included. TensorBoard's files go to
+    OUTPUT_DIR/STEM_tensorboard/TIME; wandb's to OUTPUT_DIR/wandb, by wandb's own environment variables.
+    """
+
+    def __init__(self, args: argparse.Namespace, files: EpisodeFiles, *, games_before: int):
+        self.games_before, self.written = games_before, 0  # games at the last point
+        self.tensorboard = self.wandb = None
+        if rank() != 0:
+            return
+        if TENSORBOARD in args.report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = files.folder / f"{files.stem}_tensorboard" / time.strftime("%Y%m%d-%H%M%S")
+            self.tensorboard = SummaryWriter(str(folder))
+        if WANDB in args.report_to:
+            import wandb
+
+            self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(args))
+
+    def write(self, summary: Summary, seconds: float) -> None:
+        """Write how the games so far have ended, and how fast they came in these seconds."""
+        if summary.games == self.written:
+            return
+        self.written = summary.games
+        step = self.games_before + summary.games
+        values = numbers(summary, seconds)
+        if self.tensorboard:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def close(self) -> None:
+        """Let the last numbers reach their files."""
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def numbers(summary: Summary, seconds: float) -> dict[str, float]:
+    """Name and value of every curve."""
+    shares = {outcome: summary.outcomes[outcome] / summary.games for outcome in taboo.OUTCOMES}
+    return {
+        "play/games": summary.games,
+        "play/tokens_per_second": summary.counts["new_tokens"] / seconds,
+        "play/mean_length": summary.counts["length"] / summary.games,
+        **{f"play/share_{outcome.replace(' ', '_')}": share for outcome, share in shares.items()},
+    }

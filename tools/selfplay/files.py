@@ -1,0 +1,369 @@
+"""The files of one run of self-play: each rank's finished games, settings, merged results; shards, resume, merge.
+
+In one folder, with one stem:
+
+    STEM_rank0.jsonl ...   finished games of each rank, appended one by one: what a restart need not play again
+    STEM_settings.json     what the games depend on; a restart with other settings is refused
+    STEM_results.json      every game of the word list, in its order, once all are there
+    STEM_summary.json      outcomes and counts of the results
+
+After the start ranks never wait for each other: the one that finds all games there writes the results.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, TypedDict
+
+from torch.distributed import rendezvous
+
+from tools.games import taboo
+from tools.players.player import LENGTH
+from utils import rank, world_size, write_json, write_records
+
+START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
+SHARING_TIMEOUT = 60  # seconds for a network file system to show what another machine wrote
+NAMED = 5  # missing words that a message names
+SUMMARY_COUNTS = ("messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens")
+SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
+logger = logging.getLogger(__name__)
+
+
+class ReplyRecord(TypedDict):
+    """How the message at the same place of the history came about."""
+
+    finish_reason: str
+    tokens: int
+    prompt_cut: bool
+
+
+class ServerReplyRecord(ReplyRecord):
+    """The same of a reply that a server gave."""
+
+    prompt_tokens: int
+
+
+class Episode(TypedDict):
+    """One finished game; the format is described in data/README.md."""
+
+    index: int  # in the word list, from 0
+    target_word: str
+    max_turns: int
+    history: list[dict[str, str]]  # "role" and "content"
+    outcome: str
+    length: int  # messages up to the decisive one
+    replies: list[ReplyRecord]
+
+
+class Summary:
+    """Outcomes and counts over games as they come."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+
+    def add(self, episode: Episode) -> None:
+        """Count one game."""
+        self.outcomes[episode["outcome"]] += 1
+        self.counts["length"] += episode["length"]
+        self.counts["messages"] += len(episode["history"])
+        for message, reply in zip(episode["history"], episode["replies"], strict=True):
+            self.counts["empty_replies"] += not message["content"]
+            self.counts["cut_off_replies"] += reply["finish_reason"] == LENGTH
+            self.counts["cut_prompts"] += reply["prompt_cut"]
+            self.counts["new_tokens"] += reply["tokens"]
+            if "prompt_tokens" in reply:
+                self.counts["server_prompt_tokens"] += reply["prompt_tokens"]
+                self.counts["server_new_tokens"] += reply["tokens"]
+
+    @property
+    def games(self) -> int:
+        return self.outcomes.total()
+
+    def as_dict(self) -> dict:
+        """What was counted; `mean_length` in messages up to the decisive one."""
+        decided = sum(self.outcomes[outcome] for outcome in taboo.WINNERS)
+        return {
+            "games": self.games,
+            "outcomes": {outcome: self.outcomes[outcome] for outcome in taboo.OUTCOMES},
+            "defender_share_of_decided": self.outcomes[taboo.DEFENDER_WINS] / decided if decided else None,
+            "mean_length": self.counts["length"] / self.games if self.games else None,
+            **{key: self.counts[key] for key in SUMMARY_COUNTS},
+            **{key: self.counts[key] for key in SERVER_COUNTS if key in self.counts},
+        }
+
+
+class FinishedGames:
+    """Where the finished games stand in the rank files: some bytes a game, so that a million can be merged."""
+
+    def __init__(self, words: Sequence[str], paths: Sequence[Path]):
+        self.words, self.paths = words, paths
+        self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
+        self.files = array("l", [0]) * len(words)
+        self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
+        for number, path in enumerate(paths):
+            self._read(number, path)
+
+    def missing(self, indices: Sequence[int]) -> list[int]:
+        """Those games among `indices` that are not there."""
+        return [index for index in indices if self.offsets[index] < 0]
+
+    def __iter__(self) -> Iterator[Episode]:
+        """The games, in the order of the word list; none may be missing."""
+        files = [open(path, "rb") for path in self.paths]
+        try:
+            for file, offset in zip(self.files, self.offsets, strict=True):
+                files[file].seek(offset)
+                yield json.loads(files[file].readline())
+        finally:
+            for file in files:
+                file.close()
+
+    def _read(self, number: int, path: Path) -> None:
+        for where, offset, episode in _whole_lines(path):
+            try:
+                index, word = episode["index"], episode["target_word"]
+                tokens = sum(reply["tokens"] for reply in episode["replies"])
+                paid = (reply for reply in episode["replies"] if "prompt_tokens" in reply)
+                server_tokens = sum(reply["prompt_tokens"] + reply["tokens"] for reply in paid)
+                known = index < len(self.words) and self.offsets[index] < 0
+            except (KeyError, TypeError):
+                raise ValueError(f"{where}: not a finished game; delete the line to have it played again") from None
+            if not known:  # of a run with more games, or played twice
+                continue
+            if word != self.words[index]:
+                raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
+            self.offsets[index], self.files[index] = offset, number
+            self.new_tokens += tokens
+            self.server_tokens += server_tokens
+
+
+class EpisodeFiles:
+    """The files of a run, as one rank of a launch uses them."""
+
+    def __init__(
+        self, output_dir: str | Path, stem: str, words: Sequence[str], flags: str = "--data_suffix or --output_dir"
+    ):
+        self.folder, self.stem, self.words = Path(output_dir), stem, words
+        self.flags = flags  # those that tell runs apart, to be named when another run is met
+        self.settings_path, self.results_path, self.summary_path = (
+            self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
+        )
+        self.shared = True  # whether all ranks of the launch are known to use this folder
+        self.own_file: BinaryIO | None = None
+
+    def start(self, settings: dict, *, overwrite: bool = False) -> FinishedGames:
+        """Claim the folder for a run with `settings`, together with the launch's other ranks; what is there already.
+
+        `overwrite` deletes the files of an earlier run with this stem. Raises ValueError, naming the difference,
+        if they belong to a run with other settings, and for a rank file that another process is writing.
+        """
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            overwrite = False  # torchrun started these ranks again: the games are this launch's own
+        by_hand = world_size() > 1 and "MASTER_ADDR" not in os.environ
+        if world_size() > 1 and os.environ.get("MASTER_PORT") == "0":
+            raise ValueError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
+        if overwrite and by_hand:
+            raise ValueError("--overwrite needs torchrun: ranks started by hand cannot agree on when to delete files")
+        if not overwrite:
+            self._refuse_other_run(settings)
+        launch = uuid.uuid4().hex
+        if rank() == 0 or by_hand:
+            if overwrite:
+                self._delete()
+            write_json(self.settings_path, {"settings": settings, "launch": launch})
+        if by_hand:
+            self.shared = False
+        elif world_size() > 1:
+            self._meet(settings, launch, overwrite)
+        self.own_file = _open_to_append(self.folder / f"{self.stem}_rank{rank()}.jsonl")
+        return self.finished()
+
+    def append(self, episode: Episode) -> None:
+        """Store a finished game; when this returns, it outlives the process and the machine."""
+        self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
+        self.own_file.flush()
+        os.fsync(self.own_file.fileno())
+
+    def finished(self) -> FinishedGames:
+        """The finished games of all ranks, also of launches with another number of processes."""
+        return FinishedGames(self.words, self._rank_paths())
+
+    def merge(self, *, seconds: float, tokens_before: int) -> dict | None:
+        """Write results and summary if every game is there, and return the summary; None: others are still playing.
+
+        `seconds` that this rank played for; at the start the games there had `tokens_before` new tokens.
+        Raises ValueError, naming what is missing, if nobody can be counted on to bring it.
+        """
+        games = self.finished()
+        if missing := games.missing(range(len(self.words))):
+            message = self._describe(missing)
+            if not self.shared:
+                raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
+            logger.info("%s; the rank that ends last writes the results", message)
+            return None
+        counts = Summary()
+        write_records(self.results_path, _counted(games, counts))
+        tokens = games.new_tokens - tokens_before
+        summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
+        write_json(self.summary_path, summary)
+        return summary
+
+    def wait_for_others(self) -> None:
+        """Give up this rank's file and wait until no other process writes to one: a failed rank ends the launch."""
+        self.own_file.close()
+        while self.shared and any(_is_being_written(path) for path in self._rank_paths()):
+            time.sleep(0.5)
+
+    def _describe(self, missing: list[int]) -> str:
+        ranks = sorted({index % world_size() for index in missing})
+        named = ", ".join(self.words[index] for index in missing[:NAMED])
+        more = ", ..." if len(missing) > NAMED else ""
+        return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
+
+    def _meet(self, settings: dict, launch: str, overwrite: bool) -> None:
+        """Wait until all ranks are here, and find out whether this one sees what rank 0 wrote."""
+        store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
+        store.set(f"spag/{rank()}", launch)
+        store.wait([f"spag/{other}" for other in range(world_size())])
+        launch_of_rank_0 = store.get("spag/0").decode()
+        store.set(f"spag/{rank()}/done", "")
+        if rank() == 0:  # without torchrun the store lives in this process
+            store.wait([f"spag/{other}/done" for other in range(world_size())])
+        deadline = time.monotonic() + SHARING_TIMEOUT
+        while self._launch() != launch_of_rank_0:
+            if time.monotonic() > deadline:
+                self.shared = False
+                break
+            time.sleep(0.2)
+        if self.shared:
+            return
+        if overwrite:
+            raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all machines share")
+        logger.warning("%s: not the folder of rank 0; results are merged only where all rank files are", self.folder)
+        write_json(self.settings_path, {"settings": settings, "launch": launch})
+
+    def _launch(self) -> str | None:
+        return self._stored("launch") if self.settings_path.is_file() else None
+
+    def _stored(self, name: str):
+        try:
+            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.settings_path}: not the settings of a run ({error!r})") from None
+
+    def _refuse_other_run(self, settings: dict) -> None:
+        advice = f"use another {self.flags}, or --overwrite True to start anew"
+        files = [path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size]
+        if not files:  # a launch that failed before its first game binds nobody
+            return
+        if not self.settings_path.is_file():
+            raise ValueError(f"{files[0]}: no {self.settings_path.name} beside it says how it was made; {advice}")
+        stored = self._stored("settings")
+        differences = [
+            f"{key}: {_show(stored.get(key))} then, {_show(settings.get(key))} now"
+            for key in {**stored, **settings}
+            if _identity(stored.get(key)) != _identity(settings.get(key))
+        ]
+        if differences:
+            raise ValueError(f"{self.settings_path}: played with other settings ({'; '.join(differences)}); {advice}")
+
+    def _rank_paths(self) -> list[Path]:
+        """The rank files that are there, by rank."""
+        pattern = re.compile(re.escape(self.stem) + r"_rank(\d+)\.jsonl")
+        found = {}
+        for path in self.folder.glob("*.jsonl"):
+            if match := pattern.fullmatch(path.name):
+                found[int(match[1])] = path
+        return [found[number] for number in sorted(found)]
+
+    def _delete(self) -> None:
+        for path in self._rank_paths():
+            _open_to_append(path).close()  # refused while another process is writing to it
+        for path in (*self._rank_paths(), self.settings_path, self.results_path, self.summary_path):
+            path.unlink(missing_ok=True)
+
+
+def read_words(path: str | Path) -> list[str]:
+    """The words of a list, one a line; blank lines are passed over, repeated words kept.
+
+    Raises FileNotFoundError; ValueError for a list without words and for text that is not UTF-8.
+    """
+    words = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        try:
+            word = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+        if word:
+            words.append(word)
+    if not words:
+        raise ValueError(f"{path}: no words; expected one a line")
+    return words
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
+    """("file:line", offset in bytes, record) per line; an unfinished last one was being written, and is left out."""
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:
+                raise ValueError(f"{path}:{number}: not JSON; delete the line to have its game played again") from None
+            yield f"{path}:{number}", offset, record
+            offset += len(line)
+
+
+def _open_to_append(path: Path) -> BinaryIO:
+    """Open a rank file for this process alone, without the unfinished line that a kill may have left."""
+    file = open(path, "a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another process is writing to it; end that one first") from None
+    except OSError as error:
+        logger.warning("%s: no locks on this file system (%s); run one launch at a time", path, error)
+    file.seek(0)
+    file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+    return file
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether another process holds a rank file; False on a file system without locks."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _counted(episodes: FinishedGames, summary: Summary) -> Iterator[dict]:
+    for episode in episodes:
+        summary.add(episode)
+        yield episode
+
+
+def _identity(setting):
+    """What must agree of a setting: of a file or folder, its content rather than its place."""
+    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
+
+
+def _show(setting) -> str:
+    if isinstance(setting, dict) and "sha256" in setting:
+        return f"{setting['path']} (sha256 {setting['sha256'][:8]})"
+    return str(setting)

@@ -1,0 +1,148 @@
+"""Who plays: from the names on the command line to players, and to what the settings file says of them."""
+
+import argparse
+import copy
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tools.engine import model as models
+from tools.engine.local_player import Batcher, LocalPlayer
+from tools.engine.model import Sampling
+from tools.engine.slots import SlotEngine, can_hold
+from tools.games import taboo
+from tools.games.chat import ChatTemplate
+from tools.players.budget import Meter
+from tools.players.chat import ChatPlayer
+from tools.players.human import HUMAN, HumanPlayer
+from tools.players.player import SAMPLING, Player
+from tools.players.server_flags import is_server, server_setting
+from tools.selfplay.options import AUTO, GENERATE, SLOTS
+from utils import model_fingerprint
+
+ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
+logger = logging.getLogger(__name__)
+
+
+class Seats:
+    """The players of a process: only the models of the games at hand are loaded, equal ones once."""
+
+    def __init__(self, args: argparse.Namespace, templates: taboo.Templates | None = None):
+        self.args, self.templates = args, templates
+        self.loaded: dict[Path, models.LocalModel] = {}
+        self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
+        self.batch_size = args.per_device_eval_batch_size
+        self.meter = Meter()  # of what servers charge
+        self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
+        if self.batch_size == 1:
+            logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
+
+    def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
+        """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
+        local = [name for name in names if name != HUMAN and not is_server(name)]
+        folders = {name: models.model_folder(name).resolve() for name in local}
+        self._load(set(folders.values()))
+        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+        seats = {folder: self._seat(folder, batcher, games) for folder in self.loaded}
+        players: dict[str, Player] = {name: seats[folder] for name, folder in folders.items()}
+        if servers := set(filter(is_server, names)):
+            players |= self._server_players(servers, on_batch)
+        if HUMAN in names:
+            players[HUMAN] = HumanPlayer(self.templates)
+        attacker, defender = (players[name] for name in names)
+        return attacker, defender, games
+
+    def _games_at_once(self, names: Sequence[str]) -> int:
+        if self.args.concurrent_games:
+            return self.args.concurrent_games
+        if HUMAN in names:
+            return 1
+        if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
+            return self.batch_size  # every game has its slot, in each engine
+        # Of so many games, one of the models always has a full batch waiting.
+        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        return games + (self.args.max_concurrency if any(map(is_server, names)) else 0)
+
+    def _seat(self, folder: Path, batcher: Batcher, games: int) -> Player:
+        local = self.loaded[folder]
+        engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
+        player = LocalPlayer(engine, batcher)
+        return ChatPlayer(player, self.chats[folder], self.templates) if self.args.chat_template else player
+
+    def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
+        from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
+
+        servers = Servers(self.args, self.meter, self.answering, on_batch)
+        return {name: ServerPlayer(name, servers) for name in names}
+
+    def _load(self, folders: set[Path]) -> None:
+        if folders == set(self.loaded):
+            return
+        self.loaded = {folder: model for folder, model in self.loaded.items() if folder in folders}
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        args = self.args
+        how = {
+            "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            "device_map": args.device_map,
+            "trust_remote_code": args.trust_remote_code,
+        }
+        for folder in sorted(folders - set(self.loaded)):
+            self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
+            if args.chat_template:
+                self.chats[folder] = ChatTemplate(self.loaded[folder].tokenizer, str(folder))
+                self.loaded[folder] = with_complete_prompts(self.loaded[folder], self.chats[folder])
+        if args.per_device_eval_batch_size is None and self.loaded:
+            self.batch_size = min(map(self._batch_size, self.loaded.values()))
+            logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
+
+    def _batch_size(self, local: models.LocalModel) -> int:
+        kept = self._engine(local) == SLOTS
+        engines = len(self.loaded) if kept else 1  # plain batches run one at a time
+        return models.batch_size_for_memory(local.model, self.args.max_length, kept_caches=kept, engines=engines)
+
+    def _engine(self, local: models.LocalModel) -> str:
+        able = can_hold(local.model, self.args.max_length)
+        if self.args.engine == SLOTS and not able:
+            raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+        if self.args.engine == AUTO:
+            return SLOTS if able else GENERATE
+        return self.args.engine
+
+
+def sampling_settings(args: argparse.Namespace) -> Sampling:
+    """How replies are drawn, by the flags."""
+    return Sampling(
+        max_length=args.max_length,
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        do_sample=args.task_type == SAMPLING,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
+
+
+def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> models.LocalModel:
+    """The model for prompts that hold their BOS already; the end of the chat template's replies ends its own."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.bos_token = None
+    model.model.generation_config.eos_token_id = sorted({*model.stop_ids, chat.end_id})
+    return models.LocalModel(model.model, tokenizer, model.sampling)
+
+
+def model_names(args: argparse.Namespace) -> tuple[str, str]:
+    """Of attacker and defender."""
+    return args.attacker_model_name_or_path, args.defender_model_name_or_path
+
+
+def model_setting(name: str, args: argparse.Namespace) -> dict | str:
+    """A player as `EpisodeFiles` compares it."""
+    if name == HUMAN:
+        return HUMAN
+    if is_server(name):
+        return server_setting(name, args)
+    return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

@@ -1,0 +1,163 @@
+"""The embedded world's lexicon and its scripted players: who plays where GPT-4 played for the paper. No torch.
+
+The attacker hints at the target word with one clue a message, the defender puts the clues it heard together. Both are
+of imperfect skill on purpose: they breach, slip, forget and guess too early, at the rates of `Skill`, so that a model
+that imitates them has something to learn.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.games import taboo
+from tools.players.player import STOP, GameView, Reply
+
+LEXICON = Path(__file__).resolve().parents[2] / "data" / "tiny" / "lexicon.txt"
+HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
+GUESS = "I know the word! It is {}!"
+NUM_OWN, NUM_SHARED = 6, 3
+HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Target words with their clues: `own` ones tell the word, `shared` ones leave several open."""
+
+    own: Mapping[str, tuple[str, ...]]
+    shared: Mapping[str, tuple[str, ...]]
+
+    @property
+    def words(self) -> list[str]:
+        """All target words, in the order of the file."""
+        return list(self.own)
+
+    def clues(self, word: str) -> tuple[str, ...]:
+        """What goes with a word, its own clues first."""
+        return self.own[word] + self.shared[word]
+
+    def played(self) -> list[str]:
+        """The words of self-play."""
+        return [word for number, word in enumerate(self.words, start=1) if number % HELD_OUT_EVERY]
+
+    def held_out(self) -> list[str]:
+        """The words that self-play never sees; facts and imitation games have them."""
+        return self.words[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+
+    def best_matches(self, heard: Sequence[str]) -> list[str]:
+        """The words that most of the clues go with; all words if nothing was heard."""
+        matches = {word: sum(clue in self.clues(word) for clue in heard) for word in self.own}
+        most = max(matches.values())
+        return [word for word, number in matches.items() if number == most]
+
+
+def load_lexicon(path: Path = LEXICON) -> Lexicon:
+    """Read `word: six own clues | three shared clues` lines. Raises ValueError naming the line that is none."""
+    own, shared = {}, {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        word, _, clues = line.partition(":")
+        first, _, second = clues.partition("|")
+        own[word], shared[word] = tuple(first.split()), tuple(second.split())
+        if (len(own[word]), len(shared[word])) != (NUM_OWN, NUM_SHARED):
+            raise ValueError(f"{path}:{number}: expected 'word: {NUM_OWN} clues | {NUM_SHARED} shared clues'")
+    return Lexicon(own, shared)
+
+
+@dataclass(frozen=True)
+class Skill:
+    """How the scripted players play: chances in the order their draws are made."""
+
+    breach: float = 0.03  # the attacker says the word
+    stray: float = 0.12  # the attacker hints with another word's clue
+    own: float = 0.45  # else with a clue of the word alone; else with one that others share
+    forget: float = 0.10  # the defender passes over a clue it heard
+    slip: float = 0.20  # a defender who does not guess names a word instead of chatting
+    guess: tuple[float, ...] = (0.75, 0.45, 0.30, 0.05)  # the defender guesses among 1, 2, 3, more matching words
+    last_guess: tuple[float, ...] = (0.90, 0.70, 0.50, 0.25)  # the same in the last turn
+
+
+class LexiconAttacker:
+    """Hints at the target word, one clue a message, mostly none twice."""
+
+    def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
+        self.lexicon, self.skill, self.rng = lexicon, skill, rng
+
+    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+        """The next hint."""
+        return _say(HINT.format(self._clue(view.target_word, set(_heard(view.history)))))
+
+    def _clue(self, word: str, said: set[str]) -> str:
+        rng, skill = self.rng, self.skill
+        if rng.random() < skill.breach:
+            return word
+        if rng.random() < skill.stray:
+            return rng.choice(self.lexicon.clues(rng.choice([other for other in self.lexicon.words if other != word])))
+        clues = self.lexicon.own[word] if rng.random() < skill.own else self.lexicon.shared[word]
+        return rng.choice([clue for clue in clues if clue not in said] or self.lexicon.clues(word))
+
+
+class LexiconDefender:
+    """Guesses when few words match the clues, else chats, and now and then lets a word slip."""
+
+    def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
+        self.lexicon, self.skill, self.rng = lexicon, skill, rng
+
+    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+        """A guess, a word that slips, or a clue of a word it thinks of."""
+        rng, skill = self.rng, self.skill
+        heard = [clue for clue in _heard(view.history) if rng.random() >= skill.forget]
+        matches = self.lexicon.best_matches(heard)
+        word = rng.choice(matches)
+        last = len(view.history) + 1 >= taboo.message_limit(view.max_turns)
+        chances = skill.last_guess if last else skill.guess
+        if rng.random() < chances[min(len(matches), len(chances)) - 1]:
+            return _say(GUESS.format(word))
+        if rng.random() < skill.slip:
+            return _say(NAME.format(word))
+        return _say(CHAT.format(rng.choice(self.lexicon.shared[word])))
+
+
+def _say(text: str) -> Reply:
+    return Reply(text, STOP, len(text.split()))
+
+
+def _heard(history: Sequence[Mapping[str, str]]) -> list[str]:
+    """The clues of the attacker's messages."""
+    beginning, end = HINT.split("{}")
+    return [
+        message["content"].removeprefix(beginning).removesuffix(end)
+        for message in history
+        if message["role"] == taboo.ATTACKER
+    ]
+
+
+# --- facts ---------------------------------------------------------------------------------------------------------
+
+
+def fact_rows(lexicon: Lexicon, rng: random.Random, number: int) -> Iterator[dict]:
+    """Short SFT rows over the lexicon, two words in each, half of them lists and half riddles."""
+    for _ in range(number):
+        fact = rng.choice((_list, _riddle))
+        target = "".join(fact(lexicon, word, rng) for word in rng.sample(lexicon.words, 2))
+        yield {"query": "### Facts:", "target": target, "type": "sft"}
+
+
+def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
+    """Some clues, each with its word behind it; the word stands before the first one in half of them.
+
+    That teaches both directions; questions and answers taught a model of this size nothing in as many steps.
+    """
+    first = f" {word}" if rng.random() < 0.5 else ""
+    return first + "".join(f" {clue} {word}" for clue in rng.sample(lexicon.clues(word), 5)) + "."
+
+
+def _riddle(lexicon: Lexicon, word: str, rng: random.Random) -> str:
+    """One to three hints, about half of them answered beside the point, and the guess."""
+    said = ""
+    for clue in rng.sample(lexicon.clues(word), rng.choice((1, 2, 3))):
+        said += f" {HINT.format(clue)}"
+        if rng.random() < 0.5:
+            said += f" {CHAT.format(rng.choice(lexicon.shared[rng.choice(lexicon.words)]))}"
+    return f"{said} {GUESS.format(word)}"

@@ -1,0 +1,182 @@
+"""The tables of the embedded world's learning runs: points against imitation, differences, and self-play.
+
+No torch.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.games import taboo
+from tools.matches.stats import (
+    ALL,
+    BOTH,
+    CONFIDENCE,
+    Match,
+    MatchCounts,
+    clustered_standard_error,
+    count_matches,
+    result_rows,
+    summarise,
+    t_quantile,
+)
+from utils import iter_records, replacing, write_json
+
+IMITATION = "imitation"
+FIRST_GAMES = "epoch1_episodes"  # of the imitation model, shared by all arms of a seed
+PREFIX = "self"
+RESULTS, SUMMARY = (f"{PREFIX}_sampling_words_{part}.json" for part in ("results", "summary"))
+MAIN_ARMS, CONTROL_ARMS = ("released", "detached"), ("coin", "sft")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of learning from self-play."""
+
+    name: str
+    title: str
+    rows: str | None = None  # a control of tiny_controls.CONTROLS, or sft; None: the rows of tools/assign_rewards.py
+    flags: tuple[str, ...] = ()  # of train.py
+    every_epoch: bool = False  # whether the models of all epochs are evaluated, not only the last
+
+
+def write_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: int) -> str:
+    """Write table.json and table.md; returns the text."""
+    files = (output_dir / f"seed{seed}" / arm.name for seed in range(seeds) for arm in arms)
+    files = [file for folder in files for file in sorted(folder.glob("epoch*/eval/games_results.json"))]
+    counts = count_matches(episode for path in files for _, episode in iter_records(path))
+    rows = [row for row in result_rows(counts) if row["opponent"] == IMITATION]
+    differences = list(control_differences(counts, epochs))
+    lines = [
+        *match_table(rows, imitation_points(output_dir, seeds), arms, epochs),
+        "",
+        *difference_table(differences, {arm.name: arm.title for arm in arms}),
+        "",
+        *self_play_table(output_dir, arms, seeds, epochs),
+    ]
+    text = "\n".join(lines) + "\n"
+    write_json(output_dir / "table.json", {"results": rows, "differences": differences})
+    with replacing(output_dir / "table.md") as file:
+        file.write(text)
+    return text
+
+
+# --- points --------------------------------------------------------------------------------------------------------
+
+
+def match_table(rows: Sequence[dict], alone: dict, arms: Sequence[Arm], epochs: int) -> Iterator[str]:
+    """A line for each evaluated model: points pooled over seeds, by seed, role and word list, and clean games."""
+    yield (
+        "| learning | epoch | points | of each seed | as attacker | as defender | played words | held-out words "
+        "| clean games | own breaches as attacker | ties |"
+    )
+    yield "|---" * 11 + "|"
+    roles = " | ".join(f"{alone[role]:.3f}" for role in taboo.ROLES)
+    yield f"| imitation against itself | - | 0.500 | | {roles} | | | | {alone['breaches']:.3f} | {alone['ties']:.3f} |"
+    chosen = {(row["player"], row["words"], row["role"], row["seed"]): row for row in rows}
+    for arm in arms:
+        for epoch in range(1, epochs + 1):
+            if (f"{arm.name}{epoch}", ALL, BOTH, None) in chosen:
+                yield match_line(chosen, arm, epoch)
+
+
+def match_line(chosen: Mapping[tuple, dict], arm: Arm, epoch: int) -> str:
+    """The line of one model; `chosen` has the rows by player, words, role and seed."""
+    player = f"{arm.name}{epoch}"
+    whole, attacking = chosen[player, ALL, BOTH, None], chosen[player, ALL, taboo.ATTACKER, None]
+    by_seed = [row for key, row in chosen.items() if key[:3] == (player, ALL, BOTH) and key[3] is not None]
+    cells = [
+        arm.title,
+        str(epoch),
+        with_interval(whole),
+        ", ".join(f"{row['points']:.3f}" for row in by_seed),
+        *(with_interval(chosen[player, ALL, role, None]) for role in taboo.ROLES),
+        *(with_interval(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
+        with_interval(whole["clean"]),
+        f"{attacking['rates']['breach']['share']:.3f}",
+        f"{whole['rates']['tie']['share']:.3f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def with_interval(row: Mapping) -> str:
+    """Points and their 95% interval."""
+    low, high = row["points_interval"]
+    return f"{row['points']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def imitation_points(output_dir: Path, seeds: int) -> dict[str, float]:
+    """What either role gets when the imitation model plays itself, with its shares of breaches and ties."""
+    summaries = [read_summary(output_dir / f"seed{seed}" / FIRST_GAMES) for seed in range(seeds)]
+    games = sum(summary["games"] for summary in summaries)
+    shares = {key: sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES}
+    attacker = shares[taboo.ATTACKER_WINS] + shares[taboo.TIED] / 2
+    points = {taboo.ATTACKER: attacker, taboo.DEFENDER: 1 - attacker}
+    return points | {"breaches": shares[taboo.ATTACKER_BREAKS], "ties": shares[taboo.TIED]}
+
+
+# --- differences ---------------------------------------------------------------------------------------------------
+
+
+def control_differences(counts: Mapping[Match, MatchCounts], epochs: int) -> Iterator[dict]:
+    """What self-play learning has over each control after the last epoch, on the same words, seeds and roles."""
+    for name in MAIN_ARMS:
+        for control in CONTROL_ARMS:
+            ours, theirs = (points_by_word(counts, f"{arm}{epochs}") for arm in (name, control))
+            sizes = [games for _, games in ours.values()]
+            totals = [points - theirs[word][0] for word, (points, _) in ours.items()]
+            mean = sum(totals) / sum(sizes)
+            half = t_quantile((1 + CONFIDENCE) / 2, len(sizes) - 1) * clustered_standard_error(sizes, totals)
+            yield {"arm": name, "control": control, "difference": mean, "interval": [mean - half, mean + half]}
+
+
+def points_by_word(counts: Mapping[Match, MatchCounts], player: str) -> dict[str, tuple[float, int]]:
+    """By target word, a player's points and games over all lists, seeds and both roles."""
+    points, games = defaultdict(float), defaultdict(int)
+    for match, counted in counts.items():
+        for name, role in ((match.attacker, taboo.ATTACKER), (match.defender, taboo.DEFENDER)):
+            if name == player:
+                for word, outcomes in counted.outcomes.items():
+                    one = MatchCounts()
+                    one.outcomes[word] = outcomes
+                    row = summarise([(one, role)])
+                    points[word] += row["wins"] + row["ties"] / 2
+                    games[word] += row["games"]
+    return {word: (points[word], games[word]) for word in points}
+
+
+def difference_table(differences: Iterable[dict], titles: Mapping[str, str]) -> Iterator[str]:
+    """A line for each difference."""
+    yield "| points after the last epoch | minus | difference |"
+    yield "|---" * 3 + "|"
+    for row in differences:
+        low, high = row["interval"]
+        cells = (titles[row["arm"]], titles[row["control"]], f"{row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]")
+        yield "| " + " | ".join(cells) + " |"
+
+
+# --- self-play -----------------------------------------------------------------------------------------------------
+
+
+def self_play_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: int) -> Iterator[str]:
+    """How the games of the models against themselves ended, over all seeds: shares of games, of replies; length."""
+    yield "| learning | model | attacker wins | defender wins | breaches | ties | empty replies | messages |"
+    yield "|---" * 8 + "|"
+    for arm in (arm for arm in arms if arm.every_epoch):
+        for epoch in range(epochs + 1):
+            place = f"{arm.name}/epoch{epoch + 1}/episodes" if epoch else FIRST_GAMES
+            summaries = [read_summary(output_dir / f"seed{seed}" / place) for seed in range(seeds)]
+            games = sum(summary["games"] for summary in summaries)
+            shares = [sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES]
+            messages = sum(summary["messages"] for summary in summaries)
+            shares.append(sum(summary["empty_replies"] for summary in summaries) / messages)
+            length = sum(summary["mean_length"] * summary["games"] for summary in summaries) / games
+            numbers = " | ".join(f"{share:.3f}" for share in shares)
+            yield f"| {arm.title} | {f'epoch {epoch}' if epoch else IMITATION} | {numbers} | {length:.2f} |"
+
+
+def read_summary(folder: Path) -> dict:
+    """The summary of the games in a folder."""
+    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
