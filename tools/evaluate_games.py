@@ -14,15 +14,15 @@ import argparse
 import itertools
 import json
 import logging
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.engine import model as models
 from tools.games import taboo
-from tools.matches.stats import ALL, Match, count_matches, result_rows
-from tools.matches.text import matches_text, write_plot
+from tools.matches.results import MATCHES, PLOT, TEXT, write_results
+from tools.matches.schedule import Schedule, make_schedule
+from tools.matches.stats import ALL, Match
 from tools.players.budget import estimate, likely_game
 from tools.players.human import HUMAN
 from tools.players.player import SAMPLING, TESTING
@@ -40,70 +40,11 @@ from tools.selfplay.options import (
 )
 from tools.selfplay.play import limit_tokens, run_games, seed_draws
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
-from utils import (
-    end_with_launcher,
-    iter_records,
-    parse_bool,
-    rank,
-    replacing,
-    run_program,
-    set_up_logging,
-    world_size,
-    write_json,
-)
+from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = {SAMPLING: 5, TESTING: 1}
 logger = logging.getLogger(__name__)
-
-
-# --- the schedule --------------------------------------------------------------------------------------------------
-
-
-def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
-    """Attacker and defender of every match; those of the same two players stand side by side."""
-    if len(players) == 1:
-        return [(players[0], players[0])]
-    meetings = itertools.combinations(players, 2)
-    if against is not None:
-        meetings = ((player, against) for player in players if player != against)
-    return [pair for one, other in meetings for pair in ((one, other), (other, one))]
-
-
-class Schedule(Sequence[str]):
-    """The target words of all games, match after match: in each, every word of its list once, then all again."""
-
-    def __init__(self, matches: Sequence[Match], lists: dict[str, list[str]], games_per_word: int):
-        self.matches, self.lists = matches, lists
-        lengths = (len(lists[match.words]) * games_per_word for match in matches)
-        self.starts = list(itertools.accumulate(lengths, initial=0))
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = self.match_of(index)
-        words = self.lists[self.matches[number].words]
-        return words[(index - self.starts[number]) % len(words)]
-
-    def match_of(self, index: int) -> int:
-        """The number of the match that a game belongs to."""
-        return bisect_right(self.starts, index) - 1
-
-
-def make_schedule(args: argparse.Namespace) -> Schedule:
-    """What is to be played, by the flags; reads the word lists."""
-    lists = {item.name: read_words(item.path)[: args.max_words] for item in args.words}
-    names = [player.name for player in args.players]
-    matches = [
-        Match(attacker, defender, words, seed)
-        for attacker, defender in pairs(names, args.against)
-        for words in lists
-        for seed in args.seeds
-    ]
-    return Schedule(matches, lists, games_per_word(args))
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
@@ -113,16 +54,16 @@ class Table:
     """Where one match after another is played, and each game stored as it ends."""
 
     def __init__(self, args: argparse.Namespace, files: EpisodeFiles, templates: taboo.Templates, games: int):
-        self.args, self.files, self.templates = args, files, templates
+        self.args, self.files, self.templates, self.game = args, files, templates, taboo.Taboo(args.match)
         self.folders = {
             name: path if is_server(path) else str(models.model_folder(path)) for name, path in args.players
         }
         self.seats = Seats(args, templates)
-        self.progress = Progress(games, args.logging_steps, self.seats.meter)
+        self.progress = Progress(self.game, games, args.logging_steps, self.seats.meter)
 
     def play(self, match: Match, indices: list[int]) -> None:
         """Play these games of one match."""
-        names = (self.folders[match.attacker], self.folders[match.defender])
+        names = (self.folders[match.first], self.folders[match.second])
         # Held no longer than their match: the next models need the room.
         attacker, defender, concurrent_games = self.seats.take(names, self.progress.batch)
         logger.info("%s attacks %s: %s, seed %d, %d games", *match, len(indices))
@@ -130,7 +71,7 @@ class Table:
         seed_draws(json.dumps(match), games_left=len(indices))
 
         def on_episode(episode: Episode) -> None:
-            self.files.append(episode | match._asdict())
+            self.files.append(episode | dict(zip(Match.keys(self.game), match, strict=True)))
             self.progress.game(episode)
 
         games = self.seats.meter.deal((index, self.files.words[index]) for index in indices)
@@ -158,18 +99,6 @@ def play_matches(
     finally:
         table.progress.end(args)
     return table.progress
-
-
-def write_results(folder: Path, results_path: Path, settings: dict) -> str:
-    """Write the statistics of all games as JSON, text and, if it can be drawn, a plot; returns the text."""
-    counts = count_matches(episode for _, episode in iter_records(results_path))
-    results = {"settings": settings, "results": list(result_rows(counts)), "games_path": results_path.name}
-    text = matches_text(results)
-    with replacing(folder / "matches.txt") as file:
-        file.write(text)
-    write_plot(folder / "matches.svg", results)
-    write_json(folder / "matches.json", results)  # last: who finds it finds the others
-    return text
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -276,7 +205,7 @@ def evaluation_settings(args: argparse.Namespace, schedule: Schedule, templates:
 def model_names(args: argparse.Namespace, match: Match) -> tuple[str, str]:
     """Of attacker and defender, as the command line names them."""
     paths = dict(args.players)
-    return paths[match.attacker], paths[match.defender]
+    return paths[match.first], paths[match.second]
 
 
 def cost_estimate(
@@ -295,7 +224,11 @@ def main() -> None:
     args = parse_args()
     set_up_logging()
     check_args(args)
-    schedule = make_schedule(args)
+    game = taboo.Taboo(args.match)
+    lists = {item.name: read_words(item.path)[: args.max_words] for item in args.words}
+    players = [player.name for player in args.players]
+    how = {"against": args.against, "games_per_word": games_per_word(args)}
+    schedule = make_schedule(players, lists, args.seeds, **how)
     templates = taboo.load_templates(args.prompt_templates)
     files = EpisodeFiles(args.output_dir, STEM, schedule, flags="--output_dir")
     if args.dry_run:
@@ -307,7 +240,7 @@ def main() -> None:
     finished = files.start(settings, overwrite=args.overwrite)
     seconds, to_play = 0.0, finished.missing(range(rank(), len(schedule), world_size()))
     if to_play:
-        for name in ("matches.json", "matches.txt", "matches.svg"):  # of fewer games, or of those overwritten
+        for name in (MATCHES, TEXT, PLOT):  # of fewer games, or of those overwritten
             (files.folder / name).unlink(missing_ok=True)
         if any(is_server(player.path) for player in args.players):
             logger.info("%s", cost_estimate(args, schedule, finished.missing(range(len(schedule))), templates))
@@ -315,8 +248,8 @@ def main() -> None:
         if progress.missing:
             end_unfinished(args, files, progress)
         seconds = progress.seconds
-    if files.merge(seconds=seconds, tokens_before=finished.new_tokens):
-        print(write_results(files.folder, files.results_path, settings), end="")
+    if files.merge(game, seconds=seconds, tokens_before=finished.new_tokens):
+        print(write_results(files.folder, files.results_path, settings, game), end="")
 
 
 if __name__ == "__main__":

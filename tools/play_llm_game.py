@@ -121,7 +121,7 @@ def main() -> None:
         if progress.missing:
             end_unfinished(args, files, progress)
         seconds = progress.seconds
-    summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+    summary = files.merge(taboo.Taboo(args.match), seconds=seconds, tokens_before=finished.new_tokens)
     if summary:
         print(json.dumps(summary))
 

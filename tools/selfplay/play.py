@@ -103,7 +103,7 @@ def play(
     seats = Seats(args, templates)
     log = PlayLog(args, files, games_before=len(range(rank(), len(files.words), world_size())) - len(to_play))
     how = {"log": log, "quiet": HUMAN in model_names(args)}
-    progress = Progress(len(to_play), args.logging_steps, seats.meter, **how)
+    progress = Progress(taboo.Taboo(args.match), len(to_play), args.logging_steps, seats.meter, **how)
     limit_tokens(args, seats.meter, finished, likely_game(args, model_names(args), templates).tokens)
     attacker, defender, concurrent_games = seats.take(model_names(args), progress.batch)
     seed_draws(args.seed, games_left=len(to_play))

@@ -9,10 +9,12 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from tools.games.game import Game
 from tools.players.budget import Meter
 from tools.players.player import ReplyUnavailable
+from tools.selfplay.counts import GameCounts
 from tools.selfplay.curves import PlayLog
-from tools.selfplay.files import Episode, EpisodeFiles, Summary
+from tools.selfplay.files import Episode, EpisodeFiles
 from utils import rank, world_size
 
 UNFINISHED = 3  # exit status: games are missing, and the same command can play them
@@ -32,11 +34,18 @@ class Progress:
     """
 
     def __init__(
-        self, games: int, logging_steps: int, meter: Meter, *, log: PlayLog | None = None, quiet: bool = False
+        self,
+        game: Game,
+        games: int,
+        logging_steps: int,
+        meter: Meter,
+        *,
+        log: PlayLog | None = None,
+        quiet: bool = False,
     ):
         self.games, self.meter, self.log, self.quiet = games, meter, log, quiet
         self.lost_in_a_row, self.seconds = 0, 0.0
-        self.summary, self.started = Summary(), time.monotonic()
+        self.counts, self.started = GameCounts(game), time.monotonic()
         self.logging_steps, self.batches, self.due = logging_steps, 0, False
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
@@ -49,11 +58,11 @@ class Progress:
 
     def game(self, episode: Episode) -> None:
         """Note that a game has ended."""
-        self.summary.add(episode)
+        self.counts.add(episode)
         self.meter.end(episode["index"])
         self.lost_in_a_row = 0
-        shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
-        speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
+        shares = {outcome: f"{number / self.counts.games:.0%}" for outcome, number in self.counts.outcomes.items()}
+        speed = self.counts.tokens["new_tokens"] / (time.monotonic() - self.started)
         paid = {"server tokens": f"{self.meter.spent.tokens:,.0f}"} if self.meter.spent.calls else {}
         self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **paid, **shares}, refresh=False)
         self.bar.update()
@@ -61,7 +70,7 @@ class Progress:
             if not self.quiet:
                 tqdm.write(describe(episode))
             if self.log:
-                self.log.write(self.summary, time.monotonic() - self.started)
+                self.log.write(self.counts, time.monotonic() - self.started)
             self.due = False
 
     def lost(self, index: int, word: str, error: ReplyUnavailable) -> None:
@@ -77,7 +86,7 @@ class Progress:
         self.bar.close()
         self.seconds = time.monotonic() - self.started
         if self.log:
-            self.log.write(self.summary, self.seconds)
+            self.log.write(self.counts, self.seconds)
             self.log.close()
         if self.meter.spent.calls:
             logger.info("servers answered: %s", self.meter.spent.describe(args))
@@ -85,7 +94,7 @@ class Progress:
     @property
     def missing(self) -> int:
         """How many games have not ended."""
-        return self.games - self.summary.games
+        return self.games - self.counts.games
 
 
 def describe(episode: Episode) -> str:
