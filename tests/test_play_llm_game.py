@@ -214,7 +214,7 @@ class TestEpisodeFiles:
         files, missing = start(tmp_path, ["a", "b", "c"])
         assert missing == [1]
         files.append(episode(1, "b"))
-        summary = files.merge(taboo.Taboo(), seconds=2.0, tokens_before=20)
+        summary = files.merge(seconds=2.0, tokens_before=20)
         assert [game["target_word"] for game in read_json_or_jsonl(files.results_path)] == ["a", "b", "c"]
         assert summary == {
             "games": 3,
@@ -238,7 +238,7 @@ class TestEpisodeFiles:
         files, missing = start(tmp_path, ["a", "b"])
         assert missing == [1]
         files.append(episode(1, "b"))
-        assert files.merge(taboo.Taboo(), seconds=1, tokens_before=0)["games"] == 2
+        assert files.merge(seconds=1, tokens_before=0)["games"] == 2
 
     def test_a_line_that_another_rank_is_writing_is_left_alone(self, tmp_path):
         files, _ = start(tmp_path, ["a", "b"])
@@ -276,12 +276,12 @@ class TestEpisodeFiles:
         with pytest.raises(ValueError, match="another process is writing to it"):
             start(tmp_path, ["a", "b"], overwrite=True)
         files.append(episode(1, "b"))
-        assert files.merge(taboo.Taboo(), seconds=1, tokens_before=0)["games"] == 2
+        assert files.merge(seconds=1, tokens_before=0)["games"] == 2
 
     def test_overwrite_deletes_the_earlier_run_and_nothing_else(self, tmp_path):
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
-        files.merge(taboo.Taboo(), seconds=1, tokens_before=0)
+        files.merge(seconds=1, tokens_before=0)
         close(files)
         (tmp_path / "run_rank5.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
         (tmp_path / "run_2_rank0.jsonl").write_text("of another run\n")
@@ -319,13 +319,13 @@ class TestEpisodeFiles:
         assert missing == [2]
         close(files)
         files, missing = start(tmp_path, ["a"])
-        assert (missing, files.merge(taboo.Taboo(), seconds=1, tokens_before=0)["games"]) == ([], 1)
+        assert (missing, files.merge(seconds=1, tokens_before=0)["games"]) == ([], 1)
 
     def test_a_game_found_twice_counts_once(self, tmp_path):
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
         (tmp_path / "run_rank3.jsonl").write_text(json.dumps(episode(0, "a", tokens=9)) + "\n")
-        assert files.merge(taboo.Taboo(), seconds=1, tokens_before=0)["new_tokens"] == 10
+        assert files.merge(seconds=1, tokens_before=0)["new_tokens"] == 10
 
     @pytest.mark.parametrize(
         "line, message",
@@ -362,14 +362,14 @@ except ValueError as error:
         files.append(episode(0, "a"))
         files.append(episode(2, "c"))
         with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[1\] \(b\). Bring all rank files"):
-            files.merge(taboo.Taboo(), seconds=1, tokens_before=0)
+            files.merge(seconds=1, tokens_before=0)
         assert not files.results_path.exists()
         close(files)
         launch(1, 2)
         files, missing = start(tmp_path, words)
         assert missing == [1]
         files.append(episode(1, "b"))
-        assert files.merge(taboo.Taboo(), seconds=1, tokens_before=0)["games"] == 3
+        assert files.merge(seconds=1, tokens_before=0)["games"] == 3
         with pytest.raises(ValueError, match="--overwrite needs torchrun"):
             start(tmp_path, words, overwrite=True)
 
@@ -654,7 +654,7 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
     files, _ = start(tmp_path, ["a", "b"])
     files.append(episode(1, "b"))
     with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[0\] \(a\)"):
-        files.merge(taboo.Taboo(), seconds=1, tokens_before=0)
+        files.merge(seconds=1, tokens_before=0)
     close(files)
     with pytest.raises(ValueError, match="not the folder of rank 0; --overwrite needs one that all machines share"):
         start(tmp_path, ["a", "b"], overwrite=True)

@@ -46,7 +46,7 @@ def write_games(folder: Path, count: int) -> None:
 
 def merge(folder: Path) -> None:
     """What the process does that ends last."""
-    EpisodeFiles(folder, STEM, read_words(folder / "words.txt")).merge(taboo.Taboo(), seconds=0, tokens_before=0)
+    EpisodeFiles(folder, STEM, read_words(folder / "words.txt")).merge(seconds=0, tokens_before=0)
 
 
 def measure(module: str, *arguments: object) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from tools.matches.stats import count_matches, result_rows
 from tools.matches.text import matches_text
 from utils import iter_records, replacing, write_json
 
-MATCHES, TEXT, PLOT = "matches.json", "matches.txt", "matches.svg"
+RESULTS = MATCHES, TEXT, PLOT = "matches.json", "matches.txt", "matches.svg"
 
 
 def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> str:

@@ -43,6 +43,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How replies are drawn; lengths in tokens."""
+
+    max_length: int = 2048  # of prompt and reply together: prompts are cut to max_length - max_new_tokens
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    do_sample: bool = True  # False: the likeliest token each time; the three below are then unused
+    temperature: float = 1.2
+    top_k: int = 50  # 0: of all tokens
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
 class Reply:
     """One message as its player gave it."""
 
