@@ -41,6 +41,7 @@ from tools.selfplay.options import (
 from tools.selfplay.play import limit_tokens, run_games, seed_draws
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import (
+    await_inputs,
     end_with_launcher,
     iter_records,
     parse_bool,
@@ -295,6 +296,7 @@ def main() -> None:
     args = parse_args()
     set_up_logging()
     check_args(args)
+    await_inputs([item.path for item in (*args.words, *args.players)])
     schedule = make_schedule(args)
     templates = taboo.load_templates(args.prompt_templates)
     files = EpisodeFiles(args.output_dir, STEM, schedule, flags="--output_dir")

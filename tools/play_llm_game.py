@@ -32,7 +32,7 @@ from tools.selfplay.options import (
 )
 from tools.selfplay.play import play
 from tools.selfplay.progress import end_unfinished
-from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
+from utils import await_inputs, end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ def main() -> None:
     args = parse_args()
     set_up_logging()
     check_args(args)
+    await_inputs([args.data_path, *model_names(args)])
     words = read_words(args.data_path)
     templates = taboo.load_templates(args.prompt_templates)
     stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
