@@ -8,7 +8,6 @@ from a YAML file named first, over which the command line wins:
 
 import argparse
 import dataclasses
-import difflib
 import importlib.util
 import json
 import logging
@@ -156,7 +155,7 @@ class SPAGArguments(TrainingArguments):
 
     @cached_property
     def same_run(self) -> dict:
-        """All that the results depend on, as `utils.Run` compares it."""
+        """All that the results depend on, as `utils.RunSettings` compares it."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
@@ -193,7 +192,7 @@ class SPAGArguments(TrainingArguments):
 
 
 def _model_setting(name: str) -> dict[str, str]:
-    """A model as `utils.Run` compares it."""
+    """A model as `utils.RunSettings` compares it."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES)
     except (OSError, ValueError) as error:
@@ -216,7 +215,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
         namespace, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    problems = [_unknown_flag(flag) for flag in unknown if flag.startswith("--")]
+    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
+    problems = [utils.unknown_flag(flag, known) for flag in unknown if flag.startswith("--")]
     problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
     files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
     utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
@@ -245,12 +245,6 @@ def _yaml_to_flags(path: str) -> list[str]:
         words = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
         flags += [f"--{name}", *words] if words else []
     return flags
-
-
-def _unknown_flag(flag: str) -> str:
-    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
-    close = difflib.get_close_matches(flag.split("=")[0], known, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import dataclasses
+import difflib
 import fcntl
 import functools
 import hashlib
@@ -16,11 +18,11 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
@@ -111,7 +113,7 @@ def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[t
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        if UNDECODABLE.search(line):
+        if on_skip and UNDECODABLE.search(line):  # else the file could not have been read so far
             _fault(f"{where}: not UTF-8", on_skip)
             continue
         try:
@@ -212,6 +214,27 @@ class _JSONListReader:
         self.buffer, self.position, self.at_end = rest + more, 0, not more
 
 
+def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
+    """The words of a list, one a line; blank lines are passed over, repeated words kept.
+
+    Raises FileNotFoundError; ValueError for a list without words, for text that is not UTF-8, and, with its line, for
+    a word that `check` raises ValueError for.
+    """
+    words = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        try:
+            if word := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                check(word)
+                words.append(word)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    if not words:
+        raise ValueError(f"{path}: no words; expected one a line")
+    return words
+
+
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -243,10 +266,20 @@ def write_records(path: str | os.PathLike, records: Iterable[dict]) -> None:
     with replacing(path) as file:
         before, after = ("", "\n") if lines else ("[\n", "")
         for record in records:
-            file.write(before + json.dumps(record, ensure_ascii=False) + after)
+            file.write(before + to_json(record) + after)
             before = before and ",\n"
         if not lines:
             file.write("[]\n" if before == "[\n" else "\n]\n")
+
+
+_encode_ascii = json.JSONEncoder().encode  # a third faster than the other, and mostly right
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def to_json(record: dict) -> str:
+    """A record on one line, its letters as they are."""
+    text = _encode_ascii(record)
+    return _encode(record) if "\\u" in text else text
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -310,17 +343,25 @@ def model_fingerprint(folder: Path) -> str:
 # --- finished work -------------------------------------------------------------------------------------------------
 
 
-class Run:
+class RunSettings:
     """Results in a folder: what they were made with, and the lock that keeps a second launch out.
 
-    `settings_path` holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
+    The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing.
+    ends the message of a refused start, which has written nothing. `modernize(stored, now)` gives settings of an
+    earlier version their present names.
     """
 
-    def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
-        self.settings_path, self.results, self.remedy = Path(settings_path), results, remedy
-        self.lock_path = self.settings_path.with_name(f".{self.settings_path.stem}.lock")
+    def __init__(
+        self,
+        settings_path: str | os.PathLike,
+        *,
+        results: Callable[[], Path | None],
+        remedy: str,
+        modernize: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
+    ):
+        self.path, self.results, self.remedy, self.modernize = Path(settings_path), results, remedy, modernize
+        self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
         """Keep other launches out from now on; ValueError as in `check`, with `overwrite` for another launch only."""
@@ -331,26 +372,26 @@ class Run:
     def check(self, settings: Mapping, *, overwrite: bool = False) -> None:
         """Raise ValueError if another launch is at work here, or if the results were made with other settings."""
         if is_locked(self.lock_path):
-            raise ValueError(LOCKED.format(self.settings_path))
+            raise ValueError(LOCKED.format(self.path))
         if overwrite or (found := self.results()) is None:
             return
-        if not self.settings_path.is_file():
-            raise ValueError(f"{found}: no {self.settings_path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.stored(), settings):
-            raise ValueError(f"{self.settings_path}: made with other settings ({'; '.join(different)}); {self.remedy}")
+        if not self.path.is_file():
+            raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
+        if different := differences(self.modernize(self.read(), settings), settings):
+            raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
-    def stored(self, name: str = "settings"):
+    def read(self, name: str = "settings"):
         """One entry of the settings file; ValueError if it has none."""
         try:
-            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
+            return json.loads(self.path.read_text(encoding="utf-8"))[name]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.settings_path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
+                f"{self.path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
             ) from None
 
     def write(self, settings: Mapping, **more) -> None:
         """Write the settings file."""
-        write_json(self.settings_path, {"settings": settings, **more})
+        write_json(self.path, {"settings": settings, **more})
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
@@ -364,7 +405,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Files as `Run` compares them."""
+    """Files as `RunSettings` compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 
@@ -574,6 +615,65 @@ def parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
     return text.lower() == "true"
+
+
+def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = (), **settings):
+    """A field of a dataclass that holds a program's flags; `names` are older names, `settings` go to add_argument.
+
+    Without a default the flag must be given.
+    """
+    metadata = {"help": help_line, "names": tuple(names), "settings": settings}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Declare the flags of a dataclass of `flag` fields; a list takes several values, a bool True or False."""
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        inner = [hint for hint in get_args(hints[each.name]) if hint is not type(None)]
+        several = list in (get_origin(hints[each.name]), *map(get_origin, inner))
+        plain = get_args(inner[0])[0] if inner and get_args(inner[0]) else inner[0] if inner else hints[each.name]
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        needed = default is dataclasses.MISSING
+        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
+        line = each.metadata["help"]
+        if not needed and default not in (None, []):
+            line += f" (default: {' '.join(map(str, default)) if several else default})"
+        names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
+        settings |= {"required": needed, "default": None if needed else default, "help": line.replace("%", "%%")}
+        parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
+
+
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
+    """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    add_flags(parser, kind)
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        parser.error(
+            "; ".join(unknown_flag(word, known) for word in unknown if word.startswith("-"))
+            or f"{unknown[0]!r} belongs to no flag"
+        )
+    return kind(**vars(values))
+
+
+def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
+    """What to say of a flag that does not exist, with the one that was probably meant."""
+    close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
+    return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def too_small(flags, **least: float) -> list[str]:
+    """One phrase for each of these flags that is set to less than its least value."""
+    values = {name: getattr(flags, name) for name in least}
+    return [
+        f"--{name} is {values[name]}; it must be at least {minimum}"
+        for name, minimum in least.items()
+        if values[name] is not None and not values[name] >= minimum
+    ]
 
 
 def run_program(main: Callable[[], T]) -> T:

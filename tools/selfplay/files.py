@@ -19,19 +19,17 @@ import re
 import time
 import uuid
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
 import utils
-from tools.games import taboo
-from tools.players.player import LENGTH
+from tools.games.game import Game
+from tools.selfplay.counts import GameCounts
+from tools.selfplay.options import modern_settings
 from utils import rank, world_size, write_json, write_records
 
 NAMED = 5  # missing words that a message names
-SUMMARY_COUNTS = ("messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens")
-SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 logger = logging.getLogger(__name__)
 
 
@@ -59,44 +57,6 @@ class Episode(TypedDict):
     outcome: str
     length: int  # messages up to the decisive one
     replies: list[ReplyRecord]
-
-
-class Summary:
-    """Outcomes and counts over games as they come."""
-
-    def __init__(self):
-        self.counts: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
-
-    def add(self, episode: Episode) -> None:
-        """Count one game."""
-        self.outcomes[episode["outcome"]] += 1
-        self.counts["length"] += episode["length"]
-        self.counts["messages"] += len(episode["history"])
-        for message, reply in zip(episode["history"], episode["replies"], strict=True):
-            self.counts["empty_replies"] += not message["content"]
-            self.counts["cut_off_replies"] += reply["finish_reason"] == LENGTH
-            self.counts["cut_prompts"] += reply["prompt_cut"]
-            self.counts["new_tokens"] += reply["tokens"]
-            if "prompt_tokens" in reply:
-                self.counts["server_prompt_tokens"] += reply["prompt_tokens"]
-                self.counts["server_new_tokens"] += reply["tokens"]
-
-    @property
-    def games(self) -> int:
-        return self.outcomes.total()
-
-    def as_dict(self) -> dict:
-        """What was counted; `mean_length` in messages up to the decisive one."""
-        decided = sum(self.outcomes[outcome] for outcome in taboo.WINNERS)
-        return {
-            "games": self.games,
-            "outcomes": {outcome: self.outcomes[outcome] for outcome in taboo.OUTCOMES},
-            "defender_share_of_decided": self.outcomes[taboo.DEFENDER_WINS] / decided if decided else None,
-            "mean_length": self.counts["length"] / self.games if self.games else None,
-            **{key: self.counts[key] for key in SUMMARY_COUNTS},
-            **{key: self.counts[key] for key in SERVER_COUNTS if key in self.counts},
-        }
 
 
 class FinishedGames:
@@ -148,12 +108,23 @@ class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
     def __init__(
-        self, output_dir: str | Path, stem: str, words: Sequence[str], flags: str = "--data_suffix or --output_dir"
+        self,
+        output_dir: str | Path,
+        stem: str,
+        words: Sequence[str],
+        game: Game,
+        flags: str = "--data_suffix or --output_dir",
+        made_of_results: Sequence[str] = (),
     ):
-        self.folder, self.stem, self.words = Path(output_dir), stem, words
+        self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
+        self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
         self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
-        remedy = f"use another {flags}, or --overwrite True to start anew"  # flags that tell runs apart
-        self.run = utils.Run(self.folder / f"{stem}_settings.json", results=self._bound, remedy=remedy)
+        self.settings = utils.RunSettings(
+            self.folder / f"{stem}_settings.json",
+            results=self._bound,
+            remedy=f"use another {flags}, or --overwrite True to start anew",  # flags that tell runs apart
+            modernize=modern_settings,
+        )
         self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
         self.shared = True  # whether all ranks of the launch are known to use this folder
         self.own_file: BinaryIO | None = None
@@ -177,18 +148,22 @@ class EpisodeFiles:
             if rank() != 0:
                 self._follow(first, settings, overwrite)
         self.own_file = _open_to_append(self.own_path)
-        return self.finished()
+        finished = self.finished()
+        if finished.missing(range(len(self.words))):
+            for path in self.made_of_results:  # of fewer games, or of those overwritten
+                path.unlink(missing_ok=True)
+        return finished
 
     def _begin(self, settings: dict, overwrite: bool) -> dict:
         """Claim the folder for all ranks of this launch; the settings, and a word to know the folder by."""
         for path in filter(utils.is_locked, self._rank_locks()):  # of ranks started by hand
             raise ValueError(utils.LOCKED.format(path))
-        self.run.claim(settings, overwrite=overwrite)
+        self.settings.claim(settings, overwrite=overwrite)
         utils.lock(_lock_of(self.own_path))
         if overwrite:
             self._delete()
         first = {"settings": settings, "launch": uuid.uuid4().hex}
-        self.run.write(**first)
+        self.settings.write(**first)
         return first
 
     def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
@@ -206,9 +181,9 @@ class EpisodeFiles:
 
     def _join(self, settings: dict) -> None:
         """Take this rank's file in a folder where ranks do not know of each other."""
-        self.run.check(settings)
+        self.settings.check(settings)
         utils.lock(_lock_of(self.own_path))
-        self.run.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
+        self.settings.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
 
     def append(self, episode: Episode) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -236,7 +211,7 @@ class EpisodeFiles:
         tokens = games.new_tokens - tokens_before
         if not tokens and (summary := self._merged()):
             return summary
-        counts = Summary()
+        counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
@@ -263,7 +238,7 @@ class EpisodeFiles:
         return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
 
     def _launch(self) -> str | None:
-        return self.run.stored("launch") if self.run.settings_path.is_file() else None
+        return self.settings.read("launch") if self.settings.path.is_file() else None
 
     def _bound(self) -> Path | None:
         """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
@@ -284,26 +259,8 @@ class EpisodeFiles:
         return [found[number] for number in sorted(found)]
 
     def _delete(self) -> None:
-        for path in (*self._rank_paths(), self.run.settings_path, self.results_path, self.summary_path):
+        for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
             path.unlink(missing_ok=True)
-
-
-def read_words(path: str | Path) -> list[str]:
-    """The words of a list, one a line; blank lines are passed over, repeated words kept.
-
-    Raises FileNotFoundError; ValueError for a list without words and for text that is not UTF-8.
-    """
-    words = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        try:
-            word = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
-        if word:
-            words.append(word)
-    if not words:
-        raise ValueError(f"{path}: no words; expected one a line")
-    return words
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
@@ -333,7 +290,7 @@ def _lock_of(rank_path: Path) -> Path:
     return rank_path.with_name(f".{rank_path.stem}.lock")
 
 
-def _counted(episodes: FinishedGames, summary: Summary) -> Iterator[dict]:
+def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[dict]:
     for episode in episodes:
-        summary.add(episode)
+        counts.add(episode)
         yield episode
