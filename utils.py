@@ -348,7 +348,7 @@ class RunSettings:
 
     The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing. `modernize(stored, now)` gives settings of an
+    ends the message of a refused start, which has written nothing. `upgrade(stored, now)` gives settings of an
     earlier version their present names.
     """
 
@@ -358,9 +358,9 @@ class RunSettings:
         *,
         results: Callable[[], Path | None],
         remedy: str,
-        modernize: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
+        upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
     ):
-        self.path, self.results, self.remedy, self.modernize = Path(settings_path), results, remedy, modernize
+        self.path, self.results, self.remedy, self.upgrade = Path(settings_path), results, remedy, upgrade
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
@@ -377,7 +377,7 @@ class RunSettings:
             return
         if not self.path.is_file():
             raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.modernize(self.read(), settings), settings):
+        if different := differences(self.upgrade(self.read(), settings), settings):
             raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):

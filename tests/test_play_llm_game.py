@@ -18,6 +18,7 @@ from conftest import ROOT
 
 import utils
 from tools import play_llm_game
+from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
 from tools.games import taboo
 from tools.players.player import Reply, ScriptedPlayer
@@ -609,7 +610,7 @@ class TestOneProcess:
         for game in results(tmp_path, "im_llama2_testing_all_words"):
             for place_in_game, message in enumerate(game["history"]):
                 prompt = taboo.play_prompt(game["history"][:place_in_game], game["target_word"], 2, templates)
-                (reply,) = sides[place_in_game % 2].generate([prompt])
+                (reply,) = BatchEngine(sides[place_in_game % 2], 1).generate([prompt])
                 assert message["content"] == reply.text.strip()
 
     def test_the_same_model_is_loaded_once(self, place, tiny_model, tmp_path, monkeypatch):

@@ -89,7 +89,8 @@ class Taboo(Game):
             plural = _plural(word)
             return word in text or (word not in plural and plural in text)
         unquoted = derivatives(word)[:4]  # in quotes, they stand alone too
-        return any(_stands_alone(text, start, form) for form in unquoted for start in _occurrences(text, form, 0, len(text)))
+        places = ((start, form) for form in unquoted for start in _occurrences(text, form, 0, len(text)))
+        return any(_stands_alone(text, start, form) for start, form in places)
 
 
 def derivatives(word: str) -> list[str]:

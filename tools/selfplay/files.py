@@ -123,7 +123,7 @@ class EpisodeFiles:
             self.folder / f"{stem}_settings.json",
             results=self._bound,
             remedy=f"use another {flags}, or --overwrite True to start anew",  # flags that tell runs apart
-            modernize=modern_settings,
+            upgrade=modern_settings,
         )
         self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
         self.shared = True  # whether all ranks of the launch are known to use this folder
