@@ -16,6 +16,7 @@ from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
+from tools.selfplay import rows as rows_room
 from tools.selfplay.rewards import Games, message_shares, paid_rows
 from tools.selfplay.rows import judge_files, read_records
 from utils import parse_flags, read_json_or_jsonl, run_program
@@ -489,13 +490,15 @@ def test_a_failed_run_leaves_the_rows_of_the_last_one(run, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 
-def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, caplog):
+def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, capsys, monkeypatch):
     _, printed = run("--outcomes", tmp_path / "outcomes.json", overwrite=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if "episodes" not in path.name}
     assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
-    with caplog.at_level("INFO"):
-        assert run("--outcomes", tmp_path / "outcomes.json", overwrite=False)[1] == printed
-    assert f"{tmp_path / 'rows.json'}: all is there" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_room, "judge_files", None)  # no episode is judged again
+        program.main()
+    again = capsys.readouterr()
+    assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err
     assert before == {path: path.stat().st_mtime_ns for path in before}
     (tmp_path / "rows.json").unlink()  # or never written, since a kill came first
     assert run(overwrite=False)[1] == printed
