@@ -24,7 +24,6 @@ from utils import (
     iter_records,
     log_skipped,
     open_text,
-    unlock,
     write_records,
 )
 
@@ -133,16 +132,13 @@ def make_rows(
         "input_data_path": files_setting(*inputs),
         "sft_data_path": files_setting(sft) if sft else None,
     }
-    made_with.claim(settings, overwrite=flags.overwrite)
-    try:
+    with made_with.claimed(settings, overwrite=flags.overwrite):
         if not flags.overwrite and all(map(os.path.exists, written)):
             logger.info("%s: all is there", output)
             return {name: made_with.read(name) for name in ("games", "rows", "weights")}
         files = RowFiles(inputs, sft, output, outcomes)
         prompt_fn = choose_prompt_fn(flags, game, templates, chat)
         return write_rows(flags, game, prompt_fn, chat, files, write_settings=partial(made_with.write, settings))
-    finally:
-        unlock(made_with.lock_path)
 
 
 class RowFiles(NamedTuple):
