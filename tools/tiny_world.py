@@ -27,7 +27,7 @@ from tools.selfplay.progress import describe
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny.reproduce import reproduce
-from utils import file_digest, iter_records, remember_settings, run_program, write_records
+from utils import RunSettings, files_setting, iter_records, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
 GAME, MAX_TURNS = Taboo(), 3
@@ -70,7 +70,13 @@ def build(args: argparse.Namespace) -> None:
     """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
     folder = Path(args.output_dir)
     flags = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
-    remember_settings(folder / "world.json", flags | {"texts_sha256": file_digest([LEXICON, TEMPLATES])})
+    made_with = flags | {"texts": files_setting(LEXICON, TEMPLATES)}
+    data = folder / "data"
+    settings = RunSettings(
+        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+    )
+    settings.claim(made_with)
+    settings.write(made_with)
     if not (folder / "data" / "imitation.json").is_file():
         write_data(folder, args)
     if not (folder / "base" / "train_results.json").is_file():
