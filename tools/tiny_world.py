@@ -69,10 +69,12 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 def build(args: argparse.Namespace) -> None:
     """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
     folder = Path(args.output_dir)
-    path, rows = folder / "world.json", folder / "data" / "imitation.json"
-    made_with = RunSettings(path, results=lambda: path if path.is_file() else None, remedy="use another --output_dir")
+    data, rows = folder / "data", folder / "data" / "imitation.json"
     settings = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
     settings["texts"] = files_setting(LEXICON, TEMPLATES)
+    made_with = RunSettings(
+        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+    )
     with made_with.claimed(settings):
         if rows.is_file() and (folder / "base" / "train_results.json").is_file():
             print(f"{folder}: all is there")
