@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT
 
 from tools import evaluate_games, play_llm_game
+from tools.games import load_game
 from tools.players.human import HumanQuit, read_line
 from utils import read_json_or_jsonl, run_program
 
@@ -144,7 +145,7 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.wait_for("the target word was `piano` ---")
     assert "game 2: you are the defender" in screen.wait_for("you, defender> ")
     screen.type("It is a violin, I think.\n")
-    screen.wait_for("--- attacker wins - you lose, after 2 messages (the guess was wrong); ")
+    screen.wait_for("--- attacker wins - you lose, after 2 messages (the defender said the target word or a form")
     screen.wait_for("the target word was `violin` ---")
     status, error = screen.finish()
     assert status == 0, error
@@ -187,7 +188,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
 def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
     from tools.players.human import HumanPlayer
 
-    player = HumanPlayer()
+    player = HumanPlayer(load_game())
     player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
     assert capsys.readouterr().out == "attacker: clear \ufffd[2J\nthe screen, \u00e9\n"
 
