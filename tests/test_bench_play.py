@@ -28,6 +28,8 @@ def bench(flags: dict) -> tuple[str, dict]:
         words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr("sys.argv", ["play", *words])
+        patch.setattr(play_mode, "CALIBRATION_TOKENS", 2)  # replies are forced
+        patch.setenv("OMP_NUM_THREADS", "1")
         bench_play.main()
     with open(flags["output"]) as file:
         return printed.getvalue(), json.load(file)

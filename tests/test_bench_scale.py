@@ -42,6 +42,6 @@ def test_the_peak_is_that_of_the_program_alone():
 
 
 def test_a_program_that_fails_is_an_error(tmp_path, capfd):
-    with pytest.raises(ValueError, match="tools.report ended with status 2; its messages stand above"):
-        bench_scale.measure("-m", "tools.report", "--episodes", tmp_path / "none.json", "--output", tmp_path / "page")
+    with pytest.raises(ValueError, match="json.tool ended with status 2; its messages stand above"):
+        bench_scale.measure("-m", "json.tool", tmp_path / "none.json")
     assert "none.json" in capfd.readouterr().err

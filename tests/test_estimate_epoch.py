@@ -43,7 +43,7 @@ def test_every_model_and_card_has_a_row_and_bad_flags_are_named(capsys, monkeypa
     monkeypatch.setattr("sys.argv", ["estimate_epoch", "--gpus", "8"])
     estimate_epoch.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + len(MODELS) * len(GPUS)
+    assert len(rows) == 2 + len(MODELS) * len(GPUS)
     monkeypatch.setattr("sys.argv", ["estimate_epoch", "--gpus", "0"])
     with pytest.raises(ValueError, match="--gpus must be above 0, got 0"):
         estimate_epoch.main()

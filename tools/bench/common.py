@@ -189,9 +189,9 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _least_seconds(device: torch.device, work: Callable) -> float:
-    """The shortest of at least 3 calls and a third of a second."""
+    """The shortest of at least 3 calls and a tenth of a second."""
     seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < 1 / 3:
+    while len(seconds) < 3 or sum(seconds) < 0.1:
         start = now(device)
         work()
         seconds.append(now(device) - start)

@@ -25,6 +25,7 @@ from trainers import peak_memory_gib
 
 CONTINUOUS = "continuous"
 CONTINUOUS_BLOCKS, CONTINUOUS_TOKENS = 256, 512  # on a CPU, where transformers' own choice takes many GiB
+CALIBRATION_TOKENS = 64  # of each of the replies by which the weight of the end token is found
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -78,7 +79,7 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
             do_sample=True,
             temperature=temperature,
             top_k=top_k,
-            max_new_tokens=64,
+            max_new_tokens=CALIBRATION_TOKENS,
         )
         states.append(model.model(replies).last_hidden_state[:, len(prompt) :].flatten(0, 1))
         text = tokenizer.decode(replies[0, len(prompt) :])
@@ -165,6 +166,7 @@ def measure(folder: str, flags: list[str], games: int, seed: int, continuous: bo
     if continuous:
         engine.manager.stop(block=True)
     del model, engine, attacker, defender, seats
-    gc.collect()
-    torch.cuda.empty_cache()  # room to measure with
+    if device.type == "cuda":  # room to measure with
+        gc.collect()
+        torch.cuda.empty_cache()
     return noted | {"matmul_rate": matmul_rate(device, dtype), "bandwidth": bandwidth(device)}
