@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -53,11 +54,22 @@ def test_the_collator_pads_ids_labels_and_mask_on_the_right(tokenizer):
     assert "ref_logprobs" not in batch
 
 
-def test_reference_logprobs_and_roles_reach_the_batch(tokenizer):
+def test_reference_logprobs_reach_the_batch(tokenizer):
     row = {"query": "q", "target": "t", "role": "defender", "ref_logprob": -1.5}
     batch = SPAGCollator(tokenizer)([encode_example(row, tokenizer)] * 2)
     assert batch["ref_logprobs"].tolist() == [-1.5, -1.5]
-    assert batch["roles"].tolist() == [dataloaders.ROLES["defender"]] * 2
+
+
+def test_roles_of_game_rows_are_numbered_in_the_order_of_their_names(tokenizer, tmp_path):
+    rows = [{"query": "q", "target": "t", "role": role} for role in ("seller", "buyer", "")]
+    rows.append({"query": "q", "target": "t", "role": "teacher", "type": "sft"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = RowDataset(*encode_rows(load_rows([str(path)], str(tmp_path)), tokenizer))
+    assert dataset.role_names == ["buyer", "seller"]
+    assert SPAGCollator(tokenizer)(dataset.__getitems__([0, 1, 2, 3]))["roles"].tolist() == [2, 1, 0, 0]
+    dataset.number_roles(["answerer", "buyer", "seller"])  # as train.py does with those of evaluation rows
+    assert [dataset[index]["role"] for index in range(4)] == [3, 2, 0, 0]
 
 
 def test_an_empty_batch_is_an_error(tokenizer):
@@ -128,6 +140,13 @@ def test_two_processes_encode_the_same_rows_in_the_same_order(tmp_path, tokenize
     encoded, counts = encode_rows(rows, tokenizer, processes=2)
     assert counts.rows == 50
     assert [tokenizer.decode(row["input_ids"]) for row in encoded] == [f"<s>{i}t</s>" for i in range(50)]
+
+
+def test_few_rows_are_encoded_without_another_process(tmp_path, tokenizer, monkeypatch):
+    rows = load_rows([write_rows(tmp_path / "a.json", ROWS, lines=False)], cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "fork", None)
+    encoded, _ = encode_rows(rows, tokenizer, processes=8)
+    assert len(encoded) == 3
 
 
 def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenizer, monkeypatch):

@@ -27,7 +27,7 @@ from tools.reasoning.table import (
     mean_difference,
     read_score,
 )
-from utils import run_program
+from utils import NamedPath, run_program
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -136,7 +136,7 @@ def test_results_of_other_settings_are_refused(evaluated, call, capsys, changes,
     with pytest.raises(SystemExit):
         call(*flags, *changes)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert str(folder / "base" / "parity.json") in error and f"other settings ({named})" in error
+    assert str(folder / "base" / "parity.json") in error and f"other settings ({named}: " in error
 
 
 def test_another_model_or_another_task_file_under_the_same_name_is_refused(evaluated, tmp_path, call, capsys):
@@ -146,11 +146,11 @@ def test_another_model_or_another_task_file_under_the_same_name_is_refused(evalu
     ]
     with pytest.raises(SystemExit):
         call(*swapped)
-    assert "other settings (model)" in capsys.readouterr().err
+    assert "other settings (model: " in capsys.readouterr().err
     (tmp_path / "parity.yaml").write_text(GROUP + "metadata: {version: 2}\n")
     with pytest.raises(SystemExit):
         call(*flags, "--include_path", str(tmp_path))
-    assert "other settings (own_tasks)" in capsys.readouterr().err
+    assert "other settings (own_tasks: " in capsys.readouterr().err
 
 
 # --- around it -----------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
 
 def test_jobs_are_dealt_to_the_devices_that_are_free(tmp_path):
     job = reasoning_jobs.Job
-    jobs = [job(evaluate_reasoning.Named(str(n), ""), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
+    jobs = [job(NamedPath(str(n), ""), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
     both, seen = threading.Barrier(2, timeout=10), []
 
     def run(job, device):

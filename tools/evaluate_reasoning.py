@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tools.evaluate_games import Named, named_player
 from tools.reasoning.jobs import Job, gpus, make_jobs, run_job, run_jobs, unfinished
 from tools.reasoning.table import (
     BENCHMARKS,
@@ -29,6 +28,9 @@ from tools.reasoning.table import (
     write_radar,
 )
 from utils import (
+    NamedPath,
+    lock,
+    named_path,
     parse_bool,
     replacing,
     run_program,
@@ -38,6 +40,7 @@ from utils import (
 )
 
 HARNESS, HARNESS_VERSION = "lm-eval", "0.4.13"
+LOCK = ".evaluate_reasoning.lock"
 RESULT_FILES = ("results.json", "table.md", "radar.svg")
 OWN_METRIC = "acc"  # of tasks that are none of the eight
 logger = logging.getLogger(__name__)
@@ -68,7 +71,9 @@ def write_results(args: argparse.Namespace, jobs: Sequence[Job]) -> str:
         "dtype": args.dtype,
         "limit": args.limit,
         "against": args.against or args.models[0].name,
-        "models": {job.model.name: {"path": job.model.path, "sha256": job.settings["model"]} for job in jobs},
+        "models": {
+            job.model.name: {"path": job.model.path, "sha256": job.settings["model"]["sha256"]} for job in jobs
+        },
         "benchmarks": [benchmark._asdict() for benchmark in args.tasks],
     }
     rows = result_rows(table, settings["against"])
@@ -95,12 +100,12 @@ def benchmark_of(text: str) -> Benchmark:
     return found._replace(shots=int(shots)) if colon else found
 
 
-def metric_of(text: str) -> Named:
+def metric_of(text: str) -> NamedPath:
     """The `type` of --metrics."""
     name, equals, metric = text.partition("=")
     if not (name and equals and metric):
         raise argparse.ArgumentTypeError(f"expected NAME=METRIC, got {text!r}")
-    return Named(name, metric)
+    return NamedPath(name, metric)
 
 
 def batch_size_of(text: str) -> int | str:
@@ -117,7 +122,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", required=True, type=named_player, metavar="NAME=MODEL", help="folders or hub names")
+    add("--models", nargs="+", required=True, type=named_path, metavar="NAME=MODEL", help="folders or hub names")
     add("--against", metavar="NAME", help="the model that differences are from; unset: the first one")
     shots = " ".join(f"{benchmark.name}:{benchmark.shots}" for benchmark in BENCHMARKS)
     add(
@@ -197,7 +202,9 @@ def main() -> None:
     set_up_logging()
     check_args(args)
     jobs = make_jobs(args)
-    to_run = unfinished(jobs, overwrite=args.overwrite)
+    if unfinished(jobs, overwrite=args.overwrite):
+        lock(Path(args.output_dir) / LOCK)
+    to_run = unfinished(jobs, overwrite=args.overwrite)  # another launch may have ended in between
     logger.info("%d of %d results are there", len(jobs) - len(to_run), len(jobs))
     if to_run:
         for name in RESULT_FILES:  # of other results than those to come

@@ -17,18 +17,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tools.games import taboo
+from tools.games.prompts import load_templates, play_prompt
+from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH
+from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.progress import describe
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny.reproduce import reproduce
-from utils import file_digest, iter_records, remember_settings, run_program, write_records
+from utils import RunSettings, files_setting, iter_records, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
-MAX_TURNS = 3
+GAME, MAX_TURNS = Taboo(), 3
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
@@ -37,15 +39,15 @@ MAX_TURNS = 3
 def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
     """Complete games of the scripted players, so many for each word."""
     episodes: list[Episode] = []
-    attacker, defender = (player(lexicon, Skill(), rng) for player in (LexiconAttacker, LexiconDefender))
+    players = {ATTACKER: LexiconAttacker(lexicon, Skill(), rng), DEFENDER: LexiconDefender(lexicon, Skill(), rng)}
     games = play_games(
+        GAME,
         enumerate(lexicon.words * rounds),
-        attacker,
-        defender,
+        players,
+        max_turns=MAX_TURNS,
+        templates=load_templates(TEMPLATES, GAME),
         concurrent_games=1,
         on_episode=episodes.append,
-        max_turns=MAX_TURNS,
-        templates=taboo.load_templates(TEMPLATES),
     )
     asyncio.run(games)
     return episodes
@@ -53,12 +55,12 @@ def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list
 
 def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
     """All texts of the world, for its tokenizer."""
-    templates = taboo.load_templates(TEMPLATES)
+    templates = load_templates(TEMPLATES, GAME)
     for row in rows:
         yield row["query"] + row["target"]
     for episode in episodes:
         for end in range(len(episode["history"]) + 1):
-            yield taboo.play_prompt(episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+            yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
 
 
 # --- building the world --------------------------------------------------------------------------------------------
@@ -67,11 +69,19 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 def build(args: argparse.Namespace) -> None:
     """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
     folder = Path(args.output_dir)
-    flags = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
-    remember_settings(folder / "world.json", flags | {"texts_sha256": file_digest([LEXICON, TEMPLATES])})
-    if not (folder / "data" / "imitation.json").is_file():
-        write_data(folder, args)
-    if not (folder / "base" / "train_results.json").is_file():
+    data, rows = folder / "data", folder / "data" / "imitation.json"
+    settings = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
+    settings["texts"] = files_setting(LEXICON, TEMPLATES)
+    made_with = RunSettings(
+        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+    )
+    with made_with.claimed(settings):
+        if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+            print(f"{folder}: all is there")
+            return
+        made_with.write(settings)
+        if not rows.is_file():
+            write_data(folder, args)
         pretrain(folder, args)
 
 
@@ -113,7 +123,7 @@ def pretrain(folder: Path, args: argparse.Namespace) -> None:
         "--max_length", 128, "--seed", args.seed, "--per_device_train_batch_size", 64,
         "--learning_rate", args.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
         "--num_train_epochs", args.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
-        "--overwrite_output_dir", "True", "--cache_dir", folder / "cache")  # fmt: skip
+        "--cache_dir", folder / "cache")  # fmt: skip
 
 
 # --- showing what came of it ---------------------------------------------------------------------------------------
@@ -143,9 +153,8 @@ def points_line(path: Path) -> str:
     player = path.parts[-3]
     chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
     cells = []
-    for key in ((ALL, BOTH), (ALL, taboo.ATTACKER), (ALL, taboo.DEFENDER), ("held_out", BOTH)):
-        low, high = chosen[key]["points_interval"]
-        cells.append(f"{chosen[key]['points']:.3f} [{low:.3f}, {high:.3f}]")
+    for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH)):
+        cells.append(with_interval(chosen[key]["points"], chosen[key]["points_interval"]))
     return f"{player:8} {chosen[ALL, BOTH]['games']:6}   " + " ".join(f"{cell:20}" for cell in cells)
 
 
@@ -154,7 +163,7 @@ def one_of_each(path: Path) -> list[Episode]:
     found: dict[str, Episode] = {}
     for _, episode in iter_records(path):
         found.setdefault(episode["outcome"], episode)
-    return [found[outcome] for outcome in (*taboo.WINNERS, taboo.TIED) if outcome in found]
+    return [found[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in found]
 
 
 def run(*command) -> None:

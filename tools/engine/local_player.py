@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from tools.engine.model import Counts
-from tools.players.player import GameView, Reply
+from tools.games.chat import ChatTemplate
+from tools.players.player import Reply, Turn
 
 # Engines always run in the same thread. OpenMP keeps helper threads for every thread that computes; if they outnumber
 # the cores, they sleep between tasks, which made play a quarter slower on a CPU.
@@ -86,9 +87,9 @@ class Batcher:
 class LocalPlayer:
     """Plays with a model in this process; the players of a process share one batcher, and with it the device."""
 
-    def __init__(self, engine: Engine, batcher: Batcher):
-        self.engine, self.batcher = engine, batcher
+    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None):
+        self.engine, self.batcher, self.chat = engine, batcher, chat
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
-        return await self.batcher.submit(self.engine, prompt, game=view.game)
+        return await self.batcher.submit(self.engine, turn.prompt(self.chat), game=turn.index)

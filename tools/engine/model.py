@@ -14,24 +14,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from tools.players.player import LENGTH, STOP, Reply
+from tools.players.player import LENGTH, STOP, Reply, Sampling
 from utils import TOKENIZER_FILES, rank, warn_once
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How replies are sampled; lengths in tokens."""
-
-    max_length: int = 2048  # of prompt and reply together: prompts are cut to max_length - max_new_tokens
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    do_sample: bool = True  # False: greedy; the three below are then unused
-    temperature: float = 1.2
-    top_k: int = 50
-    top_p: float = 1.0
 
 
 @dataclass

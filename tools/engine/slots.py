@@ -24,8 +24,8 @@ from transformers.generation import (
 )
 
 from tools.engine.attention import ATTENTION, BlockManager, Chunk, LayerCache, PrefixStep, Step, plan_step
-from tools.engine.model import Counts, LocalModel, Sampling
-from tools.players.player import Reply
+from tools.engine.model import Counts, LocalModel
+from tools.players.player import Reply, Sampling
 from utils import warn_once
 
 PREFILL_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations

@@ -6,29 +6,27 @@ No torch.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.games import taboo
 from tools.matches.stats import (
     ALL,
     BOTH,
-    CONFIDENCE,
     Match,
     MatchCounts,
     clustered_standard_error,
     count_matches,
     result_rows,
-    summarise,
     t_quantile,
 )
+from tools.matches.text import with_interval
 from utils import iter_records, replacing, write_json
 
-IMITATION = "imitation"
-FIRST_GAMES = "epoch1_episodes"  # of the imitation model, shared by all arms of a seed
-PREFIX = "self"
-RESULTS, SUMMARY = (f"{PREFIX}_sampling_words_{part}.json" for part in ("results", "summary"))
-MAIN_ARMS, CONTROL_ARMS = ("released", "detached"), ("coin", "sft")
+IMITATION, RELEASED, SFT_ONLY = "imitation", "released", "sft"
+FIRST_GAMES = f"{RELEASED}/epoch1/episodes"  # of the imitation model, shared by all arms of a seed
+MAIN_ARMS, CONTROL_ARMS = (RELEASED, "detached"), ("coin", SFT_ONLY)
+OUTCOMES = [outcome.name for outcome in taboo.Taboo.outcomes]
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,23 @@ class Arm:
 
     name: str
     title: str
-    rows: str | None = None  # a control of tiny_controls.CONTROLS, or sft; None: the rows of tools/assign_rewards.py
-    flags: tuple[str, ...] = ()  # of train.py
+    settings: Mapping[str, object] = field(default_factory=dict)  # of tools/run_spag.sh
     every_epoch: bool = False  # whether the models of all epochs are evaluated, not only the last
+
+
+def read_matches(output_dir: Path, arms: Sequence[Arm], seeds: int) -> Iterator[dict]:
+    """The games of all matches; the model of an epoch is called by its arm and number, as released1."""
+    for seed in range(seeds):
+        for arm in arms:
+            for path in sorted((output_dir / f"seed{seed}" / arm.name).glob("epoch*/eval/games_results.json")):
+                for _, episode in iter_records(path):
+                    players = {role: episode[role].replace("epoch", arm.name) for role in taboo.Taboo.roles}
+                    yield episode | players
 
 
 def write_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: int) -> str:
     """Write table.json and table.md; returns the text."""
-    files = (output_dir / f"seed{seed}" / arm.name for seed in range(seeds) for arm in arms)
-    files = [file for folder in files for file in sorted(folder.glob("epoch*/eval/games_results.json"))]
-    counts = count_matches(episode for path in files for _, episode in iter_records(path))
+    counts = count_matches(read_matches(output_dir, arms, seeds), taboo.Taboo())
     rows = [row for row in result_rows(counts) if row["opponent"] == IMITATION]
     differences = list(control_differences(counts, epochs))
     lines = [
@@ -73,7 +78,7 @@ def match_table(rows: Sequence[dict], alone: dict, arms: Sequence[Arm], epochs: 
         "| clean games | own breaches as attacker | ties |"
     )
     yield "|---" * 11 + "|"
-    roles = " | ".join(f"{alone[role]:.3f}" for role in taboo.ROLES)
+    roles = " | ".join(f"{alone[role]:.3f}" for role in taboo.Taboo.roles)
     yield f"| imitation against itself | - | 0.500 | | {roles} | | | | {alone['breaches']:.3f} | {alone['ties']:.3f} |"
     chosen = {(row["player"], row["words"], row["role"], row["seed"]): row for row in rows}
     for arm in arms:
@@ -90,28 +95,27 @@ def match_line(chosen: Mapping[tuple, dict], arm: Arm, epoch: int) -> str:
     cells = [
         arm.title,
         str(epoch),
-        with_interval(whole),
+        points_cell(whole),
         ", ".join(f"{row['points']:.3f}" for row in by_seed),
-        *(with_interval(chosen[player, ALL, role, None]) for role in taboo.ROLES),
-        *(with_interval(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
-        with_interval(whole["clean"]),
+        *(points_cell(chosen[player, ALL, role, None]) for role in taboo.Taboo.roles),
+        *(points_cell(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
+        points_cell(whole["clean"]),
         f"{attacking['rates']['breach']['share']:.3f}",
         f"{whole['rates']['tie']['share']:.3f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def with_interval(row: Mapping) -> str:
+def points_cell(row: Mapping) -> str:
     """Points and their 95% interval."""
-    low, high = row["points_interval"]
-    return f"{row['points']:.3f} [{low:.3f}, {high:.3f}]"
+    return with_interval(row["points"], row["points_interval"])
 
 
 def imitation_points(output_dir: Path, seeds: int) -> dict[str, float]:
     """What either role gets when the imitation model plays itself, with its shares of breaches and ties."""
     summaries = [read_summary(output_dir / f"seed{seed}" / FIRST_GAMES) for seed in range(seeds)]
     games = sum(summary["games"] for summary in summaries)
-    shares = {key: sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES}
+    shares = {key: sum(summary["outcomes"][key] for summary in summaries) / games for key in OUTCOMES}
     attacker = shares[taboo.ATTACKER_WINS] + shares[taboo.TIED] / 2
     points = {taboo.ATTACKER: attacker, taboo.DEFENDER: 1 - attacker}
     return points | {"breaches": shares[taboo.ATTACKER_BREAKS], "ties": shares[taboo.TIED]}
@@ -128,7 +132,7 @@ def control_differences(counts: Mapping[Match, MatchCounts], epochs: int) -> Ite
             sizes = [games for _, games in ours.values()]
             totals = [points - theirs[word][0] for word, (points, _) in ours.items()]
             mean = sum(totals) / sum(sizes)
-            half = t_quantile((1 + CONFIDENCE) / 2, len(sizes) - 1) * clustered_standard_error(sizes, totals)
+            half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
             yield {"arm": name, "control": control, "difference": mean, "interval": [mean - half, mean + half]}
 
 
@@ -136,14 +140,11 @@ def points_by_word(counts: Mapping[Match, MatchCounts], player: str) -> dict[str
     """By target word, a player's points and games over all lists, seeds and both roles."""
     points, games = defaultdict(float), defaultdict(int)
     for match, counted in counts.items():
-        for name, role in ((match.attacker, taboo.ATTACKER), (match.defender, taboo.DEFENDER)):
+        for name, role in zip((match.first, match.second), counted.game.roles, strict=True):
             if name == player:
-                for word, outcomes in counted.outcomes.items():
-                    one = MatchCounts()
-                    one.outcomes[word] = outcomes
-                    row = summarise([(one, role)])
-                    points[word] += row["wins"] + row["ties"] / 2
-                    games[word] += row["games"]
+                for word, sums in counted.words[role].items():
+                    points[word] += sums["points"]
+                    games[word] += sums["games"]
     return {word: (points[word], games[word]) for word in points}
 
 
@@ -152,8 +153,8 @@ def difference_table(differences: Iterable[dict], titles: Mapping[str, str]) -> 
     yield "| points after the last epoch | minus | difference |"
     yield "|---" * 3 + "|"
     for row in differences:
-        low, high = row["interval"]
-        cells = (titles[row["arm"]], titles[row["control"]], f"{row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]")
+        difference = with_interval(row["difference"], row["interval"], "+.3f")
+        cells = (titles[row["arm"]], titles[row["control"]], difference)
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -169,7 +170,7 @@ def self_play_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: i
             place = f"{arm.name}/epoch{epoch + 1}/episodes" if epoch else FIRST_GAMES
             summaries = [read_summary(output_dir / f"seed{seed}" / place) for seed in range(seeds)]
             games = sum(summary["games"] for summary in summaries)
-            shares = [sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES]
+            shares = [sum(summary["outcomes"][key] for summary in summaries) / games for key in OUTCOMES]
             messages = sum(summary["messages"] for summary in summaries)
             shares.append(sum(summary["empty_replies"] for summary in summaries) / messages)
             length = sum(summary["mean_length"] * summary["games"] for summary in summaries) / games
@@ -179,4 +180,4 @@ def self_play_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: i
 
 def read_summary(folder: Path) -> dict:
     """The summary of the games in a folder."""
-    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    return json.loads(next(folder.glob("*_summary.json")).read_text(encoding="utf-8"))
