@@ -71,7 +71,7 @@ def _start_server() -> str:
             start_new_session=True,
         )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.kill)
+    atexit.register(server.communicate)  # closes its stdin
     return path
 
 
@@ -114,15 +114,16 @@ def serve(listener: socket.socket, path: str) -> list[str]:
     logging.disable(logging.NOTSET)
     gc.freeze()
     sys.executable = path
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # keepers that have ended
+                pass
         if 0 in ready:  # pytest has ended
             os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return keep(connection)
         connection.close()
 

@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 from conftest import ROOT
+from forks import python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import play_llm_game
@@ -25,7 +25,7 @@ TINY += ["--forced_tokens", "4", "--mean_tokens", "6", "--most_tokens", "20"]
 
 def bench(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "tools.bench.play", *TINY, *flags],
+        [python(), *launcher, "-m", "tools.bench.play", *TINY, *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

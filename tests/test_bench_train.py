@@ -4,10 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 MODULE = ["-m", "tools.bench.train", "--preset", "tiny", "--use_cpu", "True"]
 TINY = ["--query_tokens", "30", "--target_tokens", "6", "--length_spread", "0.5", "--learning_rate", "1e-3"]
@@ -16,7 +16,7 @@ STEPS = ["--steps", "3", "--warmup_steps", "1"]
 
 def bench(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *launcher, *MODULE, *TINY, *STEPS, *flags],
+        [python(), *launcher, *MODULE, *TINY, *STEPS, *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

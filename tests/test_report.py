@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools import report
 from tools.games import taboo
@@ -128,7 +129,7 @@ def points(chart: dict) -> dict[str, list]:
 
 def run_report(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "tools.report", *map(str, arguments)],
+        [python(), "-m", "tools.report", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
