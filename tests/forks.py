@@ -7,20 +7,22 @@ hundred starts in the tests; that was most of their time. Write `python()` where
     subprocess.Popen([python(), "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"])
 
 It is a stand-in of 30 ms. It asks a server, one for each process of pytest, which has imported everything heavy and
-computed nothing, to fork. The fork gets the arguments, folder, environment and files 0 to 2 of the stand-in, which
+computed nothing, to fork. The fork gets the arguments, folder, environment and open files of the stand-in, which
 hands SIGINT, SIGTERM and SIGHUP on to it and ends as it ends. A stand-in that is killed takes the fork with it, a few
 milliseconds later; sent KILL, it has the program killed by SIGKILL and ends only after it. What the program starts by
 `sys.executable` is forked too, the ranks of torchrun as well.
 
 A fork is not all that a start is. `psutil`, process groups and PR_SET_PDEATHSIG know the stand-in, not the program;
-files above 2, limits and priorities are not handed on; sets of strings have the same order in all forks. The real
-Python takes over where something is to be told before imports (HF_..., TRANSFORMERS_..., PYTHON... other than in the
-server), in other folders than the project's, for other flags than -m, -c and -u, and on systems other than Linux.
-Use `sys.executable` where the start itself is tested, or who dies with whom.
+limits and priorities are not handed on; modules are not torn down at the end; sets of strings have the same order in
+all forks. The real Python takes over where something is to be told before imports (HF_..., TRANSFORMERS_...,
+PYTHON... other than in the server), in other folders than the project's, for other flags than -m, -c and -u, and on
+systems other than Linux. Use `sys.executable` where the start itself is tested, or who dies with whom.
 """
 
 import array
+import atexit
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -32,11 +34,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENVIRONMENT = dict(os.environ)  # before any test has changed it
 KILL = signal.SIGUSR1
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, KILL)
-READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "PYTHON")
+READ_AT_IMPORT, TOLD = ("HF_", "TRANSFORMERS_", "PYTHON"), ("PYTHON", "PYTHONPATH")
 HEAVY = """numpy datasets accelerate deepspeed peft torch.distributed.run transformers.trainer torch.utils.tensorboard
 transformers.models.llama.modeling_llama train tools.play_llm_game tools.evaluate_games tools.assign_rewards
 tools.report tools.prepare_data tools.tiny_world""".split()
-LIMIT = 1 << 17  # bytes of a message
+LIMIT, MOST_FILES = 1 << 17, 100  # bytes and open files of a message
 _path = None
 
 
@@ -49,7 +51,6 @@ def python() -> str:
 
 
 def _start_server() -> str:
-    import atexit
     import shutil
     import subprocess
     import tempfile
@@ -81,11 +82,13 @@ def _start_server() -> str:
 def stand_in(address: str, arguments: list[str]) -> None:
     """Have a fork run the program, and end as it ends."""
     ignored = [number for number in HANDED_ON if signal.getsignal(number) == signal.SIG_IGN]
-    request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "ignored": ignored}
+    files = [number for number in map(int, os.listdir("/proc/self/fd")) if is_open(number)]
+    request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
+    request |= {"ignored": ignored, "files": files}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
-    files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))
-    connection.sendmsg([json.dumps(request).encode()], [files])
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+    connection.sendmsg([json.dumps(request).encode()], [rights])
     caught = set(HANDED_ON) - set(ignored)
     for number in caught:
         signal.signal(number, lambda number, _: connection.send(bytes([number])))
@@ -97,6 +100,12 @@ def stand_in(address: str, arguments: list[str]) -> None:
     if status < 0:
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def is_open(file: int) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.fstat(file))
+    return False  # what listed them is closed
 
 
 # --- the server ----------------------------------------------------------------------------------------------------
@@ -130,7 +139,7 @@ def serve(listener: socket.socket, path: str) -> list[str]:
 
 def keep(connection: socket.socket) -> list[str]:
     """Fork the program, hand signals on, and tell how it ended. Returns in the program."""
-    message, files, _, _ = socket.recv_fds(connection, LIMIT, 3)
+    message, files, _, _ = socket.recv_fds(connection, LIMIT, MOST_FILES)
     request = json.loads(message)
     if not can_run(request):
         connection.send(b"null")
@@ -159,7 +168,7 @@ def can_run(request: dict) -> bool:
     """Whether a fork is what a new process would be."""
     how, environment = (request["arguments"] or ["-"])[0], request["environment"]
     read = [
-        {name: value for name, value in each.items() if name.startswith(READ_AT_IMPORT) and name != "PYTHONPATH"}
+        {name: value for name, value in each.items() if name.startswith(READ_AT_IMPORT) and name not in TOLD}
         for each in (environment, os.environ)
     ]
     places = {os.path.abspath(place) for place in environment.get("PYTHONPATH", ROOT).split(":")}
@@ -173,8 +182,10 @@ def become(request: dict, files: list[int]) -> list[str]:
     import torch
 
     os.setsid()
-    for number, file in enumerate(files):
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 500) for file in files]  # out of the way of their numbers
+    for number, file in zip(request["files"], moved, strict=True):
         os.dup2(file, number)
+    for file in (*set(files) - set(request["files"]), *moved):
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -208,8 +219,25 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(how, run_name="__main__")
 
 
+def end() -> None:
+    """Called after all other functions of atexit: freeing what was imported would take Python 0.4 s."""
+    if status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        run(serve(socket.socket(fileno=int(sys.argv[3])), sys.argv[2]))
+        status = None
+        atexit.register(end)
+        arguments = serve(socket.socket(fileno=int(sys.argv[3])), sys.argv[2])
+        try:
+            run(arguments)
+            status = 0
+        except SystemExit as ended:
+            if ended.code is None or isinstance(ended.code, int):
+                status = (ended.code or 0) & 0xFF
+            raise
     else:
         stand_in(sys.argv[1], sys.argv[2:])

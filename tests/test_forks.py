@@ -38,6 +38,14 @@ def test_a_program_gets_all_that_it_is_given_and_hands_back_its_status():
     assert real == (status, out.replace("true", "false"), err)
 
 
+def test_files_that_are_open_stay_open(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        os.dup2(file.fileno(), 19)
+        forked, real = both("-c", "import os; os.write(19, b'line ')", pass_fds=[19])
+        os.close(19)
+    assert (forked, real) == ((0, "", ""),) * 2 and (tmp_path / "file").read_text() == "line line "
+
+
 @pytest.mark.parametrize("how", [["-m", "tools.report"], ["-u", "-m", "tools.report"], ["tools/report.py"]])
 def test_the_projects_programs_run_by_module_and_by_path(how):
     forked, real = both(*how, "--help", env=os.environ | {"PYTHONPATH": "."})

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
+from forks import python
 from safetensors.torch import load_file
 
 import arguments
@@ -181,7 +182,7 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     for name in ("imitation_data", "sft_data"):  # more steps to be killed in
         rows = json.loads(settings[name].read_text())
         settings[name].write_text(json.dumps(3 * rows))
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHON": python(), "OMP_NUM_THREADS": "1"}
     played, matched = "epoch1/episodes/imitation_sampling_words_rank0.jsonl", "epoch1/eval/games_rank0.jsonl"
     signs = ("imitation/model/checkpoint-*/complete.json", played, "logs/epoch1_rewards.log")
     for sign in (*signs, "epoch1/model/checkpoint-*/complete.json", matched, None):
@@ -218,9 +219,9 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     assert json.loads((output / "settings.json").read_text())["GAMES_PER_WORD"] == "6"
 
     # Imitation again in one go, by the command of its first start: play draws its games in another order after a kill.
-    command = starts["imitation"][0].splitlines()[0].split(f"{sys.executable} ")[1]
+    command = starts["imitation"][0].splitlines()[0].split(f"{python()} ")[1]
     command = command.replace(f"{output}/imitation", f"{output}/uninterrupted")
-    subprocess.run([sys.executable, *command.split()], env=environment, check=True, capture_output=True)
+    subprocess.run([python(), *command.split()], env=environment, check=True, capture_output=True)
     weights = [load_file(output / name / "model/model.safetensors") for name in ("imitation", "uninterrupted")]
     start = load_file(Path(settings["model"], "model.safetensors"))
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
