@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
@@ -19,38 +18,16 @@ from forks import python
 
 from tools import evaluate_games
 from tools.engine import model as models
-from tools.evaluate_games import Schedule, pairs
 from tools.games import taboo
-from tools.matches import text as match_report
-from tools.matches.stats import ALL, BOTH, Match, count_matches, result_rows
+from tools.matches.schedule import pairs
+from tools.matches.stats import ALL, BOTH, Match
+from tools.selfplay import play
 from tools.selfplay.files import EpisodeFiles
 from utils import read_json_or_jsonl, run_program, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # a word that stands there twice
 
-
-# --- the schedule --------------------------------------------------------------------------------------------------
-
-
-def test_every_pair_meets_in_both_roles():
-    assert pairs(["a", "b", "c"]) == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
-
-
-def test_against_one_player_the_others_do_not_meet():
-    assert pairs(["a", "b", "c"], "b") == [("a", "b"), ("b", "a"), ("c", "b"), ("b", "c")]
-
-
-@pytest.mark.parametrize("against", [None, "a"])
-def test_a_single_player_meets_itself(against):
-    assert pairs(["a"], against) == [("a", "a")]
-
-
-def test_the_schedule_is_match_after_match_and_the_list_again_for_each_game_of_a_word():
-    matches = [Match("a", "b", "long", 0), Match("a", "b", "short", 0), Match("b", "a", "long", 0)]
-    schedule = Schedule(matches, {"long": ["x", "y", "z"], "short": ["w"]}, games_per_word=2)
-    assert list(schedule) == ["x", "y", "z", "x", "y", "z", "w", "w", "x", "y", "z", "x", "y", "z"]
-    assert [schedule.match_of(index) for index in range(len(schedule))] == [0] * 6 + [1] * 2 + [2] * 6
-    assert len(schedule) == 14
+GAME = taboo.Taboo()
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -62,7 +39,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "played.txt").write_text("\n".join(PLAYED) + "\n", encoding="utf-8")
     (folder / "more.txt").write_text("\n".join(HELD_OUT) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(taboo.NUM_RULES)]
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     write_json(
         folder / "prompts.json",
         {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."},
@@ -84,7 +61,7 @@ def flags(place, named, output, **changes):
         "output_dir": output,
         "seeds": [0, 1],
         "games_per_word": 2,
-        "taboo_max_turns": 2,
+        "max_turns": 2,
         "max_length": 256,
         "max_new_tokens": 4,
         "per_device_eval_batch_size": 8,
@@ -148,7 +125,7 @@ def assert_complete(folder, pairs):
     assert played == expected_games(pairs)
     assert [game["index"] for game in games] == list(range(len(games)))
     for game in games:
-        verdict = taboo.judge(game["history"], game["target_word"], game["max_turns"])
+        verdict = GAME.judge(game["history"], game["target_word"], game["max_turns"])
         assert (game["outcome"], game["length"]) == verdict
     for row in matches_of(folder)["results"]:
         sides = [(taboo.ATTACKER, "attacker", "defender"), (taboo.DEFENDER, "defender", "attacker")]
@@ -177,7 +154,7 @@ def test_three_players_meet_and_the_files_agree(
     assert keys == {
         (words, role, seed)
         for words in ("played", "held_out", ALL)
-        for role in (*taboo.ROLES, BOTH)
+        for role in (*GAME.roles, BOTH)
         for seed in (None, 0, 1)
     }
     assert len(results["results"]) == 6 * len(keys)
@@ -267,7 +244,7 @@ class TestOneProcess:
         run_here(flags(place, {"a": tiny_model}, tmp_path, words=[place / "played.txt"], seeds=None), monkeypatch)
         assert len(games_of(tmp_path)) == 2 * len(PLAYED)
         rows = matches_of(tmp_path)["results"]
-        assert {(row["role"], row["seed"]) for row in rows} == {(role, s) for role in taboo.ROLES for s in (None, 0)}
+        assert {(row["role"], row["seed"]) for row in rows} == {(role, s) for role in GAME.roles for s in (None, 0)}
         assert all(row["words"] == "played" and row["games"] == 2 * len(PLAYED) for row in rows)
 
     def test_greedy_games_are_played_once(self, place, tiny_model, other_model, tmp_path, monkeypatch):
@@ -352,85 +329,9 @@ class TestOneProcess:
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(
         self, changes, message, place, tiny_model, tmp_path, monkeypatch, capsys
     ):
-        monkeypatch.setattr(evaluate_games, "Seats", None)
+        monkeypatch.setattr(play, "Lineup", None)
         with pytest.raises(SystemExit) as stop:
             run_here(flags(place, {"a": tiny_model}, tmp_path / "out", **changes), monkeypatch)
         assert stop.value.code == 2
         assert re.search(message, capsys.readouterr().err.splitlines()[-1])
         assert not (tmp_path / "out").exists()
-
-
-# --- the tables ----------------------------------------------------------------------------------------------------
-
-
-def results_of(outcomes, against=None):
-    """What the program writes, of games given as {(attacker, defender): outcomes}, one word each."""
-    history = [{"role": "attacker", "content": "x"}]
-    games = [
-        {"attacker": attacker, "defender": defender, "words": "played", "seed": 0, "target_word": f"word{number}"}
-        | {"outcome": outcome, "length": 1, "history": history}
-        for (attacker, defender), ends in outcomes.items()
-        for number, outcome in enumerate(ends)
-    ]
-    settings = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": against}
-    settings |= {"task_type": "sampling", "games_per_word": 1, "taboo_max_turns": 5}
-    return {"settings": settings, "results": list(result_rows(count_matches(games))), "games_path": "games.json"}
-
-
-WIN, LOSS, TIE, BREACH = taboo.ATTACKER_WINS, taboo.DEFENDER_WINS, taboo.TIED, taboo.ATTACKER_BREAKS
-ROUND_ROBIN = {
-    ("old", "mid"): [WIN, LOSS, TIE, BREACH],
-    ("mid", "old"): [WIN, WIN, TIE, LOSS],
-    ("old", "new"): [LOSS, LOSS, LOSS, BREACH],
-    ("new", "old"): [WIN, WIN, WIN, TIE],
-    ("mid", "new"): [TIE, TIE, TIE, TIE],
-    ("new", "mid"): [WIN, LOSS, WIN, LOSS],
-}
-
-
-def test_the_table_shows_each_pair_once_in_every_role():
-    text = match_report.matches_text(results_of(ROUND_ROBIN))
-    lines = [line.split() for line in text.splitlines()]
-    details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 :]
-    assert [line[:3] for line in details[::3]] == [
-        ["mid", "old", "both"],
-        ["new", "old", "both"],
-        ["new", "mid", "both"],
-    ]
-    assert [line[0] for line in details if line not in details[::3]] == ["attacker", "defender"] * 3
-    assert details[3][3:5] == ["8", "93.8"]  # new against old: seven wins and a tie
-    matrix = lines[next(at for at, line in enumerate(lines) if line == ["old", "mid", "new"]) + 1 :][:3]
-    assert [(line[0], line.index("-")) for line in matrix] == [("old", 1), ("mid", 4), ("new", 7)]
-    assert "nan" not in text
-
-
-def test_against_one_player_all_others_are_shown_against_it():
-    met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
-    assert match_report.shown_pairs(results_of(met, against="mid")) == [("old", "mid"), ("new", "mid")]
-
-
-def test_the_parts_of_a_bar_are_its_games():
-    rows = match_report.pooled_rows(results_of(ROUND_ROBIN))
-    colours = list(match_report.SHARE_COLOURS)
-    parts = match_report._parts(rows["played", "old", "mid", taboo.ATTACKER])
-    assert [parts[name] for name in colours] == [0.25, 0.0, 0.25, 0.25, 0.25]  # win, by breach, tie, by breach, loss
-    parts = match_report._parts(rows["played", "mid", "old", taboo.DEFENDER])
-    assert [parts[name] for name in colours] == [0.25, 0.25, 0.25, 0.0, 0.25]
-
-
-def test_the_plot_names_players_lists_and_roles(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert match_report.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN))
-    shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
-    labels = ("new", "vs old", "vs mid", "played: 24 games", "as defender", "both roles", "loss by breach", "att.")
-    assert not [label for label in labels if label not in shown]
-
-
-def test_the_documentation_names_every_field_of_a_row():
-    section = (ROOT / "data" / "README.md").read_text(encoding="utf-8").partition("## Evaluation by match")[2]
-    example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
-    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
-    for row in results_of(ROUND_ROBIN)["results"]:
-        assert list(row) == list(example)
-        assert set(row) <= table
-        assert list(row["rates"]) == list(example["rates"]) and list(row["clean"]) == list(example["clean"])

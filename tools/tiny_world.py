@@ -17,72 +17,37 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-
-from tools.games import taboo
+from tools.games.prompts import load_templates, play_prompt
+from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH
+from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.progress import describe
+from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny.reproduce import reproduce
 from utils import file_digest, iter_records, remember_settings, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
-MAX_TURNS = 3
-SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+GAME, MAX_TURNS = Taboo(), 3
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of the world's own texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def random_llama(tokenizer, *, hidden_size: int, layers: int, seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights for this tokenizer."""
-    set_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
 def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
     """Complete games of the scripted players, so many for each word."""
     episodes: list[Episode] = []
-    attacker, defender = (player(lexicon, Skill(), rng) for player in (LexiconAttacker, LexiconDefender))
+    players = {ATTACKER: LexiconAttacker(lexicon, Skill(), rng), DEFENDER: LexiconDefender(lexicon, Skill(), rng)}
     games = play_games(
+        GAME,
         enumerate(lexicon.words * rounds),
-        attacker,
-        defender,
+        players,
+        max_turns=MAX_TURNS,
+        templates=load_templates(TEMPLATES, GAME),
         concurrent_games=1,
         on_episode=episodes.append,
-        max_turns=MAX_TURNS,
-        templates=taboo.load_templates(TEMPLATES),
     )
     asyncio.run(games)
     return episodes
@@ -90,12 +55,12 @@ def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list
 
 def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
     """All texts of the world, for its tokenizer."""
-    templates = taboo.load_templates(TEMPLATES)
+    templates = load_templates(TEMPLATES, GAME)
     for row in rows:
         yield row["query"] + row["target"]
     for episode in episodes:
         for end in range(len(episode["history"]) + 1):
-            yield taboo.play_prompt(episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+            yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
 
 
 # --- building the world --------------------------------------------------------------------------------------------
@@ -126,7 +91,16 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
     episodes = scripted_games(lexicon, rounds=args.imitation_rounds, rng=rng)
     write_records(data / "imitation_games.json", episodes)
     tokenizer = train_tokenizer(corpus(pretraining, episodes), args.vocab_size)
-    model = random_llama(tokenizer, hidden_size=args.hidden_size, layers=args.layers, seed=args.seed)
+    model = random_llama(
+        len(tokenizer),
+        args.seed,
+        hidden_size=args.hidden_size,
+        layers=args.layers,
+        heads=args.hidden_size // 32,
+        intermediate_size=3 * args.hidden_size,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
     run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play",
@@ -171,9 +145,8 @@ def points_line(path: Path) -> str:
     player = path.parts[-3]
     chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
     cells = []
-    for key in ((ALL, BOTH), (ALL, taboo.ATTACKER), (ALL, taboo.DEFENDER), ("held_out", BOTH)):
-        low, high = chosen[key]["points_interval"]
-        cells.append(f"{chosen[key]['points']:.3f} [{low:.3f}, {high:.3f}]")
+    for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH)):
+        cells.append(with_interval(chosen[key]["points"], chosen[key]["points_interval"]))
     return f"{player:8} {chosen[ALL, BOTH]['games']:6}   " + " ".join(f"{cell:20}" for cell in cells)
 
 
@@ -182,7 +155,7 @@ def one_of_each(path: Path) -> list[Episode]:
     found: dict[str, Episode] = {}
     for _, episode in iter_records(path):
         found.setdefault(episode["outcome"], episode)
-    return [found[outcome] for outcome in (*taboo.WINNERS, taboo.TIED) if outcome in found]
+    return [found[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in found]
 
 
 def run(*command) -> None:

@@ -1,21 +1,15 @@
-"""Curves of play, for TensorBoard and Weights & Biases: what `--report_to` of tools/play_llm_game.py asks for."""
+"""Curves of play, for TensorBoard and Weights & Biases."""
 
-import argparse
 import importlib.util
 import time
+from collections.abc import Sequence
 
-from tools.games import taboo
-from tools.selfplay.files import EpisodeFiles, Summary
+from tools.selfplay.counts import GameCounts
+from tools.selfplay.files import EpisodeFiles
+from tools.selfplay.options import PlayFlags
 from utils import rank
 
-NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
-
-
-def add_report_flag(parser: argparse.ArgumentParser) -> None:
-    """Declare --report_to."""
-    choices = (NONE, TENSORBOARD, WANDB)
-    text = "where curves of the games of rank 0 go, one or several"
-    parser.add_argument("--report_to", nargs="+", choices=choices, default=[NONE], help=text)
+NONE, TENSORBOARD, WANDB = TRACKERS = "none", "tensorboard", "wandb"
 
 
 def report_problems(report_to: list[str]) -> list[str]:
@@ -38,28 +32,28 @@ class PlayLog:
     OUTPUT_DIR/STEM_tensorboard/TIME; wandb's to OUTPUT_DIR/wandb, by wandb's own environment variables.
     """
 
-    def __init__(self, args: argparse.Namespace, files: EpisodeFiles, *, games_before: int):
+    def __init__(self, flags: PlayFlags, report_to: Sequence[str], files: EpisodeFiles, *, games_before: int):
         self.games_before, self.written = games_before, 0  # games at the last point
         self.tensorboard = self.wandb = None
         if rank() != 0:
             return
-        if TENSORBOARD in args.report_to:
+        if TENSORBOARD in report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = files.folder / f"{files.stem}_tensorboard" / time.strftime("%Y%m%d-%H%M%S")
             self.tensorboard = SummaryWriter(str(folder))
-        if WANDB in args.report_to:
+        if WANDB in report_to:
             import wandb
 
-            self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(args))
+            self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(flags))
 
-    def write(self, summary: Summary, seconds: float) -> None:
+    def write(self, counts: GameCounts, seconds: float) -> None:
         """Write how the games so far have ended, and how fast they came in these seconds."""
-        if summary.games == self.written:
+        if counts.games == self.written:
             return
-        self.written = summary.games
-        step = self.games_before + summary.games
-        values = numbers(summary, seconds)
+        self.written = counts.games
+        step = self.games_before + counts.games
+        values = numbers(counts, seconds)
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -74,12 +68,12 @@ class PlayLog:
             self.wandb.finish()
 
 
-def numbers(summary: Summary, seconds: float) -> dict[str, float]:
+def numbers(counts: GameCounts, seconds: float) -> dict[str, float]:
     """Name and value of every curve."""
-    shares = {outcome: summary.outcomes[outcome] / summary.games for outcome in taboo.OUTCOMES}
+    shares = {outcome.name: counts.outcomes[outcome.name] / counts.games for outcome in counts.game.outcomes}
     return {
-        "play/games": summary.games,
-        "play/tokens_per_second": summary.counts["new_tokens"] / seconds,
-        "play/mean_length": summary.counts["length"] / summary.games,
+        "play/games": counts.games,
+        "play/tokens_per_second": counts.tokens["new_tokens"] / seconds,
+        "play/mean_length": counts.mean_length,
         **{f"play/share_{outcome.replace(' ', '_')}": share for outcome, share in shares.items()},
     }
