@@ -8,11 +8,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+CACHE = tempfile.TemporaryDirectory(prefix="huggingface")
+os.environ["HF_HOME"] = CACHE.name  # of data sets made here; before the fork server starts, which reads it once
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test are interrupted, in the background too
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy processes on two cores are ten times slower without
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each process of pytest
@@ -23,9 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
+LONGEST_FIRST = ("train", "bench_play", "bench_train", "play_llm_game", "server_player", "run_spag", "evaluate_games")
+
+
 def pytest_collection_modifyitems(items):
-    """The file that takes longest comes first: begun last by one of two processes, the other would wait for it."""
-    items.sort(key=lambda item: item.path.name != "test_train.py")
+    """Files that take longest come first: one begun last by one of two processes, the other would wait for it."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish():
