@@ -8,7 +8,6 @@ from a YAML file named first, over which the command line wins:
 
 import argparse
 import dataclasses
-import difflib
 import importlib.util
 import json
 import logging
@@ -174,7 +173,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
         namespace, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    problems = [_unknown_flag(flag) for flag in unknown if flag.startswith("--")]
+    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
+    problems = [utils.unknown_flag(flag, known) for flag in unknown if flag.startswith("--")]
     problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
     try:
         arguments = SPAGArguments(**vars(namespace))
@@ -201,12 +201,6 @@ def _yaml_to_flags(path: str) -> list[str]:
         words = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
         flags += [f"--{name}", *words] if words else []
     return flags
-
-
-def _unknown_flag(flag: str) -> str:
-    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
-    close = difflib.get_close_matches(flag.split("=")[0], known, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

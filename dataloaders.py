@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
-ROLES = {"attacker": 1, "defender": 2}  # a row of any other role, or of none, is 0
-FORMAT_VERSION = 3  # part of every cache key: raise it when the encoding changes
+FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
@@ -49,7 +48,7 @@ def normalize_row(record: dict) -> dict:
         "weight": _number(record, "weight"),
         "reward": _number(record, "reward"),
         "is_sft": record.get("type") == "sft",
-        "role": ROLES.get(str(record.get("role")), 0),
+        "role": str(record.get("role", "")),
         "chat_template": record.get("chat_template", False),
     }
 
@@ -84,16 +83,14 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     never by token id, so that PAD may equal EOS. No BOS is put where the tokenizer has none. A row with
     `chat_template`, whose texts a chat template wrote, is query + target: these hold BOS and the token that ends it.
 
-    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and where they stand in the example
-    also `role` and `ref_logprob`.
+    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` where the example has
+    it.
     Raises ValueError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row
     with `chat_template` that does not end in a special token of the tokenizer.
     """
     (stored,) = _encode_for_storage([example], tokenizer)
     encoded = {name: stored[name] for name in ("input_ids", "weight", "reward", "is_sft")}
     encoded["labels"] = _labels(stored)
-    if "role" in example:
-        encoded["role"] = stored["role"]
     if "ref_logprob" in example:
         encoded["ref_logprob"] = example["ref_logprob"]
     return encoded
@@ -171,7 +168,7 @@ ENCODED_FEATURES = datasets.Features(
         "weight": datasets.Value("float32"),
         "reward": datasets.Value("float32"),
         "is_sft": datasets.Value("bool"),
-        "role": datasets.Value("int8"),
+        "role": datasets.Value("string"),
         "where": datasets.Value("string"),
         "full_length": datasets.Value("int32"),  # tokens before the cut
         "target_length": datasets.Value("int32"),  # with EOS, before the cut
@@ -221,7 +218,7 @@ def _iter_texts(paths: list[str]) -> Iterator[dict]:
             except ValueError as error:
                 raise utils.BadRecordError(f"{where}: {error}") from None
             kind = "sft" if row.pop("is_sft") else "game"
-            yield row | {"type": kind, "role": str(record.get("role", "")), "where": where}
+            yield row | {"type": kind, "where": where}
     if where is None:
         raise ValueError(f"{', '.join(paths)}: no rows")
 
@@ -305,8 +302,16 @@ class RowDataset(torch.utils.data.Dataset):
         self.lengths: np.ndarray = columns["full_length"][:]  # (rows,) tokens before the cut
         self.is_sft: np.ndarray = columns["is_sft"][:]  # (rows,)
         self.num_scored_tokens = int(columns["scored_length"][:].sum())
-        self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft", "role"])
+        self.role: np.ndarray = columns["role"][:]  # (rows,) names
+        self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
+        self.number_roles(sorted({role for role in self.role[~self.is_sft] if role}))
         self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
+
+    def number_roles(self, names: list[str]) -> None:
+        """Number the rows' roles in the order of `names`, from 1; 0 is a row without one of these."""
+        numbers = {name: number for number, name in enumerate(names, start=1)}
+        self.role_names = names
+        self.roles = np.array([numbers.get(role, 0) for role in self.role])  # (rows,)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -317,8 +322,9 @@ class RowDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> list[dict]:
         columns = self.rows[indices]
         batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        for example in batch:
+        for example, index in zip(batch, indices, strict=True):
             example["labels"] = _labels(example)
+            example["role"] = int(self.roles[index])
         if self.ref_logprobs is not None:
             for example, index in zip(batch, indices, strict=True):
                 example["ref_logprob"] = float(self.ref_logprobs[index])

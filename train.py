@@ -169,6 +169,10 @@ def set_up(argv: list[str]) -> SPAGTrainer:
     check_models(args, tokenizer)
     train_rows = load_dataset(args.train_data_path, tokenizer, args)
     eval_rows = load_dataset(args.eval_data_path, tokenizer, args) if args.eval_data_path else None
+    if eval_rows:
+        names = sorted({*train_rows.role_names, *eval_rows.role_names})
+        for rows in (train_rows, eval_rows):
+            rows.number_roles(names)
     model = load_model(args.model_name_or_path, args)
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,

@@ -17,7 +17,7 @@ import resource
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import utils
 from arguments import SPAGArguments
-from dataloaders import FORMAT_VERSION, IGNORE_INDEX, ROLES, RowDataset, scored_places
+from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
 WEIGHTS_AND_CODE = (".safetensors", ".py")
@@ -229,7 +229,8 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 class MetricSums:
     """Sums metrics on the device between two logs, and averages them over micro-batches and ranks."""
 
-    def __init__(self):
+    def __init__(self, role_names: Sequence[str] = ()):
+        self.role_names = role_names  # of the numbers in a batch's roles, from 1
         self.values: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.since = time.perf_counter()
 
@@ -238,7 +239,7 @@ class MetricSums:
         for name, value in metrics.items():
             self.values[name].append(value)
         if "roles" in batch:
-            for role, number in ROLES.items():
+            for number, role in enumerate(self.role_names, start=1):
                 mask = ((batch["roles"] == number) & (batch["sft_mask"] == 0)).to(batch["rewards"].dtype)
                 self.values[f"reward_{role}"].append(_mean(batch["rewards"], mask))
         self.values["tokens"].append(batch["attention_mask"].sum())
@@ -252,7 +253,7 @@ class MetricSums:
         stacked = torch.stack([torch.stack([v.float() for v in self.values[name]]) for name in names])
         gathered = accelerator.gather(stacked.T.contiguous())  # (micro-batches of all ranks, names)
         seconds = time.perf_counter() - self.since
-        self.__init__()
+        self.__init__(self.role_names)
         logs = {}
         for name, column in zip(names, gathered.T.cpu(), strict=True):
             known = column[~column.isnan()]
@@ -317,8 +318,8 @@ class SPAGTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
         self.reference: nn.Module | None = None  # while a model of its own is loaded
-        self.metrics = MetricSums()
-        self.eval_metrics = MetricSums()
+        self.metrics = MetricSums(self.train_dataset.role_names)
+        self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.add_callback(_BeforeFirstStep(self.before_first_step))
 
     def before_first_step(self) -> None:
@@ -326,7 +327,7 @@ class SPAGTrainer(Trainer):
         counts = self.train_dataset.counts
         self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
         self.prepare_reference()
-        self.metrics = MetricSums()  # the clock starts
+        self.metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""

@@ -2,6 +2,8 @@
 
 import argparse
 import ctypes
+import dataclasses
+import difflib
 import hashlib
 import json
 import logging
@@ -10,10 +12,10 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
@@ -199,6 +201,27 @@ class _JSONListReader:
         self.buffer, self.position, self.at_end = rest + more, 0, not more
 
 
+def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
+    """The words of a list, one a line; blank lines are passed over, repeated words kept.
+
+    Raises FileNotFoundError; ValueError for a list without words, for text that is not UTF-8, and, with its line, for
+    a word that `check` raises ValueError for.
+    """
+    words = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        try:
+            if word := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                check(word)
+                words.append(word)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    if not words:
+        raise ValueError(f"{path}: no words; expected one a line")
+    return words
+
+
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +370,65 @@ def parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
     return text.lower() == "true"
+
+
+def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = (), **settings):
+    """A field of a dataclass that holds a program's flags; `names` are older names, `settings` go to add_argument.
+
+    Without a default the flag must be given.
+    """
+    metadata = {"help": help_line, "names": tuple(names), "settings": settings}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Declare the flags of a dataclass of `flag` fields; a list takes several values, a bool True or False."""
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        inner = [hint for hint in get_args(hints[each.name]) if hint is not type(None)]
+        several = list in (get_origin(hints[each.name]), *map(get_origin, inner))
+        plain = get_args(inner[0])[0] if inner and get_args(inner[0]) else inner[0] if inner else hints[each.name]
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        needed = default is dataclasses.MISSING
+        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
+        line = each.metadata["help"]
+        if not needed and default not in (None, []):
+            line += f" (default: {' '.join(map(str, default)) if several else default})"
+        names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
+        settings |= {"required": needed, "default": None if needed else default, "help": line.replace("%", "%%")}
+        parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
+
+
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
+    """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    add_flags(parser, kind)
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        parser.error(
+            "; ".join(unknown_flag(word, known) for word in unknown if word.startswith("-"))
+            or f"{unknown[0]!r} belongs to no flag"
+        )
+    return kind(**vars(values))
+
+
+def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
+    """What to say of a flag that does not exist, with the one that was probably meant."""
+    close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
+    return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def too_small(flags, **least: float) -> list[str]:
+    """One phrase for each of these flags that is set to less than its least value."""
+    values = {name: getattr(flags, name) for name in least}
+    return [
+        f"--{name} is {values[name]}; it must be at least {minimum}"
+        for name, minimum in least.items()
+        if values[name] is not None and not values[name] >= minimum
+    ]
 
 
 def run_program(main: Callable[[], T]) -> T:

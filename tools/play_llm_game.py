@@ -1,4 +1,4 @@
-"""Self-play of Adversarial Taboo: one game per word of a list, many games at once, on any number of processes.
+"""Self-play of a game: one game per task of a list, many at once, on any number of processes.
 
     torchrun --nproc_per_node=8 --master_port=6000 -m tools.play_llm_game \\
         --attacker_model_name_or_path MODEL --defender_model_name_or_path MODEL --model_prefix im_llama2 \\
@@ -9,120 +9,70 @@ Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are 
 command plays those that are missing. Without a launcher (python -m tools.play_llm_game ...) it is one process.
 """
 
-import argparse
 import json
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 
-from tools.games import taboo
-from tools.players.budget import estimate
-from tools.players.human import HUMAN, human_problems, may_leave
-from tools.players.server_flags import add_server_flags, is_server, server_flag_problems
-from tools.selfplay.curves import add_report_flag, report_problems
-from tools.selfplay.files import EpisodeFiles, FinishedGames, read_words
-from tools.selfplay.lineup import model_names, model_setting
-from tools.selfplay.options import (
-    add_game_flags,
-    add_machine_flags,
-    flag_problems,
-    game_rules,
-    set_precision,
-    too_small,
-    words_setting,
-)
-from tools.selfplay.play import play
-from tools.selfplay.progress import end_unfinished
-from utils import end_with_launcher, parse_bool, rank, run_program, set_up_logging, world_size
-
-logger = logging.getLogger(__name__)
+from tools.players.human import HUMAN, human_problems
+from tools.selfplay.curves import NONE, TRACKERS, report_problems
+from tools.selfplay.files import EpisodeFiles
+from tools.selfplay.lineup import player_setting
+from tools.selfplay.options import PlayFlags, words_setting
+from tools.selfplay.play import Pairing, Run
+from utils import end_with_launcher, flag, parse_flags, read_words, run_program, set_up_logging, too_small
 
 
-# --- the program ---------------------------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class Flags(PlayFlags):
+    """The flags of this program; attacker and defender mean the game's first and second role."""
 
+    attacker_model_name_or_path: str = flag(f"model folder, hub name, openai:MODEL, or {HUMAN}: you")
+    defender_model_name_or_path: str = flag("the same for the other role; equal ones are loaded once")
+    data_path: str = flag("file of target words, one a line; one game is played for each")
+    output_dir: str = flag("folder of the results, shared by all processes")
+    model_prefix: str = flag("first part of the names of the result files")
+    data_suffix: str = flag("last part of the names of the result files")
+    max_games: int | None = flag("play the first so many words only; a larger number extends a run", default=None)
+    seed: int = flag("of sampling", default=42)
+    report_to: list[str] = flag("where curves of rank 0's games go", default=[NONE], choices=TRACKERS)
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Self-play of Adversarial Taboo.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--attacker_model_name_or_path", required=True, help=f"model folder, hub name, openai:MODEL, or {HUMAN}: you")
-    add("--defender_model_name_or_path", required=True, help="the same for the defender; equal ones are loaded once")
-    add("--data_path", required=True, help="file of target words, one a line; one game is played for each")
-    add("--output_dir", required=True, help="folder of the results, shared by all processes")
-    add("--model_prefix", required=True, help="first part of the names of the result files")
-    add("--data_suffix", required=True, help="last part of the names of the result files")
-    add("--max_games", type=int, help="play the first so many words only; a larger number extends a run")
-    add("--seed", type=int, default=42, help="of sampling")
-    add_game_flags(parser)
-    add_machine_flags(parser)
-    add_server_flags(parser)
-    add_report_flag(parser)
-    add("--overwrite", type=parse_bool, default=False, help="True: delete the games of an earlier run of this name")
-    return parser.parse_args(arguments)
+    @property
+    def names(self) -> tuple[str, str]:
+        """The players of both roles."""
+        return self.attacker_model_name_or_path, self.defender_model_name_or_path
 
-
-def check_args(args: argparse.Namespace) -> None:
-    """Raise one ValueError for all that is wrong with the flags."""
-    names = model_names(args)
-    problems = too_small(args, max_games=1) + flag_problems(args) + server_flag_problems(args, names)
-    problems += report_problems(args.report_to) + human_problems(args, names)
-    for name in ("model_prefix", "data_suffix"):
-        value = getattr(args, name)
-        if not value or Path(value).name != value:
-            problems.append(f"--{name} {value!r} is no part of a file name")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def game_settings(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> dict:
-    """All that the games depend on; of files and models, what is in them."""
-    attacker, defender = (model_setting(name, args) for name in model_names(args))
-    return {
-        "attacker_model_name_or_path": attacker,
-        "defender_model_name_or_path": defender,
-        "data_path": words_setting(args.data_path, words),
-        **game_rules(args, templates),
-        "seed": args.seed,
-    }
-
-
-def missing_words(finished: FinishedGames) -> list[str]:
-    """The words whose games are not there, of all ranks."""
-    return [finished.words[index] for index in finished.missing(range(len(finished.words)))]
-
-
-def cost_estimate(args: argparse.Namespace, words: list[str], templates: taboo.Templates) -> str:
-    """What the games of these words will cost."""
-    return estimate(args, [(model_names(args), words)], templates)
+    def check(self) -> None:
+        """Raise one ValueError for all that is wrong with the flags."""
+        problems = too_small(self, max_games=1) + self.problems(list(self.names))
+        problems += report_problems(self.report_to) + human_problems(self.names, self.concurrent_games)
+        for name in ("model_prefix", "data_suffix"):
+            value = getattr(self, name)
+            if not value or Path(value).name != value:
+                problems.append(f"--{name} {value!r} is no part of a file name")
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def main() -> None:
     end_with_launcher()
-    args = parse_args()
+    flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
-    check_args(args)
-    words = read_words(args.data_path)
-    templates = taboo.load_templates(args.prompt_templates)
-    stem = f"{args.model_prefix}_{args.task_type}_{args.data_suffix}"
-    files = EpisodeFiles(args.output_dir, stem, words[: args.max_games])
-    if args.dry_run:
-        print(cost_estimate(args, files.words if args.overwrite else missing_words(files.finished()), templates))
-        return
-    set_precision(args)
-    finished = files.start(game_settings(args, words, templates), overwrite=args.overwrite)
-    seconds, to_play = 0.0, finished.missing(range(rank(), len(files.words), world_size()))
-    if to_play:
-        if any(map(is_server, model_names(args))):
-            logger.info("%s", cost_estimate(args, missing_words(finished), templates))
-        with may_leave(model_names(args), files):
-            progress = play(args, files, finished, to_play, templates)
-        if progress.missing:
-            end_unfinished(args, files, progress)
-        seconds = progress.seconds
-    summary = files.merge(seconds=seconds, tokens_before=finished.new_tokens)
-    if summary:
+    flags.check()
+    game = flags.load_game()
+    templates = flags.load_templates(game)
+    words = read_words(flags.data_path, game.check_task)
+    stem = f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}"
+    files = EpisodeFiles(flags.output_dir, stem, words[: flags.max_games], game)
+    pairing = Pairing(flags.names, flags.seed)
+    run = Run(flags, game, templates, files, [pairing], lambda index: 0, flags.report_to)
+    settings = {
+        "attacker_model_name_or_path": player_setting(flags.names[0], flags),
+        "defender_model_name_or_path": player_setting(flags.names[1], flags),
+        "data_path": words_setting(flags.data_path, words),
+        **flags.settings(game, templates),
+        "seed": flags.seed,
+    }
+    if summary := run.play(settings):
         print(json.dumps(summary))
 
 

@@ -20,15 +20,17 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from tools import assign_rewards
-from tools.assign_rewards import refuse_overwriting
-from tools.games import taboo
+from tools.games import prompts
+from tools.games.taboo import Taboo
+from tools.selfplay.rows import RowFlags, make_rows, refuse_overwriting
 from utils import (
     BadRecordError,
+    add_flags,
     alpaca_to_row,
     file_sha256,
     iter_records,
     open_text,
+    read_words,
     replacing,
     run_program,
     set_up_logging,
@@ -112,8 +114,6 @@ def load_word_sources() -> tuple[Iterable[str], list[str]]:
 
 def overlap(words: Iterable[str], path: str) -> dict:
     """How many different words these share with the list in a file, and the share of either list that this is."""
-    from tools.selfplay.files import read_words  # here only: it loads torch, which takes seconds
-
     ours, theirs = set(words), {word.lower() for word in read_words(path)}
     shared = len(ours & theirs)
     return {
@@ -175,13 +175,12 @@ def prepare_alpaca(args: argparse.Namespace) -> None:
 
 def prepare_imitation(args: argparse.Namespace) -> None:
     """The subcommand `imitation`: what tools.assign_rewards does, for games of a stronger model, without SFT rows."""
-    inputs = [*args.episodes, args.prompt_templates]
-    refuse_overwriting(inputs, [args.output, source_path(args.output)])
-    given = ["--input_data_path", *args.episodes, "--output_data_path", args.output]
     how = {name: value for name, value in vars(args).items() if name not in ("command", "run", "episodes", "output")}
-    row_args = argparse.Namespace(**(vars(assign_rewards.parse_args(given)) | how))
+    flags = RowFlags(**how)
+    inputs = [*args.episodes, str(flags.prompt_templates or flags.load_game().prompt_file)]
+    refuse_overwriting(inputs, [args.output, source_path(args.output)])
     set_up_logging()
-    counts = assign_rewards.make_rows(row_args)
+    counts = make_rows(flags, args.episodes, args.output)
     write_source(args, "episodes, through tools.assign_rewards", inputs, settings=how, counts=counts)
 
 
@@ -215,18 +214,19 @@ def read_literals(path: str, names: tuple[str, ...]) -> dict[str, object]:
     return values
 
 
-def release_templates(path: str) -> taboo.Templates:
+def release_templates(path: str) -> prompts.Templates:
     """The released prompts as a prompt file of this project.
 
     Raises ValueError where they do not fit: play and training must word a player's instruction alike.
     """
+    game = Taboo()
     literals = read_literals(path, (RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS))
     for name in (PLAY_INSTRUCTIONS, INSTRUCTIONS):
         texts = literals[name]
-        if not isinstance(texts, dict) or not all(isinstance(texts.get(role), str) for role in taboo.ROLES):
-            raise ValueError(f"{path}: {name} must be a dictionary with texts for {' and '.join(taboo.ROLES)}")
-    for role in taboo.ROLES:
-        if literals[PLAY_INSTRUCTIONS][role] != taboo.play_request(literals[INSTRUCTIONS][role]):
+        if not isinstance(texts, dict) or not all(isinstance(texts.get(role), str) for role in game.roles):
+            raise ValueError(f"{path}: {name} must be a dictionary with texts for {' and '.join(game.roles)}")
+    for role in game.roles:
+        if literals[PLAY_INSTRUCTIONS][role] != prompts.play_request(literals[INSTRUCTIONS][role]):
             raise ValueError(
                 f"{path}: {PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell the {role} different things;"
                 " a prompt file has one instruction for both, laid out for play"
@@ -234,10 +234,9 @@ def release_templates(path: str) -> taboo.Templates:
     rules = literals[RULES]
     templates = {
         "rules": list(rules) if isinstance(rules, (list, tuple)) else rules,
-        "attacker_instruction": literals[INSTRUCTIONS][taboo.ATTACKER],
-        "defender_instruction": literals[INSTRUCTIONS][taboo.DEFENDER],
+        **{f"{role}_instruction": literals[INSTRUCTIONS][role] for role in game.roles},
     }
-    if problems := taboo.template_problems(templates):
+    if problems := prompts.template_problems(templates, game):
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return templates
 
@@ -247,8 +246,8 @@ def prepare_prompts(args: argparse.Namespace) -> None:
     refuse_overwriting([args.from_release], [args.output, source_path(args.output)])
     templates = release_templates(args.from_release)
     write_json(args.output, templates)
-    settings = {"templates_sha256": taboo.templates_digest(templates)}
-    counts = {"rules": len(templates["rules"]), "instructions": len(taboo.ROLES)}
+    settings = {"templates_sha256": prompts.templates_digest(templates)}
+    counts = {"rules": len(templates["rules"]), "instructions": len(templates) - 1}
     write_source(args, "utils.py of the released code", [args.from_release], settings=settings, counts=counts)
 
 
@@ -291,7 +290,7 @@ def _add_imitation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--episodes", required=True, nargs="+", metavar="FILE", help="files of episodes, JSON or JSONL")
     add("--output", required=True, metavar="FILE", help="rows: JSONL if it ends in .jsonl, else JSON")
-    assign_rewards.add_row_flags(parser)
+    add_flags(parser, RowFlags)
     parser.set_defaults(run=prepare_imitation)
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from tools.games import taboo
+from tools.games.prompts import load_templates, play_prompt
+from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
@@ -30,7 +31,7 @@ from tools.tiny.reproduce import reproduce
 from utils import file_digest, iter_records, remember_settings, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
-MAX_TURNS = 3
+GAME, MAX_TURNS = Taboo(), 3
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 
 
@@ -74,15 +75,15 @@ def random_llama(tokenizer, *, hidden_size: int, layers: int, seed: int) -> Llam
 def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
     """Complete games of the scripted players, so many for each word."""
     episodes: list[Episode] = []
-    attacker, defender = (player(lexicon, Skill(), rng) for player in (LexiconAttacker, LexiconDefender))
+    players = {ATTACKER: LexiconAttacker(lexicon, Skill(), rng), DEFENDER: LexiconDefender(lexicon, Skill(), rng)}
     games = play_games(
+        GAME,
         enumerate(lexicon.words * rounds),
-        attacker,
-        defender,
+        players,
+        max_turns=MAX_TURNS,
+        templates=load_templates(TEMPLATES, GAME),
         concurrent_games=1,
         on_episode=episodes.append,
-        max_turns=MAX_TURNS,
-        templates=taboo.load_templates(TEMPLATES),
     )
     asyncio.run(games)
     return episodes
@@ -90,12 +91,12 @@ def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list
 
 def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
     """All texts of the world, for its tokenizer."""
-    templates = taboo.load_templates(TEMPLATES)
+    templates = load_templates(TEMPLATES, GAME)
     for row in rows:
         yield row["query"] + row["target"]
     for episode in episodes:
         for end in range(len(episode["history"]) + 1):
-            yield taboo.play_prompt(episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+            yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
 
 
 # --- building the world --------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def points_line(path: Path) -> str:
     player = path.parts[-3]
     chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
     cells = []
-    for key in ((ALL, BOTH), (ALL, taboo.ATTACKER), (ALL, taboo.DEFENDER), ("held_out", BOTH)):
+    for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH)):
         low, high = chosen[key]["points_interval"]
         cells.append(f"{chosen[key]['points']:.3f} [{low:.3f}, {high:.3f}]")
     return f"{player:8} {chosen[ALL, BOTH]['games']:6}   " + " ".join(f"{cell:20}" for cell in cells)
@@ -182,7 +183,7 @@ def one_of_each(path: Path) -> list[Episode]:
     found: dict[str, Episode] = {}
     for _, episode in iter_records(path):
         found.setdefault(episode["outcome"], episode)
-    return [found[outcome] for outcome in (*taboo.WINNERS, taboo.TIED) if outcome in found]
+    return [found[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in found]
 
 
 def run(*command) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from tools.players.player import GameView, Reply
+from tools.games.chat import ChatTemplate
+from tools.players.player import Reply, Turn
 
 # Where engines run, always the same thread: OpenMP keeps helpers for each thread that computes; where they outnumber
 # the cores, they sleep whenever they have nothing to do, which made play a quarter slower on a CPU.
@@ -83,9 +84,9 @@ class Batcher:
 class LocalPlayer:
     """Plays with a model in this process; all such players share one batcher, and with it the device."""
 
-    def __init__(self, engine: Engine, batcher: Batcher):
-        self.engine, self.batcher = engine, batcher
+    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None):
+        self.engine, self.batcher, self.chat = engine, batcher, chat
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
-        return await self.batcher.submit(self.engine, prompt, game=view.game)
+        return await self.batcher.submit(self.engine, turn.prompt(self.chat), game=turn.index)

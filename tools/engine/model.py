@@ -7,7 +7,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from tools.players.player import LENGTH, STOP, Reply
+from tools.players.player import LENGTH, STOP, Reply, Sampling
 from utils import TOKENIZER_FILES, rank, warn_once
 
 # The most prompts that a batch chosen from memory holds, and for `generate` on a CPU, where larger ones gained little.
@@ -28,19 +27,6 @@ MEMORY_SHARE = 0.7  # of the free memory, given to the games; the rest absorbs f
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How replies are drawn; lengths in tokens."""
-
-    max_length: int = 2048  # of prompt and reply together: prompts are cut to max_length - max_new_tokens
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    do_sample: bool = True  # False: the likeliest token each time; the three below are then unused
-    temperature: float = 1.2
-    top_k: int = 50
-    top_p: float = 1.0
 
 
 class LocalModel:

@@ -24,8 +24,8 @@ from transformers.generation import (
 )
 
 from tools.engine.attention import ATTENTION, Layer, Part, Pool, PrefixStep, Step, plan_step
-from tools.engine.model import LocalModel, Sampling
-from tools.players.player import Reply
+from tools.engine.model import LocalModel
+from tools.players.player import Reply, Sampling
 from utils import warn_once
 
 PROMPT_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations when many are new

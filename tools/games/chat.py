@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tools.games import taboo
+from tools.games import prompts
+from tools.games.game import Game, History
+from tools.games.prompts import Templates
 from utils import alpaca_to_row
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
@@ -23,29 +25,18 @@ FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 Conversation = Sequence[dict[str, str]]
 
 
-def chat_messages(
-    history: taboo.History,
-    target_word: str | None,
-    max_turns: float,
-    templates: taboo.Templates | None = None,
-    *,
-    rule: int = 0,
-) -> list[dict[str, str]]:
-    """The game as a conversation, for the player who speaks next: `role` and `content` of each message.
+def chat_messages(game: Game, history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
+    """The game as a conversation, for the player in this role: `role` and `content` of each message.
 
-    System: the rule text of this number, a blank line, the player's instruction. Then the player's own messages are
-    the assistant's, the other's the user's. The attacker, who opens, is first told that the game has begun, so that
-    user and assistant alternate and the user has the last word. `target_word` is looked at for the attacker only.
+    System: the rule text, a blank line, the player's instruction. Then the player's own messages are the assistant's,
+    the other's the user's. Who opens the game is first told that it has begun, so that user and assistant alternate
+    and the user has the last word.
     """
-    templates = templates or taboo.default_templates()
-    speaker = taboo.next_player(history)
-    told = f"{taboo.rule_text(templates, max_turns, rule)}\n{taboo.instruction_to(speaker, target_word, templates)}"
-    messages = [{"role": SYSTEM, "content": told}]
-    if speaker == taboo.ATTACKER:
-        messages.append({"role": USER, "content": taboo.NO_HISTORY})
+    messages = [{"role": SYSTEM, "content": f"{rules}\n{told}"}]
+    if role == game.roles[0]:
+        messages.append({"role": USER, "content": prompts.NO_HISTORY})
     for message in history:
-        role = ASSISTANT if message["role"] == speaker else USER
-        messages.append({"role": role, "content": message["content"]})
+        messages.append({"role": ASSISTANT if message["role"] == role else USER, "content": message["content"]})
     return messages
 
 
@@ -78,27 +69,29 @@ class ChatTemplate:
         self.end, self.end_id = before_end + end, tokenizer.convert_tokens_to_ids(end)
 
     def play_prompt(
-        self,
-        history: taboo.History,
-        target_word: str | None,
-        max_turns: float,
-        templates: taboo.Templates | None = None,
+        self, game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None
     ) -> str:
         """The prompt of play, up to where the reply begins."""
-        return self._prompt(chat_messages(history, target_word, max_turns, templates))
+        return self._game_prompt(game, history, task, max_turns, templates, rule=0)
 
     def training_prompt(
         self,
-        history: taboo.History,
-        target_word: str,
+        game: Game,
+        history: History,
+        task: str,
         max_turns: float,
         *,
         rng: random.Random,
-        templates: taboo.Templates | None = None,
+        templates: Templates | None = None,
     ) -> str:
-        """The same with the rule text that `taboo.training_prompt` draws; the layout is always the template's."""
-        rule = taboo.draw_layout(taboo.next_player(history), rng).rule
-        return self._prompt(chat_messages(history, target_word, max_turns, templates, rule=rule))
+        """The same with the rule text that `prompts.training_prompt` draws; the layout is always the template's."""
+        templates = templates or prompts.default_templates(game)
+        layout = prompts.draw_layout(game, game.next_role(history), rng, len(templates[prompts.RULES]))
+        return self._game_prompt(game, history, task, max_turns, templates, rule=layout.rule)
+
+    def join_play_prompt(self, game: Game, history: History, role: str, rules: str, told: str) -> str:
+        """The prompt of play, of its parts."""
+        return self._prompt(chat_messages(game, history, role, rules, told))
 
     def target(self, text: str) -> str:
         """A reply as the model is to produce it after the prompt: with what the template puts around it."""
@@ -117,6 +110,12 @@ class ChatTemplate:
             if row.get("type") == "sft":
                 query = self._render([{"role": USER, "content": query}], reply_follows=True)
             yield row | {"query": query, "target": self.target(row["target"]), "chat_template": True}
+
+    def _game_prompt(self, game, history, task, max_turns, templates, *, rule: int) -> str:
+        templates = templates or prompts.default_templates(game)
+        role = game.next_role(history)
+        told = prompts.instruction(templates, role, game.secrets(role, task), max_turns)
+        return self.join_play_prompt(game, history, role, prompts.rule_text(templates, max_turns, rule), told)
 
     def _prompt(self, messages: Conversation) -> str:
         return self._render(messages if self.has_system else without_system(messages), reply_follows=True)

@@ -1,21 +1,19 @@
-"""What players behind a server cost: an estimate before the first call, and a meter that stops at a limit.
+"""What players behind a server cost: an estimate before the first call, and a budget that stops at a limit.
 
 Tokens are counted by the servers; the estimate has no tokenizer.
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.games import taboo
+from tools.games import prompts
+from tools.games.game import Game, message_limit
 from tools.players.server_flags import is_server
 
-# What the estimate takes for likely: games won by GPT-4 had 2.9 messages of the winner (public counts of the paper's
-# imitation games), so 6 in all; English text has about 4 characters a token. For the bound, 3.
-LIKELY_MESSAGES, LIKELY_REPLY = 6, 60
-LIKELY_CHARACTERS, FEWEST_CHARACTERS = 4, 3
+LIKELY_REPLY = 60  # tokens of a message
+LIKELY_CHARACTERS, FEWEST_CHARACTERS = 4, 3  # a token, of English text; the latter for the upper bound
 PRIOR_GAMES = 4  # so many games' worth the estimate weighs against what games turn out to cost
 MILLION = 1_000_000
 
@@ -38,16 +36,15 @@ class Cost:
     def tokens(self) -> float:
         return self.prompt + self.completion
 
-    def describe(self, args: argparse.Namespace) -> str:
-        """In words, with the price if the flags give prices."""
+    def describe(self, price_in: float | None, price_out: float | None) -> str:
+        """In words, with the price if the prices of a million tokens are given."""
         text = f"{self.calls:,.0f} calls, {self.prompt:,.0f} prompt and {self.completion:,.0f} completion tokens"
-        if args.price_in is None:
+        if price_in is None:
             return text
-        price = (self.prompt * args.price_in + self.completion * args.price_out) / MILLION
-        return f"{text}, price {price:,.2f}"
+        return f"{text}, price {(self.prompt * price_in + self.completion * price_out) / MILLION:,.2f}"
 
 
-class Meter:
+class TokenBudget:
     """Counts the servers' tokens as they are spent, by game, and lets games begin while a limit leaves room."""
 
     def __init__(self):
@@ -68,12 +65,12 @@ class Meter:
 
     def deal(self, games: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         """The games, until there is no room for another one beside those that are being played."""
-        for index, word in games:
+        for index, task in games:
             if not self._has_room():
                 self.exhausted = True
                 return
             self.in_flight[index] = 0
-            yield index, word
+            yield index, task
 
     def end(self, game: int) -> None:
         """Note that a game has ended or was given up."""
@@ -91,52 +88,63 @@ class Meter:
 # --- the estimate --------------------------------------------------------------------------------------------------
 
 
-def game_cost(
-    names: Sequence[str], word: str, templates: taboo.Templates, *, turns: int, messages: int, reply: int, characters
-) -> Cost:
-    """Of one game of so many messages of `reply` tokens, between players of these names: attacker, defender."""
-    cost = Cost()
-    for place in range(min(messages, taboo.message_limit(turns))):
-        if is_server(names[place % 2]):
-            history = [{"role": taboo.ROLES[number % 2], "content": ""} for number in range(place)]
-            text = taboo.play_prompt(history, word, turns, templates)
-            cost.add(Cost(1, math.ceil(len(text) / characters) + place * reply, reply))
-    return cost
+@dataclass(frozen=True)
+class Estimator:
+    """What games cost, from the lengths of their prompts."""
 
+    game: Game
+    templates: prompts.Templates
+    max_turns: int
+    max_new_tokens: int
 
-def likely_game(args: argparse.Namespace, names: Sequence[str], templates: taboo.Templates, word="word") -> Cost:
-    """What a game of these players is likely to cost."""
-    reply = min(LIKELY_REPLY, args.max_new_tokens)
-    how = {"messages": LIKELY_MESSAGES, "reply": reply, "characters": LIKELY_CHARACTERS}
-    return game_cost(names, word, templates, turns=args.taboo_max_turns, **how)
+    @property
+    def likely_reply(self) -> int:
+        return min(LIKELY_REPLY, self.max_new_tokens)
 
+    @property
+    def likely_messages(self) -> float:
+        return min(self.game.likely_messages, message_limit(self.max_turns))
 
-def dearest_game(args: argparse.Namespace, names: Sequence[str], templates: taboo.Templates, word: str) -> Cost:
-    """What a game of these players costs at most, if prompts have no fewer characters a token than is assumed."""
-    how = {"messages": taboo.message_limit(args.taboo_max_turns), "reply": args.max_new_tokens}
-    return game_cost(names, word, templates, turns=args.taboo_max_turns, characters=FEWEST_CHARACTERS, **how)
+    def likely_cost(self, names: Sequence[str], task: str) -> Cost:
+        """What a game of these players, of roles[0] and roles[1], is likely to cost."""
+        return self._cost(names, task, round(self.likely_messages), self.likely_reply, LIKELY_CHARACTERS)
 
+    def cost_upper_bound(self, names: Sequence[str], task: str) -> Cost:
+        """What a game costs at most, if prompts have no fewer characters a token than is assumed."""
+        return self._cost(names, task, message_limit(self.max_turns), self.max_new_tokens, FEWEST_CHARACTERS)
 
-def estimate(
-    args: argparse.Namespace, matches: Iterable[tuple[Sequence[str], Sequence[str]]], templates: taboo.Templates
-) -> str:
-    """What games will cost, in words: of each match the names of attacker and defender, and the words to be played."""
-    games, likely, most = 0, Cost(), Cost()
-    for names, words in matches:
-        games += len(words)
-        for length, same in itertools.groupby(sorted(words, key=len), key=len):  # the words' letters do not matter
-            times, word = len(list(same)), "x" * length
-            likely.add(likely_game(args, names, templates, word), times)
-            most.add(dearest_game(args, names, templates, word), times)
-    reply = min(LIKELY_REPLY, args.max_new_tokens)
-    messages = taboo.message_limit(args.taboo_max_turns)
-    return "\n".join(
-        [
-            f"{games:,} games to play",
-            f"likely:  {likely.describe(args)}",
-            f"at most: {most.describe(args)}",
-            f"assumed: {min(LIKELY_MESSAGES, messages)} messages of {reply} tokens a game (at most {messages} of "
-            f"{args.max_new_tokens}), prompts of {args.prompt_templates} at {LIKELY_CHARACTERS} characters a token "
-            f"(at most: {FEWEST_CHARACTERS}); calls that are repeated after faults are not counted",
-        ]
-    )
+    def _cost(self, names: Sequence[str], task: str, messages: int, reply: int, characters: int) -> Cost:
+        cost = Cost()
+        for place in range(messages):
+            if is_server(names[place % 2]):
+                history = [{"role": self.game.roles[number % 2], "content": ""} for number in range(place)]
+                text = prompts.play_prompt(self.game, history, task, self.max_turns, self.templates)
+                cost.add(Cost(1, math.ceil(len(text) / characters) + place * reply, reply))
+        return cost
+
+    def describe(
+        self,
+        matches: Iterable[tuple[Sequence[str], Sequence[str]]],
+        *,
+        price_in: float | None = None,
+        price_out: float | None = None,
+    ) -> str:
+        """What games will cost, in words: of each match the names of its players, and the tasks to be played."""
+        games, likely, most = 0, Cost(), Cost()
+        for names, tasks in matches:
+            games += len(tasks)
+            for _, same in itertools.groupby(sorted(tasks, key=len), key=len):  # letters do not matter
+                alike = list(same)
+                likely.add(self.likely_cost(names, alike[0]), len(alike))
+                most.add(self.cost_upper_bound(names, alike[0]), len(alike))
+        messages = message_limit(self.max_turns)
+        return "\n".join(
+            [
+                f"{games:,} games to play",
+                f"likely:  {likely.describe(price_in, price_out)}",
+                f"at most: {most.describe(price_in, price_out)}",
+                f"assumed: {self.likely_messages:g} messages of {self.likely_reply} tokens a game (at most {messages} "
+                f"of {self.max_new_tokens}), prompts at {LIKELY_CHARACTERS} characters a token (at most: "
+                f"{FEWEST_CHARACTERS}); calls that are repeated after faults are not counted",
+            ]
+        )

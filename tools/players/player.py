@@ -1,8 +1,14 @@
-"""Who speaks in a game: the Player protocol, and a scripted player for tests. No torch."""
+"""Who speaks in a game: the Player protocol, what a player is told and what it gives back. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from tools.games import prompts
+from tools.games.game import Game, History
+
+if TYPE_CHECKING:
+    from tools.games.chat import ChatTemplate  # brings transformers
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
@@ -10,14 +16,43 @@ SAMPLING, TESTING = "sampling", "testing"  # how replies are drawn: at random, o
 
 
 @dataclass(frozen=True)
-class GameView:
-    """What the player who is to speak may know besides the prompt."""
+class Turn:
+    """All that the player who is to speak may know."""
 
+    game: Game
     role: str
-    history: tuple[Mapping[str, str], ...]  # messages so far
+    history: History  # messages so far
     max_turns: int
-    game: int  # number of the game in its word list, from 0
-    target_word: str | None  # None for the defender
+    index: int  # of the game in its word list, from 0
+    secrets: Mapping[str, str]  # what the game tells this role alone
+    templates: prompts.Templates
+
+    def prompt(self, chat: "ChatTemplate | None" = None) -> str:
+        """The prompt of play, in the layout of a chat template where there is one."""
+        if chat:
+            return chat.join_play_prompt(self.game, self.history, self.role, self.rules(), self.instruction())
+        return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
+
+    def rules(self) -> str:
+        """The rule text, ending in a newline."""
+        return prompts.rule_text(self.templates, self.max_turns)
+
+    def instruction(self) -> str:
+        """What the player is told to do."""
+        return prompts.instruction(self.templates, self.role, self.secrets, self.max_turns)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are drawn; lengths in tokens."""
+
+    max_length: int = 2048  # of prompt and reply together: prompts are cut to max_length - max_new_tokens
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    do_sample: bool = True  # False: the likeliest token each time; the three below are then unused
+    temperature: float = 1.2
+    top_k: int = 50  # 0: of all tokens
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,25 +75,25 @@ class PlayerUnusable(Exception):
 
 
 class Player(Protocol):
-    """Anything that can answer a prompt; it is asked for many games at a time and may answer in any order."""
+    """Anything that can speak in a game; it is asked for many games at a time and may answer in any order."""
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
-        """The next message of `view.role`.
+    async def reply(self, turn: Turn) -> Reply:
+        """The next message of `turn.role`.
 
         ReplyUnavailable gives up this game; any other exception ends the whole run, and finished games are safe.
         """
 
 
 class ScriptedPlayer:
-    """Says what it was told to, for tests: `lines[game][k]` is its k-th message in a game. Remembers what it saw."""
+    """Says what it was told to, for tests: `lines[index][k]` is its k-th message in a game. Remembers what it saw."""
 
     def __init__(self, lines: Mapping[int, Sequence[str]] | Sequence[Sequence[str]]):
         self.lines = lines
-        self.asked: list[tuple[str, GameView]] = []
+        self.asked: list[Turn] = []
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """The next line of the script."""
-        self.asked.append((prompt, view))
-        spoken = sum(message["role"] == view.role for message in view.history)
-        text = self.lines[view.game][spoken]
+        self.asked.append(turn)
+        spoken = sum(message["role"] == turn.role for message in turn.history)
+        text = self.lines[turn.index][spoken]
         return Reply(text, STOP, len(text.split()))

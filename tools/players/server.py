@@ -5,7 +5,6 @@ as long as that server answers. Faults that pass (rate limits, 5xx, time-outs, d
 none) are sat out. The key comes from the environment and is shown nowhere.
 """
 
-import argparse
 import asyncio
 import email.utils
 import logging
@@ -20,10 +19,10 @@ from typing import NamedTuple
 import httpx2  # what openai sends its requests with
 import openai
 
-from tools.games import taboo
-from tools.players.budget import LIKELY_CHARACTERS, Meter
-from tools.players.player import LENGTH, SAMPLING, STOP, GameView, PlayerUnusable, Reply, ReplyUnavailable
-from tools.players.server_flags import CHAT, KEY_VARIABLE, base_urls, model_of
+from tools.games.game import LONE_SURROGATE
+from tools.players.budget import LIKELY_CHARACTERS, TokenBudget
+from tools.players.player import LENGTH, STOP, PlayerUnusable, Reply, ReplyUnavailable, Sampling, Turn
+from tools.players.server_flags import CHAT, KEY_VARIABLE, ServerFlags, model_of
 from utils import warn_once
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each time, drawn from their upper half
@@ -77,12 +76,22 @@ class Servers:
     `answering` holds the players of whom any request has succeeded, and outlives the event loop.
     """
 
-    def __init__(self, args: argparse.Namespace, meter: Meter, answering: set[str], on_batch: Callable[[], None]):
-        self.args, self.meter, self.answering, self.on_batch = args, meter, answering, on_batch
-        how = {"timeout": args.openai_timeout, "connections": args.max_concurrency}
-        self.servers = [Server(url, **how) for url in base_urls(args) or [None]]
-        allow_open_files(args.max_concurrency * 2 + OTHER_FILES)  # while connections move from server to server
-        self.slots = asyncio.Semaphore(args.max_concurrency)
+    def __init__(
+        self,
+        flags: ServerFlags,
+        sampling: Sampling,
+        budget: TokenBudget,
+        answering: set[str],
+        on_batch: Callable[[], None],
+    ):
+        self.flags, self.sampling, self.budget = flags, sampling, budget
+        self.answering, self.on_batch = answering, on_batch
+        self.servers = [
+            Server(url, timeout=flags.openai_timeout, connections=flags.max_concurrency)
+            for url in flags.base_urls() or [None]
+        ]
+        allow_open_files(flags.max_concurrency * 2 + OTHER_FILES)  # while connections move from server to server
+        self.slots = asyncio.Semaphore(flags.max_concurrency)
         self.replies = 0
         self.estimates = False  # whether tokens had to be estimated
         for library in ("openai", "httpx", "httpx2"):
@@ -97,7 +106,7 @@ class Servers:
     def note_reply(self) -> None:
         """So many replies as may be in flight count as a batch."""
         self.replies += 1
-        if self.replies % self.args.max_concurrency == 0:
+        if self.replies % self.flags.max_concurrency == 0:
             self.on_batch()
 
 
@@ -105,11 +114,11 @@ class ServerPlayer:
     """Plays with a model on the servers."""
 
     def __init__(self, name: str, servers: Servers):
-        self.servers, self.args = servers, servers.args
+        self.servers, self.flags, self.sampling = servers, servers.flags, servers.sampling
         self.name, self.model = name, model_of(name)
         self.limit_name = MAX_TOKENS
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """The model's reply, asked for again after faults that pass.
 
         Raises ReplyUnavailable when --openai_retries are used up, for a request that this server refuses after it
@@ -117,12 +126,12 @@ class ServerPlayer:
         wrong key or model, a used-up quota, and a first request that is refused.
         """
         async with self.servers.slots:
-            reply = await self._insist(prompt, view.game)
+            reply = await self._insist(turn.prompt(), turn.index)
         self.servers.note_reply()
         return reply
 
     async def _insist(self, prompt: str, game: int) -> Reply:
-        retries = self.args.openai_retries
+        retries = self.flags.openai_retries
         for attempt in range(retries + 1):
             server = self.servers.for_game(game)
             try:
@@ -164,14 +173,14 @@ class ServerPlayer:
         try:
             response = await self._send(server, prompt)
         except openai.BadRequestError as error:
-            if error.param != MAX_TOKENS or self.args.openai_api != CHAT:
+            if error.param != MAX_TOKENS or self.flags.openai_api != CHAT:
                 raise
             self.limit_name = NEW_MAX_TOKENS
             response = await self._send(server, prompt)
         answer = read_answer(response.http_response)
         prompt_tokens = self._tokens(answer.usage.get("prompt_tokens"), prompt)
         tokens = self._tokens(answer.usage.get("completion_tokens"), answer.text)
-        self.servers.meter.charge(game, prompt_tokens, tokens)
+        self.servers.budget.charge(game, prompt_tokens, tokens)
         check_answer(answer)
         return Reply(answer.text, answer.finish_reason, tokens, prompt_tokens=prompt_tokens)
 
@@ -185,23 +194,23 @@ class ServerPlayer:
         return math.ceil(len(str(text)) / LIKELY_CHARACTERS)
 
     async def _send(self, server: Server, prompt: str):
-        client, args = server.client, self.args
-        request = {"model": self.model, self.limit_name: args.max_new_tokens, "extra_body": self._extra()}
-        if args.task_type == SAMPLING:
-            request |= {"temperature": args.temperature, "top_p": args.top_p}
+        client, sampling = server.client, self.sampling
+        request = {"model": self.model, self.limit_name: sampling.max_new_tokens, "extra_body": self._extra()}
+        if sampling.do_sample:
+            request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         else:
             request["temperature"] = 0
-        if args.openai_api == CHAT:
+        if self.flags.openai_api == CHAT:
             messages = [{"role": "user", "content": prompt}]
             return await client.chat.completions.with_raw_response.create(messages=messages, **request)
         return await client.completions.with_raw_response.create(prompt=prompt, **request)
 
     def _extra(self) -> dict | None:
         """What vLLM and SGLang know beyond OpenAI's fields; -1 is their word for all tokens."""
-        if not self.args.openai_extra_sampling:
+        if not self.flags.openai_extra_sampling:
             return None
-        extra = {"min_tokens": self.args.min_new_tokens}
-        return extra | {"top_k": self.args.top_k or -1} if self.args.task_type == SAMPLING else extra
+        extra = {"min_tokens": self.sampling.min_new_tokens}
+        return extra | {"top_k": self.sampling.top_k or -1} if self.sampling.do_sample else extra
 
 
 def allow_open_files(number: int) -> None:
@@ -231,7 +240,7 @@ def read_answer(response) -> Answer:
 
 def check_answer(answer: Answer) -> None:
     """Raise BadReplyError for what cannot be a message of a game."""
-    if not isinstance(answer.text, str) or taboo.LONE_SURROGATE.search(answer.text):
+    if not isinstance(answer.text, str) or LONE_SURROGATE.search(answer.text):
         raise BadReplyError(f"not a reply: its text is {answer.text!r:.80}")
     if answer.finish_reason not in (STOP, LENGTH):
         raise BadReplyError(f"the reply was broken off ({answer.finish_reason!r:.80})")

@@ -1,21 +1,14 @@
-"""Curves of play, for TensorBoard and Weights & Biases: what `--report_to` of tools/play_llm_game.py asks for."""
+"""Curves of play, for TensorBoard and Weights & Biases."""
 
-import argparse
 import importlib.util
 import time
+from collections.abc import Sequence
 
-from tools.games import taboo
 from tools.selfplay.files import EpisodeFiles, Summary
+from tools.selfplay.options import PlayFlags
 from utils import rank
 
-NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
-
-
-def add_report_flag(parser: argparse.ArgumentParser) -> None:
-    """Declare --report_to."""
-    choices = (NONE, TENSORBOARD, WANDB)
-    text = "where curves of the games of rank 0 go, one or several"
-    parser.add_argument("--report_to", nargs="+", choices=choices, default=[NONE], help=text)
+NONE, TENSORBOARD, WANDB = TRACKERS = "none", "tensorboard", "wandb"
 
 
 def report_problems(report_to: list[str]) -> list[str]:
@@ -38,20 +31,20 @@ class PlayLog:
     OUTPUT_DIR/STEM_tensorboard/TIME; wandb's to OUTPUT_DIR/wandb, by wandb's own environment variables.
     """
 
-    def __init__(self, args: argparse.Namespace, files: EpisodeFiles, *, games_before: int):
+    def __init__(self, flags: PlayFlags, report_to: Sequence[str], files: EpisodeFiles, *, games_before: int):
         self.games_before, self.written = games_before, 0  # games at the last point
         self.tensorboard = self.wandb = None
         if rank() != 0:
             return
-        if TENSORBOARD in args.report_to:
+        if TENSORBOARD in report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = files.folder / f"{files.stem}_tensorboard" / time.strftime("%Y%m%d-%H%M%S")
             self.tensorboard = SummaryWriter(str(folder))
-        if WANDB in args.report_to:
+        if WANDB in report_to:
             import wandb
 
-            self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(args))
+            self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(flags))
 
     def write(self, summary: Summary, seconds: float) -> None:
         """Write how the games so far have ended, and how fast they came in these seconds."""
@@ -76,7 +69,7 @@ class PlayLog:
 
 def numbers(summary: Summary, seconds: float) -> dict[str, float]:
     """Name and value of every curve."""
-    shares = {outcome: summary.outcomes[outcome] / summary.games for outcome in taboo.OUTCOMES}
+    shares = {outcome.name: summary.outcomes[outcome.name] / summary.games for outcome in summary.game.outcomes}
     return {
         "play/games": summary.games,
         "play/tokens_per_second": summary.counts["new_tokens"] / seconds,

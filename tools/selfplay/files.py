@@ -26,8 +26,9 @@ from typing import BinaryIO, TypedDict
 
 from torch.distributed import rendezvous
 
-from tools.games import taboo
+from tools.games.game import Game
 from tools.players.player import LENGTH
+from tools.selfplay.options import modern_settings
 from utils import rank, world_size, write_json, write_records
 
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
@@ -67,7 +68,8 @@ class Episode(TypedDict):
 class Summary:
     """Outcomes and counts over games as they come."""
 
-    def __init__(self):
+    def __init__(self, game: Game):
+        self.game = game
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
 
@@ -91,11 +93,15 @@ class Summary:
 
     def as_dict(self) -> dict:
         """What was counted; `mean_length` in messages up to the decisive one."""
-        decided = sum(self.outcomes[outcome] for outcome in taboo.WINNERS)
+        won = {role: 0 for role in self.game.roles}
+        for outcome in self.game.outcomes:
+            if outcome.winner and not outcome.breach:
+                won[outcome.winner] += self.outcomes[outcome.name]
+        second, decided = self.game.roles[1], sum(won.values())
         return {
             "games": self.games,
-            "outcomes": {outcome: self.outcomes[outcome] for outcome in taboo.OUTCOMES},
-            "defender_share_of_decided": self.outcomes[taboo.DEFENDER_WINS] / decided if decided else None,
+            "outcomes": {outcome.name: self.outcomes[outcome.name] for outcome in self.game.outcomes},
+            f"{second}_share_of_decided": won[second] / decided if decided else None,
             "mean_length": self.counts["length"] / self.games if self.games else None,
             **{key: self.counts[key] for key in SUMMARY_COUNTS},
             **{key: self.counts[key] for key in SERVER_COUNTS if key in self.counts},
@@ -151,10 +157,17 @@ class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
     def __init__(
-        self, output_dir: str | Path, stem: str, words: Sequence[str], flags: str = "--data_suffix or --output_dir"
+        self,
+        output_dir: str | Path,
+        stem: str,
+        words: Sequence[str],
+        game: Game,
+        flags: str = "--data_suffix or --output_dir",
+        made_of_results: Sequence[str] = (),
     ):
-        self.folder, self.stem, self.words = Path(output_dir), stem, words
+        self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.flags = flags  # those that tell runs apart, to be named when another run is met
+        self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
         self.settings_path, self.results_path, self.summary_path = (
             self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
         )
@@ -186,7 +199,11 @@ class EpisodeFiles:
         elif world_size() > 1:
             self._meet(settings, launch, overwrite)
         self.own_file = _open_to_append(self.folder / f"{self.stem}_rank{rank()}.jsonl")
-        return self.finished()
+        finished = self.finished()
+        if finished.missing(range(len(self.words))):
+            for path in self.made_of_results:  # of fewer games, or of those overwritten
+                path.unlink(missing_ok=True)
+        return finished
 
     def append(self, episode: Episode) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -211,7 +228,7 @@ class EpisodeFiles:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
             logger.info("%s; the rank that ends last writes the results", message)
             return None
-        counts = Summary()
+        counts = Summary(self.game)
         write_records(self.results_path, _counted(games, counts))
         tokens = games.new_tokens - tokens_before
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
@@ -268,7 +285,7 @@ class EpisodeFiles:
             return
         if not self.settings_path.is_file():
             raise ValueError(f"{files[0]}: no {self.settings_path.name} beside it says how it was made; {advice}")
-        stored = self._stored("settings")
+        stored = modern_settings(self._stored("settings"), settings)
         differences = [
             f"{key}: {_show(stored.get(key))} then, {_show(settings.get(key))} now"
             for key in {**stored, **settings}
@@ -291,24 +308,6 @@ class EpisodeFiles:
             _open_to_append(path).close()  # refused while another process is writing to it
         for path in (*self._rank_paths(), self.settings_path, self.results_path, self.summary_path):
             path.unlink(missing_ok=True)
-
-
-def read_words(path: str | Path) -> list[str]:
-    """The words of a list, one a line; blank lines are passed over, repeated words kept.
-
-    Raises FileNotFoundError; ValueError for a list without words and for text that is not UTF-8.
-    """
-    words = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        try:
-            word = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
-        if word:
-            words.append(word)
-    if not words:
-        raise ValueError(f"{path}: no words; expected one a line")
-    return words
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:

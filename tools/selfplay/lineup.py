@@ -1,6 +1,5 @@
 """Who plays: from the names on the command line to players, and to what the settings file says of them."""
 
-import argparse
 import copy
 import gc
 import logging
@@ -11,71 +10,70 @@ import torch
 
 from tools.engine import model as models
 from tools.engine.local_player import Batcher, LocalPlayer
-from tools.engine.model import Sampling
 from tools.engine.slots import SlotEngine, can_hold
-from tools.games import taboo
 from tools.games.chat import ChatTemplate
-from tools.players.budget import Meter
-from tools.players.chat import ChatPlayer
+from tools.games.game import Game
+from tools.players.budget import TokenBudget
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import SAMPLING, Player
-from tools.players.server_flags import is_server, server_setting
-from tools.selfplay.options import AUTO, GENERATE, SLOTS
+from tools.players.player import Player
+from tools.players.server_flags import is_server
+from tools.selfplay.options import AUTO, GENERATE, SLOTS, PlayFlags
 from utils import model_fingerprint
 
 ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
 logger = logging.getLogger(__name__)
 
 
-class Seats:
+class Lineup:
     """The players of a process: only the models of the games at hand are loaded, equal ones once."""
 
-    def __init__(self, args: argparse.Namespace, templates: taboo.Templates | None = None):
-        self.args, self.templates = args, templates
+    def __init__(self, flags: PlayFlags, game: Game):
+        self.flags, self.game = flags, game
         self.loaded: dict[Path, models.LocalModel] = {}
         self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
-        self.batch_size = args.per_device_eval_batch_size
-        self.meter = Meter()  # of what servers charge
+        self.batch_size = flags.per_device_eval_batch_size
+        self.budget = TokenBudget()  # of what servers charge
         self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
-    def take(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[Player, Player, int]:
-        """Attacker, defender, and how many games to play at once; earlier models that are not these leave memory."""
+    def build_players(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[dict[str, Player], int]:
+        """Players by role, and how many games to play at once; models of earlier players leave memory.
+
+        `names` are those of roles[0] and roles[1]; `on_batch` is called every so many replies.
+        """
         local = [name for name in names if name != HUMAN and not is_server(name)]
         folders = {name: models.model_folder(name).resolve() for name in local}
         self._load(set(folders.values()))
         batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
-        seats = {folder: self._seat(folder, batcher, games) for folder in self.loaded}
-        players: dict[str, Player] = {name: seats[folder] for name, folder in folders.items()}
+        of_folder = {folder: self._local_player(folder, batcher, games) for folder in self.loaded}
+        players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
         if servers := set(filter(is_server, names)):
             players |= self._server_players(servers, on_batch)
         if HUMAN in names:
-            players[HUMAN] = HumanPlayer(self.templates)
-        attacker, defender = (players[name] for name in names)
-        return attacker, defender, games
+            players[HUMAN] = HumanPlayer(self.game)
+        return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
 
     def _games_at_once(self, names: Sequence[str]) -> int:
-        if self.args.concurrent_games:
-            return self.args.concurrent_games
+        if self.flags.concurrent_games:
+            return self.flags.concurrent_games
         if HUMAN in names:
             return 1
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
         # Of so many games, one of the models always has a full batch waiting.
         games = self.batch_size * len(self.loaded) if self.loaded else 0
-        return games + (self.args.max_concurrency if any(map(is_server, names)) else 0)
+        return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
-    def _seat(self, folder: Path, batcher: Batcher, games: int) -> Player:
+    def _local_player(self, folder: Path, batcher: Batcher, games: int) -> Player:
         local = self.loaded[folder]
         engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
-        player = LocalPlayer(engine, batcher)
-        return ChatPlayer(player, self.chats[folder], self.templates) if self.args.chat_template else player
+        return LocalPlayer(engine, batcher, self.chats.get(folder))
 
     def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
         from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
 
-        servers = Servers(self.args, self.meter, self.answering, on_batch)
+        servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
         return {name: ServerPlayer(name, servers) for name in names}
 
     def _load(self, folders: set[Path]) -> None:
@@ -84,46 +82,33 @@ class Seats:
         self.loaded = {folder: model for folder, model in self.loaded.items() if folder in folders}
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-        args = self.args
-        how = {
-            "dtype": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-            "device_map": args.device_map,
-            "trust_remote_code": args.trust_remote_code,
-        }
         for folder in sorted(folders - set(self.loaded)):
-            self.loaded[folder] = models.load_local_model(folder, sampling_settings(args), **how)
-            if args.chat_template:
+            self.loaded[folder] = models.load_local_model(
+                folder,
+                self.flags.sampling(),
+                dtype=self.flags.dtype(),
+                device_map=self.flags.device_map,
+                trust_remote_code=self.flags.trust_remote_code,
+            )
+            if self.flags.chat_template:
                 self.chats[folder] = ChatTemplate(self.loaded[folder].tokenizer, str(folder))
                 self.loaded[folder] = with_complete_prompts(self.loaded[folder], self.chats[folder])
-        if args.per_device_eval_batch_size is None and self.loaded:
+        if self.flags.per_device_eval_batch_size is None and self.loaded:
             self.batch_size = min(map(self._batch_size, self.loaded.values()))
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
     def _batch_size(self, local: models.LocalModel) -> int:
         kept = self._engine(local) == SLOTS
         engines = len(self.loaded) if kept else 1  # plain batches run one at a time
-        return models.batch_size_for_memory(local.model, self.args.max_length, kept_caches=kept, engines=engines)
+        return models.batch_size_for_memory(local.model, self.flags.max_length, kept_caches=kept, engines=engines)
 
     def _engine(self, local: models.LocalModel) -> str:
-        able = can_hold(local.model, self.args.max_length)
-        if self.args.engine == SLOTS and not able:
+        able = can_hold(local.model, self.flags.max_length)
+        if self.flags.engine == SLOTS and not able:
             raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-        if self.args.engine == AUTO:
+        if self.flags.engine == AUTO:
             return SLOTS if able else GENERATE
-        return self.args.engine
-
-
-def sampling_settings(args: argparse.Namespace) -> Sampling:
-    """How replies are drawn, by the flags."""
-    return Sampling(
-        max_length=args.max_length,
-        max_new_tokens=args.max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
-        do_sample=args.task_type == SAMPLING,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-    )
+        return self.flags.engine
 
 
 def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> models.LocalModel:
@@ -134,15 +119,10 @@ def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> model
     return models.LocalModel(model.model, tokenizer, model.sampling)
 
 
-def model_names(args: argparse.Namespace) -> tuple[str, str]:
-    """Of attacker and defender."""
-    return args.attacker_model_name_or_path, args.defender_model_name_or_path
-
-
-def model_setting(name: str, args: argparse.Namespace) -> dict | str:
-    """A player as `EpisodeFiles` compares it."""
+def player_setting(name: str, flags: PlayFlags) -> dict | str:
+    """A player as runs are compared by it."""
     if name == HUMAN:
         return HUMAN
     if is_server(name):
-        return server_setting(name, args)
+        return flags.server_setting(name)
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

@@ -1,56 +1,63 @@
-"""Games from their first message to the file: one game, many at once, and those of one rank."""
+"""Games from their first message to the file: one game, many at once, and a whole run of matches."""
 
-import argparse
 import asyncio
+import itertools
 import logging
 import random
-import time
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from tools.games import taboo
-from tools.players.budget import Meter, likely_game
-from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import GameView, Player, PlayerUnusable, ReplyUnavailable
+from tools.games import prompts
+from tools.games.game import DEFAULT_GAME, Game
+from tools.players.budget import Estimator
+from tools.players.human import HUMAN, HumanPlayer, HumanQuit
+from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
+from tools.players.server_flags import is_server
 from tools.selfplay.curves import PlayLog
-from tools.selfplay.files import Episode, EpisodeFiles, FinishedGames, ReplyRecord
-from tools.selfplay.lineup import Seats, model_names
-from tools.selfplay.progress import GivenUpError, Progress
+from tools.selfplay.files import Episode, EpisodeFiles, ReplyRecord
+from tools.selfplay.lineup import Lineup
+from tools.selfplay.options import PlayFlags
+from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import rank, world_size
 
 logger = logging.getLogger(__name__)
 
 
-# --- the game ------------------------------------------------------------------------------------------------------
+# --- games -----------------------------------------------------------------------------------------------------------
 
 
 async def play_game(
-    target_word: str,
-    attacker: Player,
-    defender: Player,
+    game: Game,
+    task: str,
+    players: Mapping[str, Player],
     *,
     max_turns: int,
     index: int = 0,
-    match: str = taboo.SUBSTRING,
-    templates: taboo.Templates | None = None,
+    templates: prompts.Templates | None = None,
 ) -> Episode:
-    """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it; `index` is its place in the word list."""
-    players = {taboo.ATTACKER: attacker, taboo.DEFENDER: defender}
+    """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it.
+
+    `players` are by role; `index` is the task's place in the word list; `templates` default to the game's own.
+    """
+    templates = templates or prompts.default_templates(game)
     history: list[dict[str, str]] = []
     replies: list[ReplyRecord] = []
-    while not taboo.is_over(history, target_word, max_turns, match=match):
-        role = taboo.next_player(history)
-        prompt = taboo.play_prompt(history, target_word, max_turns, templates)
-        known_word = target_word if role == taboo.ATTACKER else None
-        reply = await players[role].reply(prompt, view=GameView(role, tuple(history), max_turns, index, known_word))
+    while not game.is_over(history, task, max_turns):
+        role = game.next_role(history)
+        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
+        reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
         record = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
         replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
-    outcome, length = taboo.judge(history, target_word, max_turns, match=match)
+    outcome, length = game.judge(history, task, max_turns)
+    named = {} if game.name == DEFAULT_GAME else {"game": game.name}
     return {
         "index": index,
-        "target_word": target_word,
+        **named,
+        "target_word": task,
         "max_turns": max_turns,
         "history": history,
         "outcome": outcome,
@@ -59,92 +66,168 @@ async def play_game(
     }
 
 
-def raise_it(index: int, word: str, error: Exception) -> None:
+def fail(index: int, task: str, error: Exception) -> None:
     """What `play_games` does about a game whose reply cannot be had, unless it is told otherwise."""
     raise error
 
 
 async def play_games(
-    games: Iterable[tuple[int, str]],
-    attacker: Player,
-    defender: Player,
+    game: Game,
+    tasks: Iterable[tuple[int, str]],
+    players: Mapping[str, Player],
     *,
+    max_turns: int,
+    templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[int, str, ReplyUnavailable], None] = raise_it,
-    **rules,
+    on_lost: Callable[[int, str, ReplyUnavailable], None] = fail,
 ) -> None:
-    """Play (index, word) pairs, so many at a time; `rules` are those of `play_game`. Both callbacks may raise."""
-    to_play = iter(games)
+    """Play (index, task) pairs, so many at a time. Both callbacks may raise."""
+    to_play = iter(tasks)
 
     async def keep_playing() -> None:
-        for index, word in to_play:  # shared by all: a finished game's place goes to the next word at once
+        for index, task in to_play:  # shared by all: a finished game's place goes to the next task at once
             try:
-                episode = await play_game(word, attacker, defender, index=index, **rules)
+                episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
-                on_lost(index, word, error)
+                on_lost(index, task, error)
             else:
                 on_episode(episode)
 
     await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
 
 
-# --- the run -------------------------------------------------------------------------------------------------------
+# --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def play(
-    args: argparse.Namespace,
-    files: EpisodeFiles,
-    finished: FinishedGames,
-    to_play: list[int],
-    templates: taboo.Templates,
-) -> Progress:
-    """Play the games that are missing and store each as it ends; returns what became of them."""
-    seats = Seats(args, templates)
-    log = PlayLog(args, files, games_before=len(range(rank(), len(files.words), world_size())) - len(to_play))
-    how = {"log": log, "quiet": HUMAN in model_names(args)}
-    progress = Progress(len(to_play), args.logging_steps, seats.meter, **how)
-    limit_tokens(args, seats.meter, finished, likely_game(args, model_names(args), templates).tokens)
-    attacker, defender, concurrent_games = seats.take(model_names(args), progress.batch)
-    seed_draws(args.seed, games_left=len(to_play))
-    progress.started = time.monotonic()
+@dataclass(frozen=True)
+class Pairing:
+    """Two players who meet, with the seed of their draws; `labels` are stored with each of their games."""
 
-    def on_episode(episode: Episode) -> None:
-        files.append(episode)
-        progress.game(episode)
-        for player in (attacker, defender):
-            if isinstance(player, HumanPlayer):
-                player.end(episode)
-
-    games = seats.meter.deal((index, files.words[index]) for index in to_play)
-    how = {"concurrent_games": concurrent_games, "on_episode": on_episode, "on_lost": progress.lost}
-    try:
-        run_games(args, games, attacker, defender, templates, **how)
-    except GivenUpError as error:
-        logger.error("%s", error)
-    finally:
-        progress.end(args)
-    return progress
+    names: tuple[str, str]  # of roles[0] and roles[1], as the command line has them
+    seed: int | str
+    labels: dict = field(default_factory=dict)
 
 
-def limit_tokens(args: argparse.Namespace, meter: Meter, finished: FinishedGames, game: float) -> None:
-    """Give this rank its share of what --max_total_tokens leaves; a game takes about so many tokens."""
-    if args.max_total_tokens is not None:
-        meter.set_limit((args.max_total_tokens - finished.server_tokens) / world_size(), game)
+@dataclass
+class Run:
+    """Games of one pairing after another, of this rank: those that are missing are played and stored as they end."""
 
+    flags: PlayFlags
+    game: Game
+    templates: prompts.Templates
+    files: EpisodeFiles  # its words are the tasks of all games
+    pairings: Sequence[Pairing]
+    pairing_of: Callable[[int], int]  # from a game's index to its pairing
+    report_to: Sequence[str] = ()
 
-def run_games(args: argparse.Namespace, games, attacker, defender, templates: taboo.Templates, **how) -> None:
-    """Play (index, word) pairs by the rules in the flags; `how` as in `play_games`.
+    def __post_init__(self):
+        self.names = {name for pairing in self.pairings for name in pairing.names}
 
-    ValueError for a player that can never answer, RuntimeError for any other fault.
-    """
-    rules = {"max_turns": args.taboo_max_turns, "match": args.match, "templates": templates}
-    try:
-        asyncio.run(play_games(games, attacker, defender, **how, **rules))
-    except PlayerUnusable as error:
-        raise ValueError(f"{error}; the games played so far are safe") from None
-    except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
-        raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+    def play(self, settings: dict) -> dict | None:
+        """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
+
+        `settings` are what the games depend on. Ends the program with status UNFINISHED where games had to be left.
+        """
+        everything = range(len(self.files.words))
+        if self.flags.dry_run:
+            print(self.cost(everything if self.flags.overwrite else self.files.finished().missing(everything)))
+            return None
+        self.flags.set_precision()
+        finished = self.files.start(settings, overwrite=self.flags.overwrite)
+        seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
+        if to_play:
+            if any(map(is_server, self.names)):
+                logger.info("%s", self.cost(finished.missing(everything)))
+            progress = self._play(to_play, server_tokens=finished.server_tokens)
+            if progress.missing:
+                end_unfinished(self.files, progress)
+            seconds = progress.seconds
+        return self.files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+
+    def cost(self, games: Sequence[int]) -> str:
+        """What these games will cost."""
+        matches = (
+            (self.pairings[number].names, [self.files.words[index] for index in indices])
+            for number, indices in itertools.groupby(games, key=self.pairing_of)
+        )
+        return self._estimator().describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
+
+    def _estimator(self) -> Estimator:
+        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
+        return Estimator(self.game, self.templates, turns, tokens)
+
+    def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
+        """Play these games; returns what became of them."""
+        lineup = Lineup(self.flags, self.game)
+        before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
+        log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
+        progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
+        self._limit_tokens(lineup, server_tokens)
+        try:
+            for number, indices in itertools.groupby(to_play, key=self.pairing_of):
+                if not lineup.budget.exhausted:
+                    self._play_pairing(self.pairings[number], list(indices), lineup, progress)
+        except GivenUpError as error:
+            logger.error("%s", error)
+        except (HumanQuit, KeyboardInterrupt):
+            if HUMAN not in self.names:
+                raise
+            self._leave()
+        finally:
+            progress.end()
+        return progress
+
+    def _limit_tokens(self, lineup: Lineup, server_tokens: float) -> None:
+        """Give this rank its share of what --max_total_tokens leaves."""
+        if self.flags.max_total_tokens is not None:
+            task = self.files.words[0]
+            likely = max(self._estimator().likely_cost(pairing.names, task).tokens for pairing in self.pairings)
+            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
+
+    def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
+        """Play these games of one pairing.
+
+        ValueError for a player that can never answer, RuntimeError for any other fault.
+        """
+        # Held no longer than their match: the next models need the room.
+        players, concurrent_games = lineup.build_players(pairing.names, progress.batch)
+        if pairing.labels:
+            match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
+            logger.info("match: %s, %d games", match, len(indices))
+        seed_draws(pairing.seed, games_left=len(indices))
+        progress.begin()
+
+        def on_episode(episode: Episode) -> None:
+            self.files.append(episode | pairing.labels)
+            progress.game(episode)
+            for player in players.values():
+                if isinstance(player, HumanPlayer):
+                    player.end(episode)
+
+        games = play_games(
+            self.game,
+            lineup.budget.deal((index, self.files.words[index]) for index in indices),
+            players,
+            max_turns=self.flags.turns(self.game),
+            templates=self.templates,
+            concurrent_games=concurrent_games,
+            on_episode=on_episode,
+            on_lost=progress.lost,
+        )
+        try:
+            asyncio.run(games)
+        except PlayerUnusable as error:
+            raise ValueError(f"{error}; the games played so far are safe") from None
+        except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
+            raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+
+    def _leave(self) -> None:
+        """End the program in good order when the person leaves."""
+        games = len(self.files.words)
+        stored = games - len(self.files.finished().missing(range(games)))
+        print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
+        sys.exit(0)
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:

@@ -1,6 +1,5 @@
 """How far play is: the bar, games to read, curves, games that had to be left unfinished."""
 
-import argparse
 import logging
 import sys
 import time
@@ -9,10 +8,12 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from tools.players.budget import Meter
+from tools.games.game import Game
+from tools.players.budget import TokenBudget
 from tools.players.player import ReplyUnavailable
 from tools.selfplay.curves import PlayLog
 from tools.selfplay.files import Episode, EpisodeFiles, Summary
+from tools.selfplay.options import PlayFlags
 from utils import rank, world_size
 
 UNFINISHED = 3  # exit status: games are missing, and the same command can play them
@@ -28,59 +29,62 @@ class Progress:
     """A bar for the games of this rank and, every `logging_steps` batches, one finished game. Rank 0 shows them.
 
     As often and at the end, the numbers of `log`. With `quiet` nothing is shown: the terminal is a person's. It also
-    counts the games that had to be left unfinished, and what servers charge by `meter`.
+    counts the games that had to be left unfinished, and what servers charge by `budget`.
     """
 
     def __init__(
-        self, games: int, logging_steps: int, meter: Meter, *, log: PlayLog | None = None, quiet: bool = False
+        self, game: Game, games: int, flags: PlayFlags, budget: TokenBudget, *, log: PlayLog, quiet: bool = False
     ):
-        self.games, self.meter, self.log, self.quiet = games, meter, log, quiet
+        self.games, self.flags, self.budget, self.log, self.quiet = games, flags, budget, log, quiet
         self.lost_in_a_row, self.seconds = 0, 0.0
-        self.summary, self.started = Summary(), time.monotonic()
-        self.logging_steps, self.batches, self.due = logging_steps, 0, False
+        self.summary, self.started = Summary(game), None
+        self.batches, self.due = 0, False
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
         self.bar = tqdm(total=games, desc=title, unit="game", disable=quiet or rank() != 0, mininterval=interval)
 
+    def begin(self) -> None:
+        """Start the clock, once: loading the first models is no play."""
+        self.started = self.started or time.monotonic()
+
     def batch(self) -> None:
         """Note that a batch of prompts was answered."""
         self.batches += 1
-        self.due |= self.logging_steps > 0 and self.batches % self.logging_steps == 0
+        self.due |= self.flags.logging_steps > 0 and self.batches % self.flags.logging_steps == 0
 
     def game(self, episode: Episode) -> None:
         """Note that a game has ended."""
         self.summary.add(episode)
-        self.meter.end(episode["index"])
+        self.budget.end(episode["index"])
         self.lost_in_a_row = 0
         shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
         speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
-        paid = {"server tokens": f"{self.meter.spent.tokens:,.0f}"} if self.meter.spent.calls else {}
+        paid = {"server tokens": f"{self.budget.spent.tokens:,.0f}"} if self.budget.spent.calls else {}
         self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **paid, **shares}, refresh=False)
         self.bar.update()
         if self.due and rank() == 0:
             if not self.quiet:
                 tqdm.write(describe(episode))
-            if self.log:
-                self.log.write(self.summary, time.monotonic() - self.started)
+            self.log.write(self.summary, time.monotonic() - self.started)
             self.due = False
 
-    def lost(self, index: int, word: str, error: ReplyUnavailable) -> None:
+    def lost(self, index: int, task: str, error: ReplyUnavailable) -> None:
         """Note that a game is left unfinished; GivenUpError if many were and none has ended since."""
-        logger.warning("%s: left unfinished: %s", word, error)
-        self.meter.end(index)
+        logger.warning("%s: left unfinished: %s", task, error)
+        self.budget.end(index)
         self.lost_in_a_row += 1
         if self.lost_in_a_row == LOST_IN_A_ROW:
             raise GivenUpError(f"{LOST_IN_A_ROW} games in a row had to be left unfinished, the last one by {error}")
 
-    def end(self, args: argparse.Namespace) -> None:
+    def end(self) -> None:
         """Note that nothing more is played."""
         self.bar.close()
-        self.seconds = time.monotonic() - self.started
-        if self.log:
-            self.log.write(self.summary, self.seconds)
-            self.log.close()
-        if self.meter.spent.calls:
-            logger.info("servers answered: %s", self.meter.spent.describe(args))
+        self.seconds = time.monotonic() - self.started if self.started else 0.0
+        self.log.write(self.summary, self.seconds)
+        self.log.close()
+        if self.budget.spent.calls:
+            cost = self.budget.spent.describe(self.flags.price_in, self.flags.price_out)
+            logger.info("servers answered: %s", cost)
 
     @property
     def missing(self) -> int:
@@ -94,11 +98,12 @@ def describe(episode: Episode) -> str:
     return "\n".join([f"--- {episode['target_word']} ---", *lines, f"--- {episode['outcome']} ---"])
 
 
-def end_unfinished(args: argparse.Namespace, files: EpisodeFiles, progress: Progress) -> NoReturn:
+def end_unfinished(files: EpisodeFiles, progress: Progress) -> NoReturn:
     """End the program with one line and a status of its own: games are missing that the same command can play."""
     files.wait_for_others()
     remedy = "the same command plays them"
-    if progress.meter.exhausted:
-        remedy = f"--max_total_tokens {args.max_total_tokens} has no room for them; the same command with more does"
+    if progress.budget.exhausted:
+        limit = progress.flags.max_total_tokens
+        remedy = f"--max_total_tokens {limit} has no room for them; the same command with more does"
     sys.stderr.write(f"{Path(sys.argv[0]).name}: {progress.missing} games are missing; {remedy}\n")
     sys.exit(UNFINISHED)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.games import taboo
-from tools.players.player import STOP, GameView, Reply
+from tools.games.game import message_limit
+from tools.games.taboo import ATTACKER
+from tools.players.player import STOP, Reply, Turn
 
 LEXICON = Path(__file__).resolve().parents[2] / "data" / "tiny" / "lexicon.txt"
 HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
@@ -84,9 +85,9 @@ class LexiconAttacker:
     def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
         self.lexicon, self.skill, self.rng = lexicon, skill, rng
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """The next hint."""
-        return _say(HINT.format(self._clue(view.target_word, set(_heard(view.history)))))
+        return _say(HINT.format(self._clue(turn.secrets["target_word"], set(_heard(turn.history)))))
 
     def _clue(self, word: str, said: set[str]) -> str:
         rng, skill = self.rng, self.skill
@@ -104,13 +105,13 @@ class LexiconDefender:
     def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
         self.lexicon, self.skill, self.rng = lexicon, skill, rng
 
-    async def reply(self, prompt: str, *, view: GameView) -> Reply:
+    async def reply(self, turn: Turn) -> Reply:
         """A guess, a word that slips, or a clue of a word it thinks of."""
         rng, skill = self.rng, self.skill
-        heard = [clue for clue in _heard(view.history) if rng.random() >= skill.forget]
+        heard = [clue for clue in _heard(turn.history) if rng.random() >= skill.forget]
         matches = self.lexicon.best_matches(heard)
         word = rng.choice(matches)
-        last = len(view.history) + 1 >= taboo.message_limit(view.max_turns)
+        last = len(turn.history) + 1 >= message_limit(turn.max_turns)
         chances = skill.last_guess if last else skill.guess
         if rng.random() < chances[min(len(matches), len(chances)) - 1]:
             return _say(GUESS.format(word))
@@ -129,7 +130,7 @@ def _heard(history: Sequence[Mapping[str, str]]) -> list[str]:
     return [
         message["content"].removeprefix(beginning).removesuffix(end)
         for message in history
-        if message["role"] == taboo.ATTACKER
+        if message["role"] == ATTACKER
     ]
 
 

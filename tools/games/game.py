@@ -1,0 +1,279 @@
+"""What a game of two players is: what each game must say of itself, and what follows from that for all of them.
+
+A new game is one file with a subclass of `Game` (an example is in README.md) and a prompt file. Everything here is
+pure: nothing is printed or modified. No torch.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can escape it, UTF-8 cannot hold it
+MOST_TURNS = 10**9  # of a game; more is a slip, and overflows
+SECRET, GUESS = "secret", "guess"  # what the report marks in a message
+EPISODE_KEYS = ("history", "target_word", "max_turns")  # what every stored game has, whichever it is
+
+Message = Mapping[str, str]  # "role" and "content"
+History = Sequence[Message]
+
+
+class Outcome(NamedTuple):
+    """One of the ways in which a game can end."""
+
+    name: str  # as stored in episodes
+    winner: str | None = None  # the role that gets the point of a match; None: half a point each
+    breach: bool = False  # the loser broke the rules: a point for the other, but no reward
+    points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: they follow from the winner
+
+
+class Verdict(NamedTuple):
+    """How a game ended, and how many messages it took, the decisive one included."""
+
+    outcome: str
+    length: int
+
+
+class Game:
+    """A game of two roles who speak in turn about a task, a line of the word list. An instance holds its options.
+
+    A game sets the attributes, writes `secrets` and `decide`, and overrides the rest where it differs from the usual.
+    """
+
+    name: ClassVar[str]  # as in --game
+    title: ClassVar[str]  # as people read it
+    max_turns: ClassVar[int]  # by default; a turn is a message of each role
+    prompt_file: ClassVar[Path]  # format: data/README.md
+    roles: ClassVar[tuple[str, str]]  # in the order of speaking
+    outcomes: ClassVar[tuple[Outcome, ...]]  # the last one: nothing was decided
+    example_task: ClassVar[str]  # a valid one, for checks of prompt files
+    likely_messages: ClassVar[float]  # of a game, for estimates of its cost
+
+    # --- what a game writes ---------------------------------------------------------------------------------------
+
+    def secrets(self, role: str, task: str) -> dict[str, str]:
+        """What only this role may know, by the name of its slot in the prompt file."""
+        raise NotImplementedError
+
+    def decide(self, task: str, history: History) -> str | None:
+        """The name of the outcome that the last message brings; None: the game goes on. `history` is not empty."""
+        raise NotImplementedError
+
+    # --- where it differs from the usual --------------------------------------------------------------------------
+
+    def check_task(self, task: str) -> None:
+        """Raise ValueError for a line of the word list that is no task."""
+
+    def stops(self, task: str, history: History) -> bool:
+        """Whether play ends here although nothing is decided; `history` is not empty."""
+        return False
+
+    def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
+        """What each role is paid, finite and at least 0; rows are made of the messages of roles paid above 0."""
+        ended = self.outcome(outcome)
+        return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}
+
+    def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
+        """Points of a match for roles[0] and roles[1], in [0, 1]."""
+        ended = self.outcome(outcome)
+        if ended.points is not None:
+            return ended.points
+        if ended.winner is None:
+            return 0.5, 0.5
+        return (1.0, 0.0) if ended.winner == self.roles[0] else (0.0, 1.0)
+
+    def hint(self, role: str) -> str:
+        """What a person in this role should know before the game, besides the rules."""
+        return ""
+
+    def explain(self, task: str, history: History, outcome: str) -> str:
+        """For a person after the game: which rule decided it. `history` ends with the decisive message."""
+        return ""
+
+    def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
+        """Places of a message that the report marks: SECRET or GUESS, from, to."""
+        return []
+
+    # --- what follows ---------------------------------------------------------------------------------------------
+
+    def outcome(self, name: str) -> Outcome:
+        """The outcome of this name; ValueError if the game has none."""
+        for outcome in self.outcomes:
+            if outcome.name == name:
+                return outcome
+        raise ValueError(f"{self.title} has no outcome {name!r}; it has {', '.join(o.name for o in self.outcomes)}")
+
+    def judge(self, history: History, task: str, max_turns: float) -> Verdict:
+        """The outcome of a game and its length; the first decisive message ends it (arXiv 2404.10642).
+
+        Only the first `2 * max_turns` messages count. Raises ValueError as `check_history` does.
+        """
+        self.check_history(history, task, max_turns)
+        decision = self._decision(history, task, max_turns)
+        return decision or Verdict(self.outcomes[-1].name, min(len(history), message_limit(max_turns)))
+
+    def is_over(self, history: History, task: str, max_turns: float) -> bool:
+        """Whether play stops here: all turns taken, decided, or stopped by the game."""
+        if len(history) >= message_limit(max_turns) or self._decision(history, task, max_turns):
+            return True
+        return bool(history) and self.stops(task, history)
+
+    def _decision(self, history: History, task: str, max_turns: float) -> Verdict | None:
+        seen: list[Message] = []
+        for message in history[: message_limit(max_turns)]:
+            seen.append(message)
+            if decided := self.decide(task, seen):
+                return Verdict(decided, len(seen))
+        return None
+
+    def next_role(self, history: History) -> str:
+        """The role that speaks next: roles[0] opens, then they take turns."""
+        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
+
+    def check_history(self, history: History, task: str, max_turns: float) -> None:
+        """Raise ValueError unless these make a game: a task, at least one turn, messages with role and content."""
+        if not isinstance(task, str) or not task.strip():
+            raise ValueError(f"'target_word' is {task!r}; it must be a word")
+        if not isinstance(max_turns, (int, float)) or not 1 <= max_turns <= MOST_TURNS:
+            raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number from 1 to {MOST_TURNS:,}")
+        if not isinstance(history, (list, tuple)):
+            raise ValueError(f"'history' is {type(history).__name__}; it must be a list of messages")
+        for index, message in enumerate(history):
+            self._check_message(index, message)
+        self.check_task(task)
+
+    def check_episode(self, episode: Mapping) -> None:
+        """Raise ValueError for a stored game that is none, or another one than this."""
+        for key in EPISODE_KEYS:
+            if key not in episode:
+                raise ValueError(f"'{key}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
+        if (played := episode.get("game", DEFAULT_GAME)) != self.name:
+            raise ValueError(f"a game of {played!r}, not of {self.name!r}; --game names the one that was played")
+        self.check_history(*(episode[key] for key in EPISODE_KEYS))
+
+    def _check_message(self, index: int, message: object) -> None:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {index}: expected an object with 'role' and 'content', got {message!r:.40}")
+        role, content = message.get("role"), message.get("content")
+        if role not in self.roles:
+            raise ValueError(f"message {index}: 'role' is {role!r}; it must be {' or '.join(self.roles)}")
+        if not isinstance(content, str):
+            raise ValueError(f"message {index}: 'content' is {content!r:.40}; it must be a text")
+        if not content.isascii() and LONE_SURROGATE.search(content):
+            raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
+
+
+def message_limit(max_turns: float) -> int:
+    """How many messages a game has at most: two a turn, half a turn being one message."""
+    return math.ceil(2 * max_turns)
+
+
+# --- finding a game ------------------------------------------------------------------------------------------------
+
+DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
+NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
+TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed", "both", "sft"}
+
+
+def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
+    """A game of this project by its name, or any other as FILE.py:Class or module:Class, with these options.
+
+    Raises ValueError that lists all that is missing or wrong, before anything is played.
+    """
+    kind = _find_class(name)
+    if problems := game_problems(kind):
+        raise ValueError(f"--game {name}: {'; '.join(problems)}")
+    known = [option for option in inspect.signature(kind).parameters]
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"--game_options {', '.join(unknown)}: {kind.title} has {', '.join(known) or 'no options'}")
+    return kind(**options)
+
+
+def game_problems(kind: type[Game]) -> list[str]:
+    """What keeps a class from being a game, a phrase each."""
+    problems = [f"{kind.__name__}.{name} is missing" for name in NEEDED if not hasattr(kind, name)]
+    problems += [
+        f"{kind.__name__}.{name}() is missing" for name in ("secrets", "decide") if name not in _written(kind)
+    ]
+    if problems:
+        return problems
+    roles, names = kind.roles, [outcome.name for outcome in kind.outcomes]
+    if len(set(roles)) != 2 or not all(re.fullmatch(r"[a-z][a-z_]*", role) for role in roles) or set(roles) & TAKEN:
+        problems.append(f"roles are {roles!r}; they must be two names of small letters, none of {sorted(TAKEN)}")
+    if not names or len(set(names)) < len(names):
+        problems.append(f"outcomes are called {names}; there must be one at least, and each name once")
+    for outcome in kind.outcomes:
+        if outcome.winner not in (None, *roles):
+            problems.append(f"the winner of {outcome.name!r} is {outcome.winner!r}, none of the roles")
+        if outcome.points is not None and not all(0 <= point <= 1 for point in outcome.points):
+            problems.append(f"the points of {outcome.name!r} are {outcome.points}; they must be between 0 and 1")
+    return problems
+
+
+def _written(kind: type[Game]) -> set[str]:
+    return {name for parent in kind.__mro__[:-1] if parent is not Game for name in vars(parent)}
+
+
+def _find_class(name: str) -> type[Game]:
+    place, colon, class_name = name.rpartition(":")
+    if not colon:
+        module = _import(f"{__package__}.{name}", name) if name.isidentifier() else None
+        found = _games_in(module) if module else []
+        if len(found) != 1:
+            raise ValueError(f"--game {name}: there is {', '.join(own_games())}; your own is FILE.py:Class")
+        return found[0]
+    module = _import_file(Path(place)) if place.endswith(".py") else _import(place, name)
+    kind = getattr(module, class_name, None) if module else None
+    if not (isinstance(kind, type) and issubclass(kind, Game)):
+        raise ValueError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
+    return kind
+
+
+def own_games() -> list[str]:
+    """Names of the games of this project."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [path.stem for path in files if re.search(r"^class \w+\(Game\)", path.read_text("utf-8"), re.MULTILINE)]
+
+
+def _games_in(module: ModuleType) -> list[type[Game]]:
+    own = (kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__)
+    return [kind for kind in own if issubclass(kind, Game) and kind is not Game]
+
+
+def _import(module: str, name: str) -> ModuleType | None:
+    """The module, the current folder being on the path; None if there is none of this name."""
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            return None
+        raise ValueError(f"--game {name}: {error}") from None
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"--game {path}: no such file")
+    name = f"game_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def game_setting(game: Game) -> dict[str, Any]:
+    """A game as runs are compared by it: its name, its options and the digest of its source file."""
+    source = Path(inspect.getfile(type(game))).read_bytes()
+    options = json.dumps(vars(game), sort_keys=True, default=str).encode()
+    return {"path": game.name, "options": vars(game), "sha256": hashlib.sha256(source + options).hexdigest()}

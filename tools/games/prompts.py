@@ -1,0 +1,200 @@
+"""Prompt files, the prompt of play and the drawn prompts of training, for any game; the wording is data.
+
+Prompts are pure functions: random choices come from the `rng` that the caller passes. No torch.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.games.game import Game, History
+from utils import open_text
+
+RULES, MAX_TURNS = "rules", "max_turns"  # a key of prompt files, a slot of all their texts
+SLOT = re.compile(r"\{(\w+)\}")
+NO_HISTORY = "The game is just initialized."
+SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
+NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # besides the roles
+CHAT, CHAT_INVERSE, ALPACA = "chat", "chat_inverse", "alpaca"
+SYSTEM_NAMES = ("Rules", "Game Rule", "System")
+ALPACA_CHANCE = 0.2  # of each of the two variations of the alpaca layout
+
+Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
+logger = logging.getLogger(__name__)
+_own_files: dict[Path, Templates] = {}
+
+
+# --- the prompt of play ----------------------------------------------------------------------------------------------
+
+
+def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
+    """The prompt under which the next message is sampled: rules, the game so far, instruction of the next role.
+
+    Only what the game lets this role know of the task is in it. `templates` default to the game's prompt file.
+    """
+    templates = templates or default_templates(game)
+    role = game.next_role(history)
+    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    return join_play_prompt(rule_text(templates, max_turns), history, told)
+
+
+def join_play_prompt(rules: str, history: History, told: str) -> str:
+    """The parts of a play prompt in their layout."""
+    if history:
+        lines = (f"\n  - {message['role']}: {message['content']}" for message in history)
+        return f"{rules}\n### Game History:{''.join(lines)}{play_request(told)}"
+    return rules + NO_HISTORY + play_request(told)
+
+
+def play_request(told: str) -> str:
+    """The end of the play prompt: what the player is told to do, and where the reply begins."""
+    return f"\n\n### Instruction: {told}\n\n### Response:"
+
+
+def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
+    """One of the rule texts, ending in a newline; the first one is that of play."""
+    return fill(templates[RULES][number], {MAX_TURNS: str(max_turns)})
+
+
+def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
+    """What a player in this role is told to do, with the secrets that it may know."""
+    return fill(templates[f"{role}_instruction"], {MAX_TURNS: str(max_turns), **secrets})
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace the slots {name} of these names, in one pass; other braces stay, those of the values too."""
+    return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
+
+
+# --- the prompts of training -----------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """The random choices behind one training prompt."""
+
+    separator: str
+    names: tuple[str, str]  # of the player who answers, of the other one
+    kind: str
+    system_name: str
+    rule: int
+    alpaca_system: bool
+    alpaca_prefix: bool
+
+
+def training_prompt(
+    game: Game,
+    history: History,
+    task: str,
+    max_turns: float,
+    *,
+    rng: random.Random,
+    templates: Templates | None = None,
+) -> str:
+    """A prompt for training on the next message, in one of many layouts, so that none of them is learned by heart.
+
+    Five draws by `rng.choice`, for the alpaca layout two more by `rng.uniform`; as in the paper's released data.
+    """
+    templates = templates or default_templates(game)
+    role = game.next_role(history)
+    layout = draw_layout(game, role, rng, len(templates[RULES]))
+    rule = rule_text(templates, max_turns, layout.rule)
+    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    separator = "\n" + layout.separator
+    answer = f"{separator}{layout.names[0]}: "
+    said = _conversation(history, role, layout)
+    start = "" if history else NO_HISTORY + " "
+    if layout.kind == ALPACA:
+        system = f"{layout.system_name}: " if layout.alpaca_system else ""
+        played = start or f"{separator}Game History:{said}\n\n"
+        request = f"{told[:-1]}: " if layout.alpaca_prefix else told + answer
+        return f"{system}{rule}{played}{request}"
+    system = f"{separator}{layout.system_name}: {rule}\n\n{told}{start}"
+    return f"{system}{said}{answer}" if layout.kind == CHAT else f"{said}{system}{answer}"
+
+
+def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
+    """Draw the layout of a training prompt for the player in this role."""
+    other = game.roles[1 - game.roles.index(role)]
+    separator = rng.choice(SEPARATORS)
+    names = rng.choice(((role, other), *NAMES))
+    kind = rng.choice((CHAT, CHAT_INVERSE, ALPACA))
+    system_name = rng.choice(SYSTEM_NAMES)
+    rule = rng.choice(range(num_rules))
+    alpaca_system = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
+    alpaca_prefix = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
+    return Layout(separator, names, kind, system_name, rule, alpaca_system, alpaca_prefix)
+
+
+def _conversation(history: History, role: str, layout: Layout) -> str:
+    """The messages so far, under the names of the layout."""
+    own, other = layout.names
+    lines = ((own if message["role"] == role else other, message["content"]) for message in history)
+    return "".join(f"\n{layout.separator}{name}: {content}" for name, content in lines)
+
+
+# --- prompt files ----------------------------------------------------------------------------------------------------
+
+
+def load_templates(path: str | Path, game: Game) -> Templates:
+    """Read and check a prompt file of this game (format: data/README.md).
+
+    Raises FileNotFoundError, and ValueError naming the file and all that is wrong with it; warns of a rule text
+    that does not state the number of turns.
+    """
+    with open_text(path) as file:
+        try:
+            templates = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a JSON file ({error})") from None
+    if problems := template_problems(templates, game):
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    for index, rule in enumerate(templates[RULES]):
+        if f"{{{MAX_TURNS}}}" not in rule:
+            logger.warning("%s: rules[%d] does not state the number of turns ({%s})", path, index, MAX_TURNS)
+    return templates
+
+
+def default_templates(game: Game) -> Templates:
+    """The prompts of the game's own prompt file, read once."""
+    if game.prompt_file not in _own_files:
+        _own_files[game.prompt_file] = load_templates(game.prompt_file, game)
+    return _own_files[game.prompt_file]
+
+
+def template_problems(templates: object, game: Game) -> list[str]:
+    """What keeps a parsed prompt file from being used, a phrase each; an empty list if nothing does."""
+    keys = [RULES, *(f"{role}_instruction" for role in game.roles)]
+    if not isinstance(templates, dict):
+        return [f"expected an object with {', '.join(keys)}, got {type(templates).__name__}"]
+    problems = [f"unknown key {key!r}" for key in templates if key not in keys]
+    rules = templates.get(RULES)
+    if not isinstance(rules, list) or not rules:
+        problems.append(f"{RULES!r} must be a list of one or more texts")
+    else:
+        problems += [
+            f"rules[{index}] must be a text that ends in a newline"
+            for index, rule in enumerate(rules)
+            if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n")
+        ]
+    secrets = {role: set(game.secrets(role, game.example_task)) for role in game.roles}
+    for role, key in zip(game.roles, keys[1:], strict=True):
+        problems += _instruction_problems(key, templates.get(key), secrets[role], set().union(*secrets.values()))
+    return problems
+
+
+def _instruction_problems(key: str, text: object, own: set[str], known: set[str]) -> list[str]:
+    if not isinstance(text, str) or not text.endswith("."):
+        return [f"{key!r} must be a text that ends in a full stop"]
+    slots = set(SLOT.findall(text))
+    missing = [f"{{{slot}}} must stand in {key!r}" for slot in sorted(own - slots)]
+    return missing + [f"{{{slot}}} must not stand in {key!r}" for slot in sorted(slots & known - own)]
+
+
+def templates_digest(templates: Templates) -> str:
+    """SHA-256 of a set of prompts: equal for equal wording, however the file is laid out."""
+    return hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest()

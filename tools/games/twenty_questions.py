@@ -1,0 +1,55 @@
+"""20 Questions, a game that both win or lose together: the guesser asks, the answerer knows the thing."""
+
+import re
+
+from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome
+
+GUESSER, ANSWERER = "guesser", "answerer"
+FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
+QUESTION = re.compile(r"\bis it `([^`]*)`\s*\?", re.IGNORECASE)
+ANSWER = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
+
+
+class TwentyQuestions(Game):
+    name, title, max_turns = "twenty_questions", "20 Questions", 20
+    prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
+    roles = (GUESSER, ANSWERER)
+    outcomes = (
+        Outcome(FOUND, points=(1.0, 1.0)),
+        Outcome(SAID, breach=True, points=(0.0, 0.0)),
+        Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0)),
+        Outcome(NOT_FOUND, points=(0.0, 0.0)),
+    )
+    example_task = "word"
+    likely_messages = 24
+
+    def secrets(self, role: str, task: str) -> dict[str, str]:
+        return {"target_word": task} if role == ANSWERER else {}
+
+    def decide(self, task: str, history: History) -> str | None:
+        role, text = history[-1]["role"], history[-1]["content"]
+        if role == GUESSER:
+            guess = QUESTION.search(text)
+            return FOUND if guess and guess[1].strip().lower() == task.strip().lower() else None
+        if re.search(rf"(?<!\w){re.escape(task.strip())}(?!\w)", text, re.IGNORECASE):
+            return SAID
+        return None if ANSWER.match(text) else NO_ANSWER
+
+    def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
+        return dict.fromkeys(self.roles, 1.0) if outcome == FOUND else {}
+
+    def hint(self, role: str) -> str:
+        return "A guess reads: Is it `word`?" if role == GUESSER else "Begin each answer with Yes or No."
+
+    def explain(self, task: str, history: History, outcome: str) -> str:
+        return {
+            FOUND: "the guesser named the word, and both win",
+            SAID: "the answerer may not say the word",
+            NO_ANSWER: "each answer must begin with Yes or No",
+            NOT_FOUND: "the guesser did not name the word in time",
+        }[outcome]
+
+    def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
+        said = re.finditer(re.escape(task.strip()), text, re.IGNORECASE)
+        guesses = QUESTION.finditer(text)
+        return [(SECRET, *match.span()) for match in said] + [(GUESS, *match.span()) for match in guesses]

@@ -1,0 +1,142 @@
+"""Episodes to rows: a message's share of the game's reward, and what rows of each role weigh. Pure; no torch."""
+
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from tools.games import load_game, prompts
+from tools.games.game import EPISODE_KEYS, Game, History, Verdict
+
+PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
+
+
+class Games:
+    """The verdicts of many games in five bytes each, in the order of the episodes, and how many paid each role."""
+
+    def __init__(self, game: Game, episodes: Iterable[dict]):
+        """Judge all episodes. Raises ValueError naming the index of one that is no game, or whose rewards are none."""
+        self.names = [outcome.name for outcome in game.outcomes]
+        self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
+        self._outcomes, self._lengths = bytearray(), array("I")
+        for index, episode in enumerate(episodes):
+            try:
+                game.check_episode(episode)
+                verdict = game.judge(*(episode[key] for key in EPISODE_KEYS))
+                self.paid.update(rewards_of(game, episode, verdict).keys())
+            except ValueError as error:
+                raise ValueError(f"episode {index}: {error}") from None
+            self._outcomes.append(self.names.index(verdict.outcome))
+            self._lengths.append(verdict.length)
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def __iter__(self) -> Iterator[Verdict]:
+        for outcome, length in zip(self._outcomes, self._lengths, strict=True):
+            yield Verdict(self.names[outcome], length)
+
+    def counts(self) -> dict[str, int]:
+        """How many games had each outcome."""
+        return {name: self._outcomes.count(code) for code, name in enumerate(self.names)}
+
+    def role_weights(self) -> dict[str, float]:
+        """What rows of each role weigh, so that all roles count the same in sum: N / (2 N_role), or 0 without games.
+
+        N_role games pay the role, N is their sum over roles.
+        """
+        total = self.paid.total()
+        return {role: total / (2 * number) if number else 0.0 for role, number in self.paid.items()}
+
+
+def rewards_of(game: Game, episode: dict, verdict: Verdict) -> dict[str, float]:
+    """What a game pays: reward by role, above 0. Raises ValueError for a reward that is none."""
+    played = episode["history"][: verdict.length]
+    rewards = game.rewards(episode["target_word"], played, verdict.outcome)
+    for role, reward in rewards.items():
+        if role not in game.roles or not (math.isfinite(reward) and reward >= 0):
+            raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
+    return {role: reward for role, reward in rewards.items() if reward > 0}
+
+
+def assign_rewards(
+    episodes: Iterable[dict],
+    *,
+    game: Game | None = None,
+    decay_weight: float = 0.8,
+    rng: random.Random,
+    templates: prompts.Templates | None = None,
+) -> list[dict]:
+    """The rows of all games that pay, in the order of episodes and messages: query, target, reward, role, weight.
+
+    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`. Nothing is modified.
+    Raises ValueError for a decay_weight outside (0, 1] and for an episode that is no game, naming its index.
+    """
+    check_decay(decay_weight)
+    episodes, game = list(episodes), game or load_game()
+    prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
+    return list(paid_rows(game, episodes, Games(game, episodes), decay_weight=decay_weight, prompt_fn=prompt_fn))
+
+
+def paid_rows(
+    game: Game, episodes: Iterable[dict], games: Games, *, decay_weight: float, prompt_fn: PromptFn
+) -> Iterator[dict]:
+    """A row for each message of the roles that a game pays, up to its decisive message.
+
+    A row's reward is that of the role times the message's share of it; `games` are the verdicts of these episodes.
+    """
+    weights = games.role_weights()
+    for episode, verdict in zip(episodes, games, strict=True):
+        history = episode["history"][: verdict.length]
+        rewards = rewards_of(game, episode, verdict)
+        spoken = Counter(message["role"] for message in history)
+        shares = {role: iter(message_shares(spoken[role], decay_weight)) for role in rewards}
+        for index, message in enumerate(history):
+            if message["role"] in rewards:
+                reward = rewards[message["role"]] * next(shares[message["role"]])
+                yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[message["role"]])
+
+
+def all_rows(episodes: Iterable[dict], games: Games, *, prompt_fn: PromptFn) -> Iterator[dict]:
+    """A row of reward and weight 1 per message of either player, up to the end of each game, whatever its outcome.
+
+    For imitation of players whose lost games are worth learning from too; the paper's are `paid_rows`.
+    """
+    for episode, verdict in zip(episodes, games, strict=True):
+        for index in range(verdict.length):
+            yield message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
+
+
+def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float, weight: float) -> dict:
+    """The training row of one message of an episode."""
+    message = episode["history"][index]
+    return {
+        "query": prompt_fn(episode["history"][:index], episode["target_word"], episode["max_turns"]),
+        "target": message["content"].strip(),
+        "reward": reward,
+        "role": message["role"],
+        "weight": weight,
+    }
+
+
+def message_shares(count: int, decay_weight: float) -> list[float]:
+    """Shares of one reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j).
+
+    Both sides of the fraction are divided by gamma^(T-1), which gives the released numbers to the last digit.
+    """
+    try:
+        shares = [(1 / decay_weight) ** k for k in range(count)]
+        total = sum(shares)
+    except OverflowError:
+        total = math.inf
+    if not math.isfinite(total):
+        raise ValueError(f"decay_weight {decay_weight} is too small for a game with {count} messages of a role")
+    return [share / total for share in shares]
+
+
+def check_decay(decay_weight: float) -> None:
+    """Raise ValueError unless 0 < decay_weight <= 1."""
+    if not 0 < decay_weight <= 1:
+        raise ValueError(f"decay_weight is {decay_weight}; it must be above 0 and at most 1")

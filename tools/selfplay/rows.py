@@ -1,0 +1,188 @@
+"""Files of episodes to a file of rows, in constant memory; the flags of how messages become rows. No torch."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.games import prompts
+from tools.games.flags import GameFlags
+from tools.games.game import Game
+from tools.selfplay.rewards import Games, PromptFn, all_rows, check_decay, paid_rows
+from utils import (
+    BadRecordError,
+    alpaca_to_row,
+    flag,
+    iter_records,
+    log_skipped,
+    open_text,
+    write_json,
+    write_records,
+)
+
+if TYPE_CHECKING:
+    from tools.games.chat import ChatTemplate
+
+WINNER, ALL = "winner", "all"  # whose messages become rows
+RANDOM, PLAY = "random", "play"  # layouts of queries
+
+
+@dataclass(kw_only=True)
+class RowFlags(GameFlags):
+    """How messages become rows."""
+
+    decay_weight: float = flag("what a message gets of the next one's reward", default=0.8)
+    seed: int = flag("of the draws of training prompts", default=0)
+    training_prompt: str = flag("a random layout, or that of play", default=RANDOM, choices=(RANDOM, PLAY))
+    chat_template: bool = flag("True: texts by the chat template of --tokenizer", default=False)
+    tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
+    messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
+    drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
+    skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
+
+
+def read_episodes(
+    game: Game, paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
+) -> Iterator[dict]:
+    """Yield the episodes of several files, checked; errors name the file, the line and the index in the file.
+
+    `skip_bad` passes over what is no episode, telling `on_skip`.
+    """
+    for path in paths:
+        for index, (where, episode) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
+            try:
+                game.check_episode(episode)
+            except ValueError as error:
+                message = f"{where}: episode {index} of the file, counted from 0: {error}"
+                if not skip_bad:
+                    raise BadRecordError(message) from None
+                on_skip(message)
+            else:
+                yield episode
+
+
+def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
+    """Yield the SFT rows of a file with query and target, prompt and answer, or raw Alpaca records."""
+    for where, record in iter_records(path):
+        try:
+            query, target = _sft_texts(record, from_alpaca)
+        except ValueError as error:
+            raise BadRecordError(f"{where}: {error}") from None
+        yield {"query": query, "target": target, "type": "sft", "weight": 1.0}
+
+
+def _sft_texts(record: dict, from_alpaca: Callable[[dict], dict]) -> tuple[str, str]:
+    if "instruction" in record and not record.keys() & {"query", "target", "prompt", "answer"}:
+        record = from_alpaca(record)
+    query = record.get("query", record.get("prompt"))
+    target = record.get("target", record.get("answer"))
+    if not isinstance(query, str) or not isinstance(target, str):
+        raise ValueError("an SFT record needs texts 'query' and 'target', 'prompt' and 'answer', or those of Alpaca")
+    return query, target
+
+
+def make_rows(
+    flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None, outcomes: str | None = None
+) -> dict:
+    """Write the rows of episodes, the SFT rows after them, and OUTPUT_rewards_settings.json beside them.
+
+    Returns the counts of games and rows, and the weights; `outcomes` is a file for every game's outcome and length.
+    """
+    check_decay(flags.decay_weight)
+    game = flags.load_game()
+    templates, chat = flags.load_templates(game), open_chat_template(flags)
+    template_file = flags.prompt_templates or game.prompt_file
+    settings_file = settings_path(output)
+    read, written = [*inputs, *([sft] if sft else []), template_file], [output, settings_file]
+    refuse_overwriting(read, written + ([outcomes] if outcomes else []))
+    counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped", "skipped"), 0))
+
+    def count_skipped(message: str) -> None:
+        log_skipped(message)
+        counts["skipped"] += 1
+
+    def open_episodes(on_skip: Callable[[str], None] = lambda message: None) -> Iterator[dict]:
+        return read_episodes(game, inputs, skip_bad=flags.skip_bad, on_skip=on_skip)
+
+    games = Games(game, open_episodes(count_skipped))
+    prompt_fn = choose_prompt_fn(flags, game, templates, chat)
+    if flags.messages == ALL:
+        rows = all_rows(open_episodes(), games, prompt_fn=prompt_fn)
+    else:
+        rows = paid_rows(game, open_episodes(), games, decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
+    sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
+    rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
+    write_records(output, chat.rows(rows) if chat else rows)
+    if outcomes:
+        write_records(outcomes, outcome_records(open_episodes(), games))
+    skipped = counts.pop("skipped")
+    results = {
+        "games": {"episodes": len(games), **games.counts(), "skipped": skipped},
+        "rows": dict(counts),
+        "weights": games.role_weights(),
+    }
+    settings = asdict(flags) | {"templates_sha256": prompts.templates_digest(templates)}
+    if chat:
+        settings["chat_template_sha256"] = chat.sha256
+    write_json(settings_file, {"settings": settings, **results})
+    return results
+
+
+def settings_path(output: str) -> Path:
+    """Where the settings and counts of a file of rows are written."""
+    return Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
+
+
+def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
+    """Raise FileNotFoundError for an input that is not there, ValueError for an output that is another file here."""
+    inputs = list(inputs)
+    taken = {Path(path).resolve() for path in inputs}
+    for path in inputs:
+        open_text(path).close()
+    for path in outputs:
+        if Path(path).resolve() in taken:
+            raise ValueError(f"{path}: would be written over another file of this run; choose another name")
+        taken.add(Path(path).resolve())
+
+
+def open_chat_template(flags: RowFlags) -> "ChatTemplate | None":
+    """The chat template of --tokenizer, if the flags ask for it."""
+    if flags.chat_template != (flags.tokenizer is not None):
+        raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+    if not flags.chat_template:
+        return None
+    from tools.games.chat import load_chat_template  # brings transformers, which rows do without
+
+    return load_chat_template(flags.tokenizer)
+
+
+def choose_prompt_fn(
+    flags: RowFlags, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None"
+) -> PromptFn:
+    """How queries are made: the prompt of play, or a training prompt drawn at random."""
+    source = chat or prompts
+    if flags.training_prompt == PLAY:
+        return partial(source.play_prompt, game, templates=templates)
+    return partial(source.training_prompt, game, rng=random.Random(flags.seed), templates=templates)
+
+
+def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:
+    """Pass rows on, counting them by role (or "sft"), those with an empty target, and those dropped for it."""
+    for row in rows:
+        empty = not row["target"].strip()
+        if empty and drop_empty:
+            counts["dropped"] += 1
+            continue
+        counts["empty"] += empty
+        counts[row.get("role", "sft")] += 1
+        yield row
+
+
+def outcome_records(episodes: Iterable[dict], games: Games) -> Iterator[dict]:
+    """One record per episode: its target word, outcome and length in messages."""
+    for episode, (outcome, length) in zip(episodes, games, strict=True):
+        yield {"target_word": episode["target_word"], "outcome": outcome, "length": length}
