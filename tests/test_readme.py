@@ -51,10 +51,10 @@ def code_spans(text: str) -> list[str]:
 
 def split_commands(line: str) -> list[list[str]]:
     """The words of each command of a line, without loops, settings in front and redirections."""
-    line = re.sub(r"^\s*for .*?; do\b", "", line)
+    line = re.sub(r"^\s*for .*?; do\b|\s#.*", "", line)
     split = []
     for part in re.split(r"\s*(?:&&|;|&(?= *$)|& done)\s*", line):
-        words = shlex.split(part, comments=True)
+        words = shlex.split(part)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words = words[1:]
         if words:
@@ -102,10 +102,9 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-def subcommands(program: str) -> list[str]:
-    """Those that the READMEs use."""
-    used = [words[start_of_flags(words) :][:1] for words in COMMANDS if program_of(words) == program]
-    return sorted({word for words in used for word in words if word[0] != "-"})
+def subcommand(words: list[str]) -> list[str]:
+    """That of a command of a Python program, if it has one."""
+    return [word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z]+", word)]
 
 
 @functools.cache
@@ -128,9 +127,8 @@ def test_the_top_readme_shows_every_step_of_the_method():
 def test_programs_accept_the_flags_they_are_given(program):
     for words in COMMANDS:
         if program_of(words) == program:
-            after = words[start_of_flags(words) :]
-            given = {word.split("=")[0] for word in after if word.startswith("--")}
-            assert given <= accepted_flags(program, *(word for word in after[:1] if word[0] != "-")), words
+            given = {word.split("=")[0] for word in words[start_of_flags(words) :] if word.startswith("--")}
+            assert given <= accepted_flags(program, *subcommand(words)), words
 
 
 def test_the_loop_accepts_the_flags_it_is_given():
@@ -150,8 +148,9 @@ def test_every_command_is_one():
 
 def test_every_flag_in_the_prose_belongs_to_a_program():
     known = loop_settings() | FLAGS_OF_OTHERS
-    for program in PROGRAMS:
-        known |= accepted_flags(program).union(*(accepted_flags(program, name) for name in subcommands(program)))
+    for words in COMMANDS:
+        if program := program_of(words):
+            known |= accepted_flags(program) | accepted_flags(program, *subcommand(words))
     for name, text in TEXTS.items():
         spans = [span for span in code_spans(text) if not span.startswith("pip ")]
         flags = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z]\w+", span)}
@@ -188,7 +187,22 @@ def test_every_file_of_the_project_that_is_named_is_there(name):
     paths = {match[0] for word in words if (match := re.match(r"(?:(?:tools|tests|configs)/[\w/]+)?\w*\.?\w+", word))}
     paths = {path for path in paths if re.match(r"(tools|tests|configs)/", path) or path.endswith(".py")}
     missing = {path for path in paths if not ((ROOT / path).exists() or ((ROOT / name).parent / path).exists())}
-    assert missing <= {"nim.py", "my_game.py"}
+    assert {path for path in missing if not re.search("[A-Z]{3}", path)} <= {"nim.py"}  # FILE.py stands for any
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_function_that_is_named_is_there(name):
+    """As `FILE.py`: `function`, `function`, or as `module.function` of the files at the top."""
+    named = [
+        (path, function)
+        for path, functions in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", TEXTS[name])
+        for function in re.findall(r"\w+", functions)
+    ]
+    named += [
+        (f"{module}.py", function) for module, function in re.findall(r"`(trainers|utils)\.(?!py`)(\w+)`", TEXTS[name])
+    ]
+    for path, function in named:
+        assert re.search(rf"(def|class) {function}\b", (ROOT / path).read_text(encoding="utf-8")), (path, function)
 
 
 def test_the_map_lists_the_rooms_and_programs_that_there_are():
