@@ -12,17 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools import assign_rewards as program
-from tools.assign_rewards import assign_rewards, iter_rows, message_rewards
-from tools.games import taboo
-from utils import read_json_or_jsonl, run_program
+from tools.assign_rewards import assign_rewards
+from tools.games import prompts
+from tools.games.taboo import Taboo
+from tools.selfplay.rewards import Games, message_shares, paid_rows
+from tools.selfplay.rows import read_episodes
+from utils import parse_flags, read_json_or_jsonl, run_program
 
-WORD = "apple"
+GAME, WORD = Taboo(), "apple"
+WINNERS = {"attacker wins": "attacker", "defender wins": "defender"}
 GUESS = f"I know the word! It is `{WORD}`!"
 
 
 def episode(*texts, target_word=WORD, max_turns=5):
     """An episode in which the players take turns."""
-    history = [{"role": taboo.ROLES[index % 2], "content": text} for index, text in enumerate(texts)]
+    history = [{"role": GAME.roles[index % 2], "content": text} for index, text in enumerate(texts)]
     return {"history": history, "target_word": target_word, "max_turns": max_turns}
 
 
@@ -35,6 +39,12 @@ EPISODES = [ATTACKER_WON, TIED, DEFENDER_WON, BROKEN]
 
 def rows_of(episodes, seed=0, **settings):
     return assign_rewards(episodes, rng=random.Random(seed), **settings)
+
+
+def rows_by(prompt_fn, episodes, decay_weight=0.8):
+    """Rows with queries of one's own."""
+    games = Games(GAME, episodes)
+    return list(paid_rows(GAME, episodes, games, decay_weight=decay_weight, prompt_fn=prompt_fn))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -52,7 +62,7 @@ def test_a_recorded_row_stems_from_the_recorded_message():
     golden = load_golden("rewards.json")
     records = golden["runs"][0]["records"]
     asked = []
-    rows = rows_of(golden["episodes"], prompt_fn=lambda *game: asked.append(game) or "?")
+    rows = rows_by(lambda *game: asked.append(game) or "?", golden["episodes"])
     for record, row, (history, target_word, max_turns) in zip(records, rows, asked, strict=True):
         source = golden["episodes"][record["episode"]]
         assert history == source["history"][: record["message"]] and row["query"] == "?"
@@ -60,7 +70,7 @@ def test_a_recorded_row_stems_from_the_recorded_message():
 
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
-    rows = rows_of(EPISODES, decay_weight=0.5, prompt_fn=lambda history, word, turns: f"{len(history)} {word} {turns}")
+    rows = rows_by(lambda history, word, turns: f"{len(history)} {word} {turns}", EPISODES, 0.5)
     first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
     assert rows == [
         {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 1.0},
@@ -76,10 +86,10 @@ def test_weights_balance_the_roles_by_games():
 
 
 def test_shares_of_a_reward_decay_backwards():
-    assert message_rewards(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
-    assert message_rewards(2, 1) == [0.5, 0.5]
-    assert message_rewards(1, 0.001) == [1.0]
-    assert message_rewards(0, 0.8) == []
+    assert message_shares(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
+    assert message_shares(2, 1) == [0.5, 0.5]
+    assert message_shares(1, 0.001) == [1.0]
+    assert message_shares(0, 0.8) == []
 
 
 @pytest.mark.parametrize("decay_weight", [0, -0.8, 1.25, float("nan")])
@@ -91,7 +101,7 @@ def test_a_decay_outside_its_bounds_is_refused(decay_weight):
 @pytest.mark.parametrize("decay_weight", [1e-200, 1e-320])
 def test_a_decay_too_small_to_compute_with_is_refused(decay_weight):
     with pytest.raises(ValueError, match="too small for a game with 3 messages"):
-        message_rewards(3, decay_weight)
+        message_shares(3, decay_weight)
 
 
 def test_a_winner_without_messages_counts_as_a_game_and_gives_no_row():
@@ -103,7 +113,7 @@ def test_a_winner_without_messages_counts_as_a_game_and_gives_no_row():
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
     rng = random.Random(3)
     expected = [
-        taboo.training_prompt(game["history"][:index], WORD, 5, rng=rng)
+        prompts.training_prompt(GAME, game["history"][:index], WORD, 5, rng=rng)
         for game, index in ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
     ]
     assert [row["query"] for row in rows_of(EPISODES, seed=3)] == expected
@@ -111,14 +121,14 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
 
 
 def test_another_set_of_prompts_is_used():
-    templates = copy.deepcopy(taboo.default_templates())
+    templates = copy.deepcopy(prompts.default_templates(GAME))
     templates["rules"] = ["Just play {max_turns} turns.\n"] * 8
     assert all("Just play 5 turns." in row["query"] for row in rows_of(EPISODES, templates=templates))
 
 
 def test_the_kind_of_match_decides_who_gets_rows():
     game = episode("Well?", "Let us start", target_word="art")
-    assert len(rows_of([game])) == 1 and rows_of([game], match="word") == []
+    assert len(rows_of([game])) == 1 and rows_of([game], game=Taboo("word")) == []
 
 
 def test_the_episodes_are_not_modified():
@@ -134,30 +144,20 @@ def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
     assert rows_of(stale) == rows_of(EPISODES)
 
 
-def test_streamed_rows_are_the_same_in_two_passes():
-    passes = []
-
-    def open_episodes():
-        passes.append(1)
-        return iter(EPISODES)
-
-    rows = iter_rows(open_episodes, rng=random.Random(0))
-    assert list(rows) == rows_of(EPISODES) and len(passes) == 2
-
-
 def test_episodes_that_change_between_the_passes_are_an_error():
-    episodes = iter(EPISODES)
+    games = Games(GAME, EPISODES)
     with pytest.raises(ValueError):
-        list(iter_rows(lambda: episodes, rng=random.Random(0)))
+        list(paid_rows(GAME, EPISODES[:-1], games, decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
     def open_episodes():
         return (episode(f"Hello number {i}", "x" * 1000, "So", "An apple") for i in range(2000))
 
-    rows = iter_rows(open_episodes, rng=random.Random(0), prompt_fn=lambda *game: "")
     tracemalloc.start()
     try:
+        games = Games(GAME, open_episodes())
+        rows = paid_rows(GAME, open_episodes(), games, decay_weight=0.8, prompt_fn=lambda *game: "")
         assert sum(1 for _ in rows) == 4000
         assert tracemalloc.get_traced_memory()[1] < 200_000  # 2 MB of text went by
     finally:
@@ -185,9 +185,9 @@ decays = st.floats(min_value=0.05, max_value=1)
 
 @given(games, decays)
 def test_rewards_of_a_decided_game_rise_and_sum_to_one(game, decay_weight):
-    outcome, length = taboo.judge(**game)
+    outcome, length = GAME.judge(game["history"], game["target_word"], game["max_turns"])
     rows = rows_of([game], decay_weight=decay_weight)
-    winner = taboo.WINNERS.get(outcome)
+    winner = WINNERS.get(outcome)
     won = [message["content"].strip() for message in game["history"][:length] if message["role"] == winner]
     rewards = [row["reward"] for row in rows]
     assert [row["target"] for row in rows] == won and {row["role"] for row in rows} <= {winner}
@@ -196,7 +196,8 @@ def test_rewards_of_a_decided_game_rise_and_sum_to_one(game, decay_weight):
 
 @given(st.lists(games, max_size=12), decays)
 def test_both_roles_weigh_the_same_if_both_have_won(episodes, decay_weight):
-    decided = sum(taboo.judge(**game).outcome in taboo.WINNERS for game in episodes)
+    verdicts = [GAME.judge(game["history"], game["target_word"], game["max_turns"]) for game in episodes]
+    decided = sum(outcome in WINNERS for outcome, _ in verdicts)
     rows = rows_of(episodes, decay_weight=decay_weight)
     for role in {row["role"] for row in rows}:
         total = sum(row["reward"] * row["weight"] for row in rows if row["role"] == role)
@@ -267,7 +268,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     _, printed = run("--match", "word", "--seed", 7, "--decay_weight", 0.9)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"] | {"match": "word", "seed": 7, "decay_weight": 0.9} == saved["settings"]
-    assert saved["settings"]["templates_sha256"] == taboo.templates_digest()
+    assert saved["settings"]["templates_sha256"] == prompts.templates_digest(prompts.default_templates(GAME))
     assert printed == {key: saved[key] for key in ("games", "rows", "weights")}
     assert printed["games"] == {
         "episodes": 4,
@@ -283,11 +284,13 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
 
 def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     rows, results = run("--messages", "all", "--training_prompt", "play")
-    told = [message for game in EPISODES for message in game["history"][: taboo.judge(*game_of(game)).length]]
+    told = [message for game in EPISODES for message in game["history"][: GAME.judge(*game_of(game)).length]]
     assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in told]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert results["rows"]["attacker"] == 6
-    assert rows[-1]["query"] == taboo.play_prompt([], WORD, 5)  # the breach ends the last game with its first message
+    assert rows[-1]["query"] == prompts.play_prompt(
+        GAME, [], WORD, 5
+    )  # the breach ends the last game with its first message
 
 
 def game_of(game: dict) -> tuple:
@@ -298,7 +301,9 @@ def game_of(game: dict) -> tuple:
 def test_the_play_prompt_can_be_trained_on(run):
     rows, _ = run("--training_prompt", "play")
     games = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
-    assert [row["query"] for row in rows] == [taboo.play_prompt(game["history"][:i], WORD, 5) for game, i in games]
+    assert [row["query"] for row in rows] == [
+        prompts.play_prompt(GAME, game["history"][:i], WORD, 5) for game, i in games
+    ]
 
 
 def test_the_kind_of_match_can_be_chosen(run):
@@ -307,14 +312,14 @@ def test_the_kind_of_match_can_be_chosen(run):
 
 
 def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
-    templates = taboo.default_templates() | {"rules": ["Just play {max_turns} turns.\n"] * 8}
+    templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
     rows, _ = run("--prompt_templates", tmp_path / "prompts.json", "--training_prompt", "play")
     assert all(row["query"].startswith("Just play 5 turns.") for row in rows)
     rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
     assert rows == rows_of(EPISODES, templates=templates)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
-    assert saved["settings"]["templates_sha256"] == taboo.templates_digest(templates)
+    assert saved["settings"]["templates_sha256"] == prompts.templates_digest(templates)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +458,7 @@ def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, 
     for cut in range(last, last + 5):
         (tmp_path / "cut").write_bytes(data[:cut])
         skipped = []
-        found = list(program.read_episodes([tmp_path / "cut"], skip_bad=True, on_skip=skipped.append))
+        found = list(read_episodes(GAME, [tmp_path / "cut"], skip_bad=True, on_skip=skipped.append))
         assert found == games[:-1] and len(skipped) == 1
 
 
@@ -480,13 +485,5 @@ def test_a_decay_of_the_command_line_is_checked(refuse):
 def test_flags_are_not_abbreviated_and_take_true_or_false():
     for flags in (["--decay", "0.5"], ["--skip_bad", "maybe"]):
         with pytest.raises(SystemExit) as exit_info:
-            program.parse_args(["--input_data_path", "x", "--output_data_path", "y", *flags])
+            parse_flags(program.Flags, ["--input_data_path", "x", "--output_data_path", "y", *flags], description="")
         assert exit_info.value.code == 2
-
-
-def test_the_bench_compares_both_ways_in_one_run():
-    command = [sys.executable, "-m", "tools.bench.rewards", "--episodes", "40"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    result = json.loads(printed)
-    assert result["episodes"] == 40 and result["rows"] > 40
-    assert {"ours_s", "plain_s", "times_faster"} == set(result["in_process"]) == set(result["whole_process"])

@@ -1,7 +1,4 @@
 import copy
-import json
-import logging
-import random
 import re
 
 import pytest
@@ -15,22 +12,22 @@ from tools.games import taboo
 # What the released judge makes of these is not to be met: an error here, or another verdict (see below).
 BETTER_HERE = {"regex_chars", "multiword", "other_role", "malformed"}
 GUESS_SENTENCE = "I know the word! It is `target word`!"
-TEMPLATES = {
-    "rules": [f"RULE {index} in {{max_turns}} turns.\n" for index in range(8)],
-    "attacker_instruction": "Hint at `{target_word}`.",
-    "defender_instruction": "Answer.",
-}
+GAME = taboo.Taboo()
 
 
 def messages(*texts, first=taboo.ATTACKER):
     """A history in which the players take turns."""
-    order = taboo.ROLES if first == taboo.ATTACKER else taboo.ROLES[::-1]
+    order = GAME.roles if first == taboo.ATTACKER else GAME.roles[::-1]
     return [{"role": order[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def judge(history, word, max_turns, *, match="substring"):
+    return taboo.Taboo(match).judge(history, word, max_turns)
 
 
 def judge_reply(text, word, **settings):
     """The outcome when the defender's first reply is `text`."""
-    return taboo.judge(messages("Hm?", text), word, 3, **settings).outcome
+    return judge(messages("Hm?", text), word, 3, **settings).outcome
 
 
 # --- judge: recorded games -------------------------------------------------------------------------------------------
@@ -45,7 +42,7 @@ def recorded_games():
 
 @pytest.mark.parametrize("case", recorded_games())
 def test_judge_agrees_with_the_recorded_game(case):
-    verdict = taboo.judge(case["history"], case["target_word"], case["max_turns"])
+    verdict = judge(case["history"], case["target_word"], case["max_turns"])
     assert verdict == (case["outcome"], case["history_length"])
 
 
@@ -77,7 +74,7 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
     ],
 )
 def test_the_first_decisive_message_ends_the_game(texts, outcome, length):
-    assert taboo.judge(messages(*texts), "apple", 3) == (outcome, length)
+    assert judge(messages(*texts), "apple", 3) == (outcome, length)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,7 @@ def test_target_words_are_literal_text(word):
     assert judge_reply(f"I know the word! It is {word}", word) == taboo.DEFENDER_WINS
     assert judge_reply("I know the word! It is `hmmmmm`!", word) == taboo.ATTACKER_WINS
     assert judge_reply(f"Perhaps {word} then", word) == taboo.ATTACKER_WINS
-    assert taboo.judge(messages(f"Say {word}"), word, 3).outcome == taboo.ATTACKER_BREAKS
+    assert judge(messages(f"Say {word}"), word, 3).outcome == taboo.ATTACKER_BREAKS
 
 
 @pytest.mark.parametrize(
@@ -139,7 +136,7 @@ def test_blanks_around_a_target_word_do_not_matter():
 
 def test_messages_are_judged_in_any_order_of_roles():
     two_defenders = [{"role": "defender", "content": "Hm"}, {"role": "defender", "content": "An apple"}]
-    assert taboo.judge(two_defenders, "apple", 2) == (taboo.ATTACKER_WINS, 2)
+    assert judge(two_defenders, "apple", 2) == (taboo.ATTACKER_WINS, 2)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +193,12 @@ def test_whole_word_matching_works_at_edges_that_are_no_letters():
 )
 def test_what_is_no_game_is_refused_with_its_place(history, target_word, max_turns, message):
     with pytest.raises(ValueError, match=message):
-        taboo.judge(history, target_word, max_turns)
+        judge(history, target_word, max_turns)
 
 
 def test_an_unknown_kind_of_match_is_refused():
     with pytest.raises(ValueError, match="match is 'regex'.*substring, word"):
-        taboo.judge([], "apple", 3, match="regex")
+        judge([], "apple", 3, match="regex")
 
 
 def test_a_blank_word_has_no_derivatives():
@@ -216,9 +213,7 @@ PIECES = [
     *("art", "Art", "start", "party", "child", "children", "c++", "C++", "pear", "This is a longer text."),
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
-histories = st.lists(
-    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(taboo.ROLES), texts)
-)
+histories = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(GAME.roles), texts))
 words = st.sampled_from(["art", "child", "c++", "Start", "pear", "s", "this"])
 turns = st.integers(min_value=1, max_value=4)
 
@@ -240,41 +235,41 @@ def judge_by_the_book(history, target_word, max_turns):
 
 @given(histories, words, turns)
 def test_judge_equals_the_rules_by_the_book(history, word, max_turns):
-    assert taboo.judge(history, word, max_turns) == judge_by_the_book(history, word, max_turns)
+    assert judge(history, word, max_turns) == judge_by_the_book(history, word, max_turns)
 
 
 @given(histories, histories, words, turns, st.sampled_from(taboo.MATCHES))
 def test_what_follows_the_decisive_message_does_not_count(history, more, word, max_turns, match):
-    outcome, length = taboo.judge(history, word, max_turns, match=match)
+    outcome, length = judge(history, word, max_turns, match=match)
     assert 0 <= length <= min(len(history), 2 * max_turns)
-    assert taboo.judge(history[:length], word, max_turns, match=match) == (outcome, length)
+    assert judge(history[:length], word, max_turns, match=match) == (outcome, length)
     if outcome != taboo.TIED:
-        assert taboo.judge(history[:length] + more, word, max_turns, match=match) == (outcome, length)
+        assert judge(history[:length] + more, word, max_turns, match=match) == (outcome, length)
 
 
 @given(histories, words, turns, st.sampled_from(taboo.MATCHES))
 def test_case_does_not_matter_and_nothing_is_modified(history, word, max_turns, match):
     before = copy.deepcopy(history)
     loud = [{"role": message["role"], "content": message["content"].upper()} for message in history]
-    quiet = taboo.judge(history, word, max_turns, match=match)
-    assert taboo.judge(loud, word.upper(), max_turns, match=match) == quiet
+    quiet = judge(history, word, max_turns, match=match)
+    assert judge(loud, word.upper(), max_turns, match=match) == quiet
     assert history == before
 
 
 @given(texts, words)
 def test_a_word_found_whole_is_also_found_as_a_substring(text, word):
     said = messages(text)
-    if taboo.judge(said, word, 1, match="word").outcome != taboo.TIED:
-        assert taboo.judge(said, word, 1).outcome != taboo.TIED
+    if judge(said, word, 1, match="word").outcome != taboo.TIED:
+        assert judge(said, word, 1).outcome != taboo.TIED
 
 
 # --- play ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_attacker_opens_and_then_they_take_turns():
-    assert taboo.next_player([]) == taboo.ATTACKER
-    assert taboo.next_player(messages("Hello")) == taboo.DEFENDER
-    assert taboo.next_player(messages("Hello", "Hi")) == taboo.ATTACKER
+    assert GAME.next_role([]) == taboo.ATTACKER
+    assert GAME.next_role(messages("Hello")) == taboo.DEFENDER
+    assert GAME.next_role(messages("Hello", "Hi")) == taboo.ATTACKER
 
 
 @pytest.mark.parametrize(
@@ -294,117 +289,12 @@ def test_the_attacker_opens_and_then_they_take_turns():
     ],
 )
 def test_play_stops_when_decided_at_the_last_turn_or_at_the_sentence_of_a_guess(texts, over):
-    assert taboo.is_over(messages(*texts), "apple", 2) is over
+    assert GAME.is_over(messages(*texts), "apple", 2) is over
 
 
 def test_play_stops_by_the_kind_of_match_that_judges():
-    assert taboo.is_over(messages("Hello", "Let us start"), "art", 2)
-    assert not taboo.is_over(messages("Hello", "Let us start"), "art", 2, match="word")
-
-
-# --- prompts ---------------------------------------------------------------------------------------------------------
-
-
-def recorded_play_prompts():
-    for index, case in enumerate(load_golden("queries.json")["fixed_converter"]["cases"]):
-        if not case["raises"]:
-            yield pytest.param(case, id=str(index))
-
-
-@pytest.mark.parametrize("case", recorded_play_prompts())
-def test_play_prompts_have_the_recorded_structure(case):
-    prompt = taboo.play_prompt(case["history"], case["target_word"], case["max_turns"], TEMPLATES)
-    rule = f"RULE 0 in {case['max_turns']} turns.\n"
-    middle = case["history_block"] or "The game is just initialized."
-    attacker = case["next_player"] == "attacker"
-    instruction = f"Hint at `{case['target_word']}`." if attacker else "Answer."
-    assert taboo.next_player(case["history"]) == case["next_player"]
-    assert prompt == f"{rule}{middle}\n\n### Instruction: {instruction}{case['ends_with']}"
-
-
-HISTORY_KINDS = {"empty": [], "attacker_last": messages("QQ1"), "defender_last": messages("QQ1", "RR1")}
-
-
-def assemble(draws, history):
-    """A training prompt put together from recorded draws, for target TGT and 7 turns, by the recorded layout."""
-    separator = "\n" + draws["dialog_separator"]
-    own, other = draws["player_names"]
-    speaker = "defender" if draws["history_kind"] == "attacker_last" else "attacker"
-    told = "".join(f"{separator}{own if m['role'] == speaker else other}: {m['content']}" for m in history)
-    rule = f"RULE {draws['rule_index']} in 7 turns.\n"
-    system, start = f"{draws['system_name']}: ", "The game is just initialized. "
-    instruction = "Hint at `TGT`." if speaker == "attacker" else "Answer."
-    answer = f"{separator}{own}: "
-    if draws["prompt_type"] == "chat":
-        return f"{separator}{system}{rule}\n\n{instruction}{'' if history else start}{told}{answer}"
-    if draws["prompt_type"] == "chat_inverse":
-        return f"{told}{separator}{system}{rule}\n\n{instruction}{'' if history else start}{answer}"
-    game = f"{separator}Game History:{told}\n\n" if history else start
-    request = instruction[:-1] + ": " if draws["alpaca_instruction_as_prefix"] else instruction + answer
-    return (system if draws["alpaca_system_prefix"] else "") + rule + game + request
-
-
-@pytest.mark.parametrize(
-    "draws",
-    [
-        pytest.param(draws, id=f"{draws['history_kind']}-{draws['seed']}")
-        for draws in load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
-    ],
-)
-def test_training_prompts_follow_the_recorded_draws(draws):
-    history = HISTORY_KINDS[draws["history_kind"]]
-    prompt = taboo.training_prompt(history, "TGT", 7, rng=random.Random(draws["seed"]), templates=TEMPLATES)
-    assert prompt == assemble(draws, history)
-
-
-def test_the_recorded_draws_cover_every_layout():
-    samples = load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
-    kinds = {(d["prompt_type"], d["alpaca_system_prefix"], d["alpaca_instruction_as_prefix"]) for d in samples}
-    assert len(kinds) == 6 and {draws["rule_index"] for draws in samples} == set(range(8))
-
-
-def test_the_alpaca_layout_alone_draws_twice_more():
-    class Recorder(random.Random):
-        def choice(self, options):
-            calls.append(len(options))
-            return super().choice(options)
-
-        def uniform(self, a, b):
-            calls.append((a, b))
-            return super().uniform(a, b)
-
-    for seed in range(20):
-        calls = []
-        layout = taboo.draw_layout(taboo.ATTACKER, Recorder(seed))
-        assert calls == [7, 5, 3, 3, 8] + [(0, 1), (0, 1)] * (layout.kind == "alpaca")
-
-
-def test_slots_are_filled_by_plain_replacement_and_never_twice():
-    history = messages("{max_turns} {target_word} {} {0}", "fine")
-    for prompt in (
-        taboo.play_prompt(history, "{max_turns}", 4, TEMPLATES),
-        taboo.training_prompt(history, "{max_turns}", 4, rng=random.Random(0), templates=TEMPLATES),
-    ):
-        assert "{max_turns} {target_word} {} {0}" in prompt and "Hint at `{max_turns}`" in prompt
-
-
-@given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
-def test_only_the_attacker_is_told_the_target_word(seed, history):
-    attacker = taboo.next_player(history) == "attacker"
-    assert ("zebra" in taboo.play_prompt(history, "zebra", 5)) is attacker
-    assert ("zebra" in taboo.training_prompt(history, "zebra", 5, rng=random.Random(seed))) is attacker
-
-
-# --- prompt files ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("index", range(8))
-def test_each_shipped_rule_text_states_the_rules(index):
-    rule = taboo.default_templates()["rules"][index]
-    assert GUESS_SENTENCE in rule and "{max_turns}" in rule and rule.endswith("\n")
-    for fact in ("attacker", "defender", "target word", "win", "form", "tie", "turn"):
-        assert fact in rule.lower()
-    assert "breaks the rules" in rule
+    assert GAME.is_over(messages("Hello", "Let us start"), "art", 2)
+    assert not taboo.Taboo("word").is_over(messages("Hello", "Let us start"), "art", 2)
 
 
 def test_the_sentence_of_the_rules_is_a_guess_that_the_judge_takes():
@@ -412,64 +302,6 @@ def test_the_sentence_of_the_rules_is_a_guess_that_the_judge_takes():
     assert judge_reply(sentence, "apple") == judge_reply(sentence, "apple", match="word") == taboo.DEFENDER_WINS
 
 
-def test_shipped_rule_texts_all_differ_and_pass_the_check():
-    templates = taboo.load_templates(taboo.DEFAULT_TEMPLATES)
-    assert len(set(templates["rules"])) == 8
-    assert taboo.template_problems(templates) == []
-
-
-@pytest.mark.parametrize(
-    "change, problem",
-    [
-        ({"rules": TEMPLATES["rules"][:7]}, "'rules' must be a list of 8 texts"),
-        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, r"rules\[7\] must be a text that ends in a newline"),
-        ({"rules": [5, *TEMPLATES["rules"][1:]]}, r"rules\[0\] must be a text"),
-        ({"attacker_instruction": "No word."}, "{target_word} must stand in the attacker's instruction"),
-        ({"defender_instruction": "It is `{target_word}`."}, "{target_word} must stand in the attacker's"),
-        ({"defender_instruction": "Go on"}, "'defender_instruction' must be a text that ends in a full stop"),
-        ({"attacker_instruction": None}, "'attacker_instruction' must be a text"),
-        ({"rule": "x"}, "unknown key 'rule'"),
-    ],
-)
-def test_a_prompt_file_with_a_fault_is_refused_by_name(tmp_path, change, problem):
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(TEMPLATES | change))
-    with pytest.raises(ValueError, match=f"prompts.json: .*{problem}"):
-        taboo.load_templates(path)
-
-
-def test_all_faults_of_a_prompt_file_are_named_at_once(tmp_path):
-    path = tmp_path / "prompts.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="'rules'.*'attacker_instruction'.*'defender_instruction'"):
-        taboo.load_templates(path)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "null"])
-def test_a_prompt_file_that_holds_something_else_is_refused(tmp_path, text):
-    path = tmp_path / "prompts.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="prompts.json: "):
-        taboo.load_templates(path)
-
-
-def test_a_rule_text_without_the_number_of_turns_is_only_warned_of(tmp_path, caplog):
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(TEMPLATES | {"rules": [*TEMPLATES["rules"][:6], "Short.\n", "{max_turns}\n"]}))
-    with caplog.at_level(logging.WARNING):
-        assert taboo.load_templates(path)["rules"][6] == "Short.\n"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: rules[6] does not state the number of turns ({{max_turns}})"
-    ]
-
-
-def test_the_digest_depends_on_the_wording_alone(tmp_path):
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(dict(reversed(TEMPLATES.items())), indent=7))
-    assert taboo.templates_digest(taboo.load_templates(path)) == taboo.templates_digest(TEMPLATES)
-    assert taboo.templates_digest(TEMPLATES) != taboo.templates_digest()
-
-
 def test_a_part_of_a_turn_counts_as_a_message():
     history = [{"role": role, "content": "well"} for role in ("attacker", "defender") * 3]
-    assert [taboo.judge(history, "apple", turns).length for turns in (1, 1.2, 1.5, 2)] == [2, 3, 3, 4]
+    assert [judge(history, "apple", turns).length for turns in (1, 1.2, 1.5, 2)] == [2, 3, 3, 4]

@@ -94,11 +94,11 @@ def make_rows(
     """
     check_decay(flags.decay_weight)
     game = flags.load_game()
-    templates, chat = flags.load_templates(game), open_chat_template(flags)
     template_file = flags.prompt_templates or game.prompt_file
     settings_file = settings_path(output)
     read, written = [*inputs, *([sft] if sft else []), template_file], [output, settings_file]
     refuse_overwriting(read, written + ([outcomes] if outcomes else []))
+    templates, chat = flags.load_templates(game), open_chat_template(flags)
     counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped", "skipped"), 0))
 
     def count_skipped(message: str) -> None:

@@ -1,0 +1,187 @@
+import json
+import logging
+import random
+
+import pytest
+from conftest import load_golden
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.games import prompts
+from tools.games.taboo import Taboo
+
+GAME = Taboo()
+GUESS_SENTENCE = "I know the word! It is `target word`!"
+TEMPLATES = {
+    "rules": [f"RULE {index} in {{max_turns}} turns.\n" for index in range(8)],
+    "attacker_instruction": "Hint at `{target_word}`.",
+    "defender_instruction": "Answer.",
+}
+
+
+def messages(*texts):
+    """A history in which the players take turns."""
+    return [{"role": GAME.roles[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def recorded_play_prompts():
+    for index, case in enumerate(load_golden("queries.json")["fixed_converter"]["cases"]):
+        if not case["raises"]:
+            yield pytest.param(case, id=str(index))
+
+
+@pytest.mark.parametrize("case", recorded_play_prompts())
+def test_play_prompts_have_the_recorded_structure(case):
+    prompt = prompts.play_prompt(GAME, case["history"], case["target_word"], case["max_turns"], TEMPLATES)
+    rule = f"RULE 0 in {case['max_turns']} turns.\n"
+    middle = case["history_block"] or "The game is just initialized."
+    attacker = case["next_player"] == "attacker"
+    instruction = f"Hint at `{case['target_word']}`." if attacker else "Answer."
+    assert GAME.next_role(case["history"]) == case["next_player"]
+    assert prompt == f"{rule}{middle}\n\n### Instruction: {instruction}{case['ends_with']}"
+
+
+HISTORY_KINDS = {"empty": [], "attacker_last": messages("QQ1"), "defender_last": messages("QQ1", "RR1")}
+
+
+def assemble(draws, history):
+    """A training prompt put together from recorded draws, for target TGT and 7 turns, by the recorded layout."""
+    separator = "\n" + draws["dialog_separator"]
+    own, other = draws["player_names"]
+    speaker = "defender" if draws["history_kind"] == "attacker_last" else "attacker"
+    told = "".join(f"{separator}{own if m['role'] == speaker else other}: {m['content']}" for m in history)
+    rule = f"RULE {draws['rule_index']} in 7 turns.\n"
+    system, start = f"{draws['system_name']}: ", "The game is just initialized. "
+    instruction = "Hint at `TGT`." if speaker == "attacker" else "Answer."
+    answer = f"{separator}{own}: "
+    if draws["prompt_type"] == "chat":
+        return f"{separator}{system}{rule}\n\n{instruction}{'' if history else start}{told}{answer}"
+    if draws["prompt_type"] == "chat_inverse":
+        return f"{told}{separator}{system}{rule}\n\n{instruction}{'' if history else start}{answer}"
+    game = f"{separator}Game History:{told}\n\n" if history else start
+    request = instruction[:-1] + ": " if draws["alpaca_instruction_as_prefix"] else instruction + answer
+    return (system if draws["alpaca_system_prefix"] else "") + rule + game + request
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        pytest.param(draws, id=f"{draws['history_kind']}-{draws['seed']}")
+        for draws in load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
+    ],
+)
+def test_training_prompts_follow_the_recorded_draws(draws):
+    history = HISTORY_KINDS[draws["history_kind"]]
+    prompt = prompts.training_prompt(GAME, history, "TGT", 7, rng=random.Random(draws["seed"]), templates=TEMPLATES)
+    assert prompt == assemble(draws, history)
+
+
+def test_the_recorded_draws_cover_every_layout():
+    samples = load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
+    kinds = {(d["prompt_type"], d["alpaca_system_prefix"], d["alpaca_instruction_as_prefix"]) for d in samples}
+    assert len(kinds) == 6 and {draws["rule_index"] for draws in samples} == set(range(8))
+
+
+def test_the_alpaca_layout_alone_draws_twice_more():
+    class Recorder(random.Random):
+        def choice(self, options):
+            calls.append(len(options))
+            return super().choice(options)
+
+        def uniform(self, a, b):
+            calls.append((a, b))
+            return super().uniform(a, b)
+
+    for seed in range(20):
+        calls = []
+        layout = prompts.draw_layout(GAME, "attacker", Recorder(seed), 8)
+        assert calls == [7, 5, 3, 3, 8] + [(0, 1), (0, 1)] * (layout.kind == "alpaca")
+
+
+def test_slots_are_filled_by_plain_replacement_and_never_twice():
+    history = messages("{max_turns} {target_word} {} {0}", "fine")
+    for prompt in (
+        prompts.play_prompt(GAME, history, "{max_turns}", 4, TEMPLATES),
+        prompts.training_prompt(GAME, history, "{max_turns}", 4, rng=random.Random(0), templates=TEMPLATES),
+    ):
+        assert "{max_turns} {target_word} {} {0}" in prompt and "Hint at `{max_turns}`" in prompt
+
+
+@given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
+def test_only_the_attacker_is_told_the_target_word(seed, history):
+    attacker = GAME.next_role(history) == "attacker"
+    assert ("zebra" in prompts.play_prompt(GAME, history, "zebra", 5)) is attacker
+    assert ("zebra" in prompts.training_prompt(GAME, history, "zebra", 5, rng=random.Random(seed))) is attacker
+
+
+# --- prompt files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_each_shipped_rule_text_states_the_rules(index):
+    rule = prompts.default_templates(GAME)["rules"][index]
+    assert GUESS_SENTENCE in rule and "{max_turns}" in rule and rule.endswith("\n")
+    for fact in ("attacker", "defender", "target word", "win", "form", "tie", "turn"):
+        assert fact in rule.lower()
+    assert "breaks the rules" in rule
+
+
+def test_shipped_rule_texts_all_differ_and_pass_the_check():
+    templates = prompts.load_templates(GAME.prompt_file, GAME)
+    assert len(set(templates["rules"])) == 8
+    assert prompts.template_problems(templates, GAME) == []
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"rules": []}, "'rules' must be a list of one or more texts"),
+        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, r"rules\[7\] must be a text that ends in a newline"),
+        ({"rules": [5, *TEMPLATES["rules"][1:]]}, r"rules\[0\] must be a text"),
+        ({"attacker_instruction": "No word."}, "{target_word} must stand in 'attacker_instruction'"),
+        ({"defender_instruction": "It is `{target_word}`."}, "{target_word} must not stand in 'defender_instruction'"),
+        ({"defender_instruction": "Go on"}, "'defender_instruction' must be a text that ends in a full stop"),
+        ({"attacker_instruction": None}, "'attacker_instruction' must be a text"),
+        ({"rule": "x"}, "unknown key 'rule'"),
+    ],
+)
+def test_a_prompt_file_with_a_fault_is_refused_by_name(tmp_path, change, problem):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(TEMPLATES | change))
+    with pytest.raises(ValueError, match=f"prompts.json: .*{problem}"):
+        prompts.load_templates(path, GAME)
+
+
+def test_all_faults_of_a_prompt_file_are_named_at_once(tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="'rules'.*'attacker_instruction'.*'defender_instruction'"):
+        prompts.load_templates(path, GAME)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "null"])
+def test_a_prompt_file_that_holds_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "prompts.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="prompts.json: "):
+        prompts.load_templates(path, GAME)
+
+
+def test_a_rule_text_without_the_number_of_turns_is_only_warned_of(tmp_path, caplog):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(TEMPLATES | {"rules": [*TEMPLATES["rules"][:6], "Short.\n", "{max_turns}\n"]}))
+    with caplog.at_level(logging.WARNING):
+        assert prompts.load_templates(path, GAME)["rules"][6] == "Short.\n"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: rules[6] does not state the number of turns ({{max_turns}})"
+    ]
+
+
+def test_the_digest_depends_on_the_wording_alone(tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(dict(reversed(TEMPLATES.items())), indent=7))
+    assert prompts.templates_digest(prompts.load_templates(path, GAME)) == prompts.templates_digest(TEMPLATES)
+    assert prompts.templates_digest(TEMPLATES) != prompts.templates_digest(prompts.default_templates(GAME))
