@@ -11,45 +11,19 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
 
 from tools import evaluate_games
 from tools.engine import model as models
-from tools.evaluate_games import Schedule, pairs
 from tools.games import taboo
-from tools.matches import text as match_report
-from tools.matches.stats import ALL, BOTH, Match, count_matches, result_rows
+from tools.matches.schedule import pairs
+from tools.matches.stats import ALL, BOTH, Match
 from tools.selfplay.files import EpisodeFiles
 from utils import read_json_or_jsonl, run_program, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # a word that stands there twice
-
-
-# --- the schedule --------------------------------------------------------------------------------------------------
-
-
-def test_every_pair_meets_in_both_roles():
-    assert pairs(["a", "b", "c"]) == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
-
-
-def test_against_one_player_the_others_do_not_meet():
-    assert pairs(["a", "b", "c"], "b") == [("a", "b"), ("b", "a"), ("c", "b"), ("b", "c")]
-
-
-@pytest.mark.parametrize("against", [None, "a"])
-def test_a_single_player_meets_itself(against):
-    assert pairs(["a"], against) == [("a", "a")]
-
-
-def test_the_schedule_is_match_after_match_and_the_list_again_for_each_game_of_a_word():
-    matches = [Match("a", "b", "long", 0), Match("a", "b", "short", 0), Match("b", "a", "long", 0)]
-    schedule = Schedule(matches, {"long": ["x", "y", "z"], "short": ["w"]}, games_per_word=2)
-    assert list(schedule) == ["x", "y", "z", "x", "y", "z", "w", "w", "x", "y", "z", "x", "y", "z"]
-    assert [schedule.match_of(index) for index in range(len(schedule))] == [0] * 6 + [1] * 2 + [2] * 6
-    assert len(schedule) == 14
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -357,79 +331,3 @@ class TestOneProcess:
         assert stop.value.code == 2
         assert re.search(message, capsys.readouterr().err.splitlines()[-1])
         assert not (tmp_path / "out").exists()
-
-
-# --- the tables ----------------------------------------------------------------------------------------------------
-
-
-def results_of(outcomes, against=None):
-    """What the program writes, of games given as {(attacker, defender): outcomes}, one word each."""
-    history = [{"role": "attacker", "content": "x"}]
-    games = [
-        {"attacker": attacker, "defender": defender, "words": "played", "seed": 0, "target_word": f"word{number}"}
-        | {"outcome": outcome, "length": 1, "history": history}
-        for (attacker, defender), ends in outcomes.items()
-        for number, outcome in enumerate(ends)
-    ]
-    settings = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": against}
-    settings |= {"task_type": "sampling", "games_per_word": 1, "taboo_max_turns": 5}
-    return {"settings": settings, "results": list(result_rows(count_matches(games))), "games_path": "games.json"}
-
-
-WIN, LOSS, TIE, BREACH = taboo.ATTACKER_WINS, taboo.DEFENDER_WINS, taboo.TIED, taboo.ATTACKER_BREAKS
-ROUND_ROBIN = {
-    ("old", "mid"): [WIN, LOSS, TIE, BREACH],
-    ("mid", "old"): [WIN, WIN, TIE, LOSS],
-    ("old", "new"): [LOSS, LOSS, LOSS, BREACH],
-    ("new", "old"): [WIN, WIN, WIN, TIE],
-    ("mid", "new"): [TIE, TIE, TIE, TIE],
-    ("new", "mid"): [WIN, LOSS, WIN, LOSS],
-}
-
-
-def test_the_table_shows_each_pair_once_in_every_role():
-    text = match_report.matches_text(results_of(ROUND_ROBIN))
-    lines = [line.split() for line in text.splitlines()]
-    details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 :]
-    assert [line[:3] for line in details[::3]] == [
-        ["mid", "old", "both"],
-        ["new", "old", "both"],
-        ["new", "mid", "both"],
-    ]
-    assert [line[0] for line in details if line not in details[::3]] == ["attacker", "defender"] * 3
-    assert details[3][3:5] == ["8", "93.8"]  # new against old: seven wins and a tie
-    matrix = lines[next(at for at, line in enumerate(lines) if line == ["old", "mid", "new"]) + 1 :][:3]
-    assert [(line[0], line.index("-")) for line in matrix] == [("old", 1), ("mid", 4), ("new", 7)]
-    assert "nan" not in text
-
-
-def test_against_one_player_all_others_are_shown_against_it():
-    met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
-    assert match_report.shown_pairs(results_of(met, against="mid")) == [("old", "mid"), ("new", "mid")]
-
-
-def test_the_parts_of_a_bar_are_its_games():
-    rows = match_report.pooled_rows(results_of(ROUND_ROBIN))
-    colours = list(match_report.SHARE_COLOURS)
-    parts = match_report._parts(rows["played", "old", "mid", taboo.ATTACKER])
-    assert [parts[name] for name in colours] == [0.25, 0.0, 0.25, 0.25, 0.25]  # win, by breach, tie, by breach, loss
-    parts = match_report._parts(rows["played", "mid", "old", taboo.DEFENDER])
-    assert [parts[name] for name in colours] == [0.25, 0.25, 0.25, 0.0, 0.25]
-
-
-def test_the_plot_names_players_lists_and_roles(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert match_report.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN))
-    shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
-    labels = ("new", "vs old", "vs mid", "played: 24 games", "as defender", "both roles", "loss by breach", "att.")
-    assert not [label for label in labels if label not in shown]
-
-
-def test_the_documentation_names_every_field_of_a_row():
-    section = (ROOT / "tools/matches/README.md").read_text(encoding="utf-8").partition("## Files")[2]
-    example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
-    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
-    for row in results_of(ROUND_ROBIN)["results"]:
-        assert list(row) == list(example)
-        assert set(row) <= table
-        assert list(row["rates"]) == list(example["rates"]) and list(row["clean"]) == list(example["clean"])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tools.games import taboo
+from tools.games import load_game
 from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 from tools.matches.stats import (
     ALL,
@@ -18,6 +18,8 @@ from tools.matches.stats import (
     t_quantile,
     wilson,
 )
+
+TABOO = load_game("taboo")
 
 # --- intervals -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ def test_wilsons_interval_is_that_of_the_textbooks():
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.9623)],
 )
 def test_students_quantile_is_that_of_the_tables(freedom, quantile):
-    assert t_quantile(0.975, freedom) == pytest.approx(quantile, rel=2e-3)
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,12 @@ def test_games_that_are_all_alike_count_once_a_word(sizes, totals, mean, interva
     assert bounds == (interval if interval is None else pytest.approx(interval, abs=1e-4))
 
 
+def test_games_that_are_all_alike_count_once_a_word_where_points_are_thirds():
+    assert estimate([3] * 7, [1 / 3 + 1 / 3 + 1 / 3] * 7)[1] == estimate([3] * 7, [1] * 7)[1]
+    found, bounds = estimate([3] * 7, [0.1 + 0.1 + 0.1] * 7)
+    assert bounds == pytest.approx(wilson(found, 7, 1.959964))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_an_interval_holds_its_mean_and_stays_within_0_and_1(seed):
     draw = random.Random(seed)
@@ -107,13 +115,13 @@ def test_an_interval_holds_its_mean_and_stays_within_0_and_1(seed):
 
 
 def game(attacker, defender, outcome, word="a", *, words="played", seed=0, messages=("x", "y"), length=2):
-    history = [{"role": taboo.ROLES[place % 2], "content": text} for place, text in enumerate(messages)]
+    history = [{"role": TABOO.roles[place % 2], "content": text} for place, text in enumerate(messages)]
     who = {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
     return {"target_word": word, "history": history, "outcome": outcome, "length": length, **who}
 
 
-def rows_of(games):
-    rows = list(result_rows(count_matches(games)))
+def rows_of(games, of=TABOO):
+    rows = list(result_rows(count_matches(games, of)))
     found = {(row["player"], row["opponent"], row["words"], row["role"], row["seed"]): row for row in rows}
     assert len(found) == len(rows)  # no row twice
     return found
@@ -133,6 +141,7 @@ NEW_AGAINST_OLD = [
 def test_a_row_counts_its_players_games_in_its_role():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", ATTACKER, None]
     assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 2, 1, 1, 1)
+    assert (row["breach_wins"], row["breach_losses"]) == (0, 1)
     assert row["points"] == 2.5 / 4
     assert {name: rate["share"] for name, rate in row["rates"].items()} == {
         "win": 0.5,
@@ -148,6 +157,7 @@ def test_a_row_counts_its_players_games_in_its_role():
 def test_a_breach_of_the_attacker_is_the_defenders_win():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", DEFENDER, None]
     assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (3, 2, 1, 0, 1)
+    assert (row["breach_wins"], row["breach_losses"]) == (1, 0)
     assert (row["clean"]["games"], row["clean"]["points"]) == (2, 0.5)
     assert (row["empty_replies"], row["messages"]) == (0, 2)
 
@@ -156,7 +166,7 @@ def test_both_roles_are_the_sum_of_the_two_and_the_opponents_row_is_the_mirror_i
     rows = rows_of(NEW_AGAINST_OLD)
     both = rows["new", "old", "played", BOTH, None]
     for name in ("games", "wins", "losses", "ties", "breaches", "empty_replies", "messages"):
-        assert both[name] == sum(rows["new", "old", "played", role, None][name] for role in taboo.ROLES)
+        assert both[name] == sum(rows["new", "old", "played", role, None][name] for role in TABOO.roles)
     mirror = rows["old", "new", "played", BOTH, None]
     assert (mirror["wins"], mirror["losses"], mirror["ties"]) == (both["losses"], both["wins"], both["ties"])
     assert mirror["points"] == pytest.approx(1 - both["points"])
@@ -169,7 +179,7 @@ def test_the_interval_of_both_roles_takes_games_of_a_word_together():
     mean = 4.5 / 7
     error = math.sqrt(2 * 2 * (15 / 14) ** 2) / 7
     assert row["points"] == pytest.approx(mean)
-    assert row["points_interval"] == pytest.approx(wilson(mean, mean * (1 - mean) / error**2, t_quantile(0.975, 1)))
+    assert row["points_interval"] == pytest.approx(wilson(mean, mean * (1 - mean) / error**2, t_quantile(1)))
 
 
 def test_seeds_and_lists_are_pooled_and_a_word_of_several_stays_one():
@@ -193,17 +203,44 @@ def test_one_list_of_words_has_no_pooled_rows():
 
 def test_a_player_against_itself_counts_each_game_once_in_each_role():
     rows = rows_of([game("new", "new", ATTACKER_WINS), game("new", "new", TIED, "b")])
-    assert set(rows) == {("new", "new", "played", role, seed) for role in taboo.ROLES for seed in (None, 0)}
-    assert [rows["new", "new", "played", role, None]["points"] for role in taboo.ROLES] == [0.75, 0.25]
+    assert set(rows) == {("new", "new", "played", role, seed) for role in TABOO.roles for seed in (None, 0)}
+    assert [rows["new", "new", "played", role, None]["points"] for role in TABOO.roles] == [0.75, 0.25]
     assert rows["new", "new", "played", ATTACKER, None]["games"] == 2
 
 
-@pytest.mark.parametrize("outcome", taboo.OUTCOMES)
+@pytest.mark.parametrize("outcome", [outcome.name for outcome in TABOO.outcomes])
 def test_the_rows_of_a_single_game_are_strict_json(outcome):
-    rows = list(result_rows(count_matches([game("new", "old", outcome)])))
+    rows = list(result_rows(count_matches([game("new", "old", outcome)], TABOO)))
     json.dumps(rows, allow_nan=False)
     clean = next(row for row in rows if (row["player"], row["role"]) == ("new", ATTACKER))["clean"]
-    if outcome in taboo.WINNERS:
+    if outcome in (ATTACKER_WINS, DEFENDER_WINS):
         assert clean["games"] == 1 and clean["points_interval"] is not None
     else:
         assert clean == {"games": 0, "points": None, "points_interval": None}
+
+
+# --- another game --------------------------------------------------------------------------------------------------
+
+
+def test_points_and_roles_are_those_of_the_game():
+    """20 Questions: both gain the point or none does, and a breach has no winner."""
+    questions = load_game("twenty_questions")
+    history = [{"role": role, "content": "Is it old?"} for role in questions.roles]
+    who = {"guesser": "new", "answerer": "old", "words": "played", "seed": 0, "history": history, "length": 2}
+    games = [
+        who | {"target_word": word, "outcome": outcome}
+        for word, outcome in (("a", "found"), ("a", "found"), ("a", "no answer"), ("b", "not found"))
+    ]
+    rows = rows_of(games, questions)
+    assert {key[3] for key in rows} == {"guesser", "answerer", BOTH}
+    for player, opponent, role in (("new", "old", "guesser"), ("old", "new", "answerer")):
+        row = rows[player, opponent, "played", role, None]
+        assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 0, 0, 4, 1)
+        assert (row["breach_wins"], row["breach_losses"], row["points"]) == (0, 0, 0.5)
+        assert (row["clean"]["games"], row["clean"]["points"]) == (2, 1.0)
+        assert row["points_interval"] == estimate([3, 1], [2, 0])[1]
+
+
+def test_an_outcome_that_the_game_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="20 Questions has no outcome 'tied game'"):
+        count_matches([game("a", "b", TIED) | {"guesser": "a", "answerer": "b"}], load_game("twenty_questions"))

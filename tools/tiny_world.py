@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH
+from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.progress import describe
@@ -173,8 +174,7 @@ def points_line(path: Path) -> str:
     chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
     cells = []
     for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH)):
-        low, high = chosen[key]["points_interval"]
-        cells.append(f"{chosen[key]['points']:.3f} [{low:.3f}, {high:.3f}]")
+        cells.append(with_interval(chosen[key]["points"], chosen[key]["points_interval"]))
     return f"{player:8} {chosen[ALL, BOTH]['games']:6}   " + " ".join(f"{cell:20}" for cell in cells)
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, DEFENDER, ROLES, TIED, WINNERS
+from tools.games.game import Game
+from tools.selfplay.counts import GameCounts
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-9  # a standard error below this is none
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists
 RATES = ("win", "loss", "tie", "breach")
@@ -34,9 +36,9 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | Non
     mean = sum(totals) / observations
     clusters = sum(size > 0 for size in sizes)
     error = clustered_standard_error(sizes, totals)
-    if not error:
+    if error is None or error < ROUNDING:
         return mean, wilson(mean, clusters, NormalDist().inv_cdf((1 + CONFIDENCE) / 2))
-    return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile((1 + CONFIDENCE) / 2, clusters - 1))
+    return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
 
 
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
@@ -60,60 +62,67 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
     return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
 
 
-def t_quantile(probability: float, freedom: int) -> float:
-    """Student's quantile, within 0.2%: exact to two degrees of freedom, then Abramowitz and Stegun 26.7.5."""
-    if freedom == 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if freedom == 2:
-        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+def t_quantile(freedom: int) -> float:
+    """Student's quantile of a two-sided interval with our CONFIDENCE."""
+    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the second that importing it takes
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 # --- counting ------------------------------------------------------------------------------------------------------
 
 
 class Match(NamedTuple):
-    """Games of one player as attacker against another as defender."""
+    """Games of one player in the game's first role against another in its second."""
 
-    attacker: str
-    defender: str
+    first: str
+    second: str
     words: str  # name of the word list
     seed: int
 
+    @staticmethod
+    def keys(game: Game) -> tuple[str, str, str, str]:
+        """Under what an episode stores the fields: the players by the roles that they had."""
+        return (*game.roles, "words", "seed")
 
-class MatchCounts:
-    """What the games of one match came to."""
 
-    def __init__(self):
-        # By target word, games per (outcome, whether clean): decided without breach, tie or empty reply.
-        self.outcomes: dict[str, Counter[tuple[str, bool]]] = defaultdict(Counter)
-        self.length = 0  # of all games, in messages
-        self.messages: Counter[str] = Counter()  # by role
-        self.empty_replies: Counter[str] = Counter()
+class MatchCounts(GameCounts):
+    """What the games of one match came to, and for each role and target word how they counted.
+
+    A game is clean if it was decided without breach or empty reply.
+    """
+
+    def __init__(self, game: Game):
+        super().__init__(game)
+        self.words: dict[str, dict[str, Counter[str]]] = {role: defaultdict(Counter) for role in game.roles}
 
     def add(self, episode: Mapping) -> None:
         """Count one game."""
-        for message in episode["history"]:
-            self.messages[message["role"]] += 1
-            self.empty_replies[message["role"]] += not message["content"]
-        clean = episode["outcome"] in WINNERS and all(message["content"] for message in episode["history"])
-        self.outcomes[episode["target_word"]][episode["outcome"], clean] += 1
-        self.length += episode["length"]
+        super().add(episode)
+        word, history = episode["target_word"], episode["history"]
+        ended = self.game.outcome(episode["outcome"])
+        decided = ended.name != self.game.outcomes[-1].name and not ended.breach
+        clean = decided and all(message["content"].strip() for message in history)
+        for role, points in zip(self.game.roles, self.game.points(word, history, ended.name), strict=True):
+            result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
+            counts = {"games": 1, "points": points, result: 1}
+            if ended.breach:
+                counts |= {"breach": 1, f"breach {result}": 1}
+            if clean:
+                counts |= {"clean": 1, "clean points": points}
+            self.words[role][word].update(counts)
 
 
-def count_matches(episodes: Iterable[Mapping]) -> dict[Match, MatchCounts]:
-    """Counts by match, of episodes that say who played them, with which word list and seed."""
-    counts: dict[Match, MatchCounts] = defaultdict(MatchCounts)
+def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, MatchCounts]:
+    """Counts by match, of episodes that say who played them, with which word list and seed.
+
+    Raises ValueError for an outcome that the game does not have.
+    """
+    counts: dict[Match, MatchCounts] = {}
     for episode in episodes:
-        counts[Match(*(episode[field] for field in Match._fields))].add(episode)
-    return dict(counts)
+        match = Match(*(episode[key] for key in Match.keys(game)))
+        counts.setdefault(match, MatchCounts(game)).add(episode)
+    return counts
 
 
 # --- results -------------------------------------------------------------------------------------------------------
@@ -127,9 +136,10 @@ def result_rows(counts: Mapping[Match, MatchCounts]) -> Iterator[dict]:
     """
     pairs = dict.fromkeys(pair for match in counts for pair in (match[:2], match[1::-1]))
     lists = list(dict.fromkeys(match.words for match in counts))
+    roles = next((counted.game.roles for counted in counts.values()), ())
     for player, opponent in pairs:
         for words in [*lists, ALL] if len(lists) > 1 else lists:
-            for role in ROLES if player == opponent else (*ROLES, BOTH):
+            for role in roles if player == opponent else (*roles, BOTH):
                 sides = list(_sides(counts, player, opponent, words, role))
                 seeds = sorted({match.seed for match, _ in sides})
                 for seed in (None, *seeds):
@@ -142,28 +152,27 @@ def _sides(
     counts: Mapping[Match, MatchCounts], player: str, opponent: str, words: str, role: str
 ) -> Iterator[tuple[Match, str]]:
     """The matches of a row, each with the role that the player had."""
-    for match in counts:
+    for match, counted in counts.items():
         if words in (ALL, match.words):
-            if role in (ATTACKER, BOTH) and match[:2] == (player, opponent):
-                yield match, ATTACKER
-            if role in (DEFENDER, BOTH) and match[:2] == (opponent, player):
-                yield match, DEFENDER
+            first, second = counted.game.roles
+            if role in (first, BOTH) and match[:2] == (player, opponent):
+                yield match, first
+            if role in (second, BOTH) and match[:2] == (opponent, player):
+                yield match, second
 
 
 def summarise(sides: Sequence[tuple[MatchCounts, str]]) -> dict:
     """The numbers of a row, over matches in each of which the player had the given role."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)
     for match, role in sides:
-        for word, outcomes in match.outcomes.items():
-            for (outcome, clean), games in outcomes.items():
-                by_word[word].update(dict.fromkeys(_labels(outcome, clean, role), games))
+        for word, counts in match.words[role].items():
+            by_word[word].update(counts)
     words, total = list(by_word.values()), Counter()
     for word in words:
         total.update(word)
-    games = [word["games"] for word in words]
-    clean_games = [word["clean"] for word in words]
-    points, interval = estimate(games, [word["win"] + word["tie"] / 2 for word in words])
-    clean_points, clean_interval = estimate(clean_games, [word["clean win"] for word in words])
+    games, clean_games = ([word[of] for word in words] for of in ("games", "clean"))
+    points, interval = estimate(games, [word["points"] for word in words])
+    clean_points, clean_interval = estimate(clean_games, [word["clean points"] for word in words])
     rates = {rate: estimate(games, [word[rate] for word in words]) for rate in RATES}
     return {
         "games": total["games"],
@@ -171,26 +180,14 @@ def summarise(sides: Sequence[tuple[MatchCounts, str]]) -> dict:
         "losses": total["loss"],
         "ties": total["tie"],
         "breaches": total["breach"],
+        "breach_wins": total["breach win"],
+        "breach_losses": total["breach loss"],
         "points": points,
         "points_interval": interval,
         "rates": {rate: {"share": share, "interval": bounds} for rate, (share, bounds) in rates.items()},
         "clean": {"games": total["clean"], "points": clean_points, "points_interval": clean_interval},
-        "mean_length": sum(match.length for match, _ in sides) / total["games"] if total["games"] else None,
+        "mean_length": sum(match.lengths.total() for match, _ in sides) / total["games"] if total["games"] else None,
         "empty_replies": sum(match.empty_replies[role] for match, role in sides),
         "messages": sum(match.messages[role] for match, role in sides),
         "target_words": len(words),
     }
-
-
-def _labels(outcome: str, clean: bool, role: str) -> list[str]:
-    """Under what a game counts for the player who had this role."""
-    if outcome == TIED:
-        return ["games", "tie"]
-    winner = DEFENDER if outcome == ATTACKER_BREAKS else WINNERS[outcome]
-    result = "win" if winner == role else "loss"
-    labels = ["games", result]
-    if outcome == ATTACKER_BREAKS:
-        labels.append("breach")
-    if clean:
-        labels += ["clean", f"clean {result}"]
-    return labels

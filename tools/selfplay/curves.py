@@ -4,7 +4,8 @@ import importlib.util
 import time
 from collections.abc import Sequence
 
-from tools.selfplay.files import EpisodeFiles, Summary
+from tools.selfplay.counts import GameCounts
+from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.options import PlayFlags
 from utils import rank
 
@@ -46,13 +47,13 @@ class PlayLog:
 
             self.wandb = wandb.init(dir=str(files.folder), name=files.stem, config=vars(flags))
 
-    def write(self, summary: Summary, seconds: float) -> None:
+    def write(self, counts: GameCounts, seconds: float) -> None:
         """Write how the games so far have ended, and how fast they came in these seconds."""
-        if summary.games == self.written:
+        if counts.games == self.written:
             return
-        self.written = summary.games
-        step = self.games_before + summary.games
-        values = numbers(summary, seconds)
+        self.written = counts.games
+        step = self.games_before + counts.games
+        values = numbers(counts, seconds)
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -67,12 +68,12 @@ class PlayLog:
             self.wandb.finish()
 
 
-def numbers(summary: Summary, seconds: float) -> dict[str, float]:
+def numbers(counts: GameCounts, seconds: float) -> dict[str, float]:
     """Name and value of every curve."""
-    shares = {outcome.name: summary.outcomes[outcome.name] / summary.games for outcome in summary.game.outcomes}
+    shares = {outcome.name: counts.outcomes[outcome.name] / counts.games for outcome in counts.game.outcomes}
     return {
-        "play/games": summary.games,
-        "play/tokens_per_second": summary.counts["new_tokens"] / seconds,
-        "play/mean_length": summary.counts["length"] / summary.games,
+        "play/games": counts.games,
+        "play/tokens_per_second": counts.tokens["new_tokens"] / seconds,
+        "play/mean_length": counts.mean_length,
         **{f"play/share_{outcome.replace(' ', '_')}": share for outcome, share in shares.items()},
     }

@@ -18,7 +18,6 @@ import re
 import time
 import uuid
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,15 +26,13 @@ from typing import BinaryIO, TypedDict
 from torch.distributed import rendezvous
 
 from tools.games.game import Game
-from tools.players.player import LENGTH
+from tools.selfplay.counts import GameCounts
 from tools.selfplay.options import modern_settings
 from utils import rank, world_size, write_json, write_records
 
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 60  # seconds for a network file system to show what another machine wrote
 NAMED = 5  # missing words that a message names
-SUMMARY_COUNTS = ("messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens")
-SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 logger = logging.getLogger(__name__)
 
 
@@ -63,49 +60,6 @@ class Episode(TypedDict):
     outcome: str
     length: int  # messages up to the decisive one
     replies: list[ReplyRecord]
-
-
-class Summary:
-    """Outcomes and counts over games as they come."""
-
-    def __init__(self, game: Game):
-        self.game = game
-        self.counts: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
-
-    def add(self, episode: Episode) -> None:
-        """Count one game."""
-        self.outcomes[episode["outcome"]] += 1
-        self.counts["length"] += episode["length"]
-        self.counts["messages"] += len(episode["history"])
-        for message, reply in zip(episode["history"], episode["replies"], strict=True):
-            self.counts["empty_replies"] += not message["content"]
-            self.counts["cut_off_replies"] += reply["finish_reason"] == LENGTH
-            self.counts["cut_prompts"] += reply["prompt_cut"]
-            self.counts["new_tokens"] += reply["tokens"]
-            if "prompt_tokens" in reply:
-                self.counts["server_prompt_tokens"] += reply["prompt_tokens"]
-                self.counts["server_new_tokens"] += reply["tokens"]
-
-    @property
-    def games(self) -> int:
-        return self.outcomes.total()
-
-    def as_dict(self) -> dict:
-        """What was counted; `mean_length` in messages up to the decisive one."""
-        won = {role: 0 for role in self.game.roles}
-        for outcome in self.game.outcomes:
-            if outcome.winner and not outcome.breach:
-                won[outcome.winner] += self.outcomes[outcome.name]
-        second, decided = self.game.roles[1], sum(won.values())
-        return {
-            "games": self.games,
-            "outcomes": {outcome.name: self.outcomes[outcome.name] for outcome in self.game.outcomes},
-            f"{second}_share_of_decided": won[second] / decided if decided else None,
-            "mean_length": self.counts["length"] / self.games if self.games else None,
-            **{key: self.counts[key] for key in SUMMARY_COUNTS},
-            **{key: self.counts[key] for key in SERVER_COUNTS if key in self.counts},
-        }
 
 
 class FinishedGames:
@@ -228,7 +182,7 @@ class EpisodeFiles:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
             logger.info("%s; the rank that ends last writes the results", message)
             return None
-        counts = Summary(self.game)
+        counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
         tokens = games.new_tokens - tokens_before
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
@@ -351,9 +305,9 @@ def _is_being_written(path: Path) -> bool:
     return False
 
 
-def _counted(episodes: FinishedGames, summary: Summary) -> Iterator[dict]:
+def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[dict]:
     for episode in episodes:
-        summary.add(episode)
+        counts.add(episode)
         yield episode
 
 

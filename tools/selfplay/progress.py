@@ -11,8 +11,9 @@ from tqdm import tqdm
 from tools.games.game import Game
 from tools.players.budget import TokenBudget
 from tools.players.player import ReplyUnavailable
+from tools.selfplay.counts import GameCounts
 from tools.selfplay.curves import PlayLog
-from tools.selfplay.files import Episode, EpisodeFiles, Summary
+from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.options import PlayFlags
 from utils import rank, world_size
 
@@ -37,7 +38,7 @@ class Progress:
     ):
         self.games, self.flags, self.budget, self.log, self.quiet = games, flags, budget, log, quiet
         self.lost_in_a_row, self.seconds = 0, 0.0
-        self.summary, self.started = Summary(game), None
+        self.counts, self.started = GameCounts(game), None
         self.batches, self.due = 0, False
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
@@ -54,18 +55,18 @@ class Progress:
 
     def game(self, episode: Episode) -> None:
         """Note that a game has ended."""
-        self.summary.add(episode)
+        self.counts.add(episode)
         self.budget.end(episode["index"])
         self.lost_in_a_row = 0
-        shares = {outcome: f"{number / self.summary.games:.0%}" for outcome, number in self.summary.outcomes.items()}
-        speed = self.summary.counts["new_tokens"] / (time.monotonic() - self.started)
+        shares = {outcome: f"{number / self.counts.games:.0%}" for outcome, number in self.counts.outcomes.items()}
+        speed = self.counts.tokens["new_tokens"] / (time.monotonic() - self.started)
         paid = {"server tokens": f"{self.budget.spent.tokens:,.0f}"} if self.budget.spent.calls else {}
         self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **paid, **shares}, refresh=False)
         self.bar.update()
         if self.due and rank() == 0:
             if not self.quiet:
                 tqdm.write(describe(episode))
-            self.log.write(self.summary, time.monotonic() - self.started)
+            self.log.write(self.counts, time.monotonic() - self.started)
             self.due = False
 
     def lost(self, index: int, task: str, error: ReplyUnavailable) -> None:
@@ -80,7 +81,7 @@ class Progress:
         """Note that nothing more is played."""
         self.bar.close()
         self.seconds = time.monotonic() - self.started if self.started else 0.0
-        self.log.write(self.summary, self.seconds)
+        self.log.write(self.counts, self.seconds)
         self.log.close()
         if self.budget.spent.calls:
             cost = self.budget.spent.describe(self.flags.price_in, self.flags.price_out)
@@ -89,7 +90,7 @@ class Progress:
     @property
     def missing(self) -> int:
         """How many games have not ended."""
-        return self.games - self.summary.games
+        return self.games - self.counts.games
 
 
 def describe(episode: Episode) -> str:

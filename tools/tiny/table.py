@@ -13,15 +13,14 @@ from tools.games import taboo
 from tools.matches.stats import (
     ALL,
     BOTH,
-    CONFIDENCE,
     Match,
     MatchCounts,
     clustered_standard_error,
     count_matches,
     result_rows,
-    summarise,
     t_quantile,
 )
+from tools.matches.text import with_interval
 from utils import iter_records, replacing, write_json
 
 IMITATION = "imitation"
@@ -46,7 +45,7 @@ def write_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: int) 
     """Write table.json and table.md; returns the text."""
     files = (output_dir / f"seed{seed}" / arm.name for seed in range(seeds) for arm in arms)
     files = [file for folder in files for file in sorted(folder.glob("epoch*/eval/games_results.json"))]
-    counts = count_matches(episode for path in files for _, episode in iter_records(path))
+    counts = count_matches((episode for path in files for _, episode in iter_records(path)), taboo.Taboo())
     rows = [row for row in result_rows(counts) if row["opponent"] == IMITATION]
     differences = list(control_differences(counts, epochs))
     lines = [
@@ -90,21 +89,20 @@ def match_line(chosen: Mapping[tuple, dict], arm: Arm, epoch: int) -> str:
     cells = [
         arm.title,
         str(epoch),
-        with_interval(whole),
+        points_cell(whole),
         ", ".join(f"{row['points']:.3f}" for row in by_seed),
-        *(with_interval(chosen[player, ALL, role, None]) for role in taboo.ROLES),
-        *(with_interval(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
-        with_interval(whole["clean"]),
+        *(points_cell(chosen[player, ALL, role, None]) for role in taboo.ROLES),
+        *(points_cell(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
+        points_cell(whole["clean"]),
         f"{attacking['rates']['breach']['share']:.3f}",
         f"{whole['rates']['tie']['share']:.3f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def with_interval(row: Mapping) -> str:
+def points_cell(row: Mapping) -> str:
     """Points and their 95% interval."""
-    low, high = row["points_interval"]
-    return f"{row['points']:.3f} [{low:.3f}, {high:.3f}]"
+    return with_interval(row["points"], row["points_interval"])
 
 
 def imitation_points(output_dir: Path, seeds: int) -> dict[str, float]:
@@ -128,7 +126,7 @@ def control_differences(counts: Mapping[Match, MatchCounts], epochs: int) -> Ite
             sizes = [games for _, games in ours.values()]
             totals = [points - theirs[word][0] for word, (points, _) in ours.items()]
             mean = sum(totals) / sum(sizes)
-            half = t_quantile((1 + CONFIDENCE) / 2, len(sizes) - 1) * clustered_standard_error(sizes, totals)
+            half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
             yield {"arm": name, "control": control, "difference": mean, "interval": [mean - half, mean + half]}
 
 
@@ -136,14 +134,11 @@ def points_by_word(counts: Mapping[Match, MatchCounts], player: str) -> dict[str
     """By target word, a player's points and games over all lists, seeds and both roles."""
     points, games = defaultdict(float), defaultdict(int)
     for match, counted in counts.items():
-        for name, role in ((match.attacker, taboo.ATTACKER), (match.defender, taboo.DEFENDER)):
+        for name, role in zip((match.first, match.second), counted.game.roles, strict=True):
             if name == player:
-                for word, outcomes in counted.outcomes.items():
-                    one = MatchCounts()
-                    one.outcomes[word] = outcomes
-                    row = summarise([(one, role)])
-                    points[word] += row["wins"] + row["ties"] / 2
-                    games[word] += row["games"]
+                for word, sums in counted.words[role].items():
+                    points[word] += sums["points"]
+                    games[word] += sums["games"]
     return {word: (points[word], games[word]) for word in points}
 
 
@@ -152,8 +147,8 @@ def difference_table(differences: Iterable[dict], titles: Mapping[str, str]) -> 
     yield "| points after the last epoch | minus | difference |"
     yield "|---" * 3 + "|"
     for row in differences:
-        low, high = row["interval"]
-        cells = (titles[row["arm"]], titles[row["control"]], f"{row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]")
+        difference = with_interval(row["difference"], row["interval"], "+.3f")
+        cells = (titles[row["arm"]], titles[row["control"]], difference)
         yield "| " + " | ".join(cells) + " |"
 
 

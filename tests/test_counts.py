@@ -1,0 +1,64 @@
+"""The one counter of games: numbers worked by hand, for Taboo as its summaries have always had them."""
+
+from tools.games import load_game
+from tools.selfplay.counts import GameCounts
+
+TABOO, QUESTIONS = load_game("taboo"), load_game("twenty_questions")
+
+
+def reply(tokens: int, finish_reason: str = "stop", *, prompt_cut: bool = False, **paid) -> dict:
+    return {"finish_reason": finish_reason, "tokens": tokens, "prompt_cut": prompt_cut} | paid
+
+
+def game(outcome: str, *texts: str, of=TABOO, **more) -> dict:
+    history = [{"role": of.roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    return {"target_word": "art", "history": history, "outcome": outcome, "length": len(texts)} | more
+
+
+GAMES = [
+    game("attacker wins", "a", "art", replies=[reply(3), reply(5, "length")]),
+    game("defender wins", "a", "", "b", "I know the word! It is `art`!", replies=[reply(1, prompt_cut=True)] * 4),
+    game("attacker breaks the rules", "art", replies=[reply(2)]),
+    game("tied game"),
+]
+
+
+def counted(games, of=TABOO) -> GameCounts:
+    counts = GameCounts(of)
+    for one in games:
+        counts.add(one)
+    return counts
+
+
+def test_a_summary_of_taboo_has_the_numbers_that_it_always_had():
+    assert counted(GAMES).as_dict() == {
+        "games": 4,
+        "outcomes": {"attacker wins": 1, "defender wins": 1, "attacker breaks the rules": 1, "tied game": 1},
+        "defender_share_of_decided": 0.5,  # a breach decides nothing here
+        "mean_length": 7 / 4,
+        "messages": 7,
+        "empty_replies": 1,
+        "cut_off_replies": 1,
+        "cut_prompts": 4,
+        "new_tokens": 14,
+    }
+
+
+def test_what_servers_charged_is_told_only_where_they_played():
+    paid = game("tied game", "a", "b", replies=[reply(3, prompt_tokens=40), reply(5)])
+    summary = counted([*GAMES, paid]).as_dict()
+    assert (summary["server_prompt_tokens"], summary["server_new_tokens"], summary["new_tokens"]) == (40, 3, 22)
+
+
+def test_lengths_go_by_outcome_and_faults_by_role():
+    counts = counted(GAMES)
+    assert (counts.lengths["defender wins"], counts.squared_lengths["defender wins"]) == (4, 16)
+    assert counts.messages == {"attacker": 4, "defender": 3}
+    assert (counts.empty_replies["attacker"], counts.empty_replies["defender"]) == (0, 1)
+    assert (counts.cut_off_replies["attacker"], counts.cut_off_replies["defender"]) == (0, 1)
+
+
+def test_a_game_that_nobody_wins_alone_has_no_share_of_decided_ones():
+    summary = counted([game("found", "Is it `art`?", of=QUESTIONS)], QUESTIONS).as_dict()
+    assert (summary["outcomes"]["found"], summary["answerer_share_of_decided"]) == (1, None)
+    assert counted([]).as_dict()["mean_length"] is None

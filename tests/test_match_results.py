@@ -1,0 +1,156 @@
+"""What an evaluation by match plays and leaves: its schedule, the tables as text, the plot."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT
+
+from tools.games import load_game
+from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
+from tools.matches import plot, results, text
+from tools.matches.schedule import Schedule, make_schedule, pairs
+from tools.matches.stats import Match, count_matches, result_rows
+from utils import write_records
+
+TABOO = load_game("taboo")
+
+# --- the schedule --------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_meets_in_both_roles():
+    assert pairs(["a", "b", "c"]) == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
+
+
+def test_against_one_player_the_others_do_not_meet():
+    assert pairs(["a", "b", "c"], "b") == [("a", "b"), ("b", "a"), ("c", "b"), ("b", "c")]
+
+
+@pytest.mark.parametrize("against", [None, "a"])
+def test_a_single_player_meets_itself(against):
+    assert pairs(["a"], against) == [("a", "a")]
+
+
+def test_the_schedule_is_match_after_match_and_the_list_again_for_each_game_of_a_word():
+    matches = [Match("a", "b", "long", 0), Match("a", "b", "short", 0), Match("b", "a", "long", 0)]
+    schedule = Schedule(matches, {"long": ["x", "y", "z"], "short": ["w"]}, games_per_word=2)
+    assert list(schedule) == ["x", "y", "z", "x", "y", "z", "w", "w", "x", "y", "z", "x", "y", "z"]
+    assert [schedule.match_of(index) for index in range(len(schedule))] == [0] * 6 + [1] * 2 + [2] * 6
+    assert len(schedule) == 14
+
+
+def test_every_pair_plays_each_list_with_each_seed():
+    schedule = make_schedule(["a", "b"], {"long": ["x", "y"], "short": ["z"]}, [3, 4], games_per_word=2)
+    assert schedule.matches[:5] == [
+        Match("a", "b", "long", 3),
+        Match("a", "b", "long", 4),
+        Match("a", "b", "short", 3),
+        Match("a", "b", "short", 4),
+        Match("b", "a", "long", 3),
+    ]
+    assert len(schedule) == 2 * 2 * 2 * 3
+
+
+# --- the tables ----------------------------------------------------------------------------------------------------
+
+
+def results_of(outcomes, against=None):
+    """What the program writes, of games given as {(attacker, defender): outcomes}, one word each."""
+    history = [{"role": "attacker", "content": "x"}]
+    games = [
+        {"attacker": attacker, "defender": defender, "words": "played", "seed": 0, "target_word": f"word{number}"}
+        | {"outcome": outcome, "length": 1, "history": history}
+        for (attacker, defender), ends in outcomes.items()
+        for number, outcome in enumerate(ends)
+    ]
+    settings = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": against}
+    settings |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 5}
+    rows = list(result_rows(count_matches(games, TABOO)))
+    return {"settings": settings, "results": rows, "games_path": "games.json"}
+
+
+WIN, LOSS, TIE, BREACH = ATTACKER_WINS, DEFENDER_WINS, TIED, ATTACKER_BREAKS
+ROUND_ROBIN = {
+    ("old", "mid"): [WIN, LOSS, TIE, BREACH],
+    ("mid", "old"): [WIN, WIN, TIE, LOSS],
+    ("old", "new"): [LOSS, LOSS, LOSS, BREACH],
+    ("new", "old"): [WIN, WIN, WIN, TIE],
+    ("mid", "new"): [TIE, TIE, TIE, TIE],
+    ("new", "mid"): [WIN, LOSS, WIN, LOSS],
+}
+
+
+def test_the_table_shows_each_pair_once_in_every_role():
+    shown = text.matches_text(results_of(ROUND_ROBIN), TABOO)
+    lines = [line.split() for line in shown.splitlines()]
+    details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 :]
+    assert [line[:3] for line in details[::3]] == [
+        ["mid", "old", "both"],
+        ["new", "old", "both"],
+        ["new", "mid", "both"],
+    ]
+    assert [line[0] for line in details if line not in details[::3]] == ["attacker", "defender"] * 3
+    assert details[3][3:5] == ["8", "93.8"]  # new against old: seven wins and a tie
+    matrix = lines[next(at for at, line in enumerate(lines) if line == ["old", "mid", "new"]) + 1 :][:3]
+    assert [(line[0], line.index("-")) for line in matrix] == [("old", 1), ("mid", 4), ("new", 7)]
+    assert "nan" not in shown
+
+
+def test_against_one_player_all_others_are_shown_against_it():
+    met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
+    assert text.shown_pairs(results_of(met, against="mid")) == [("old", "mid"), ("new", "mid")]
+
+
+def test_the_parts_of_a_bar_are_its_games():
+    rows = text.pooled_rows(results_of(ROUND_ROBIN))
+    colours = list(plot.SHARE_COLOURS)
+    parts = plot._parts(rows["played", "old", "mid", ATTACKER])
+    assert [parts[name] for name in colours] == [0.25, 0.0, 0.25, 0.25, 0.25]  # win, by breach, tie, by breach, loss
+    parts = plot._parts(rows["played", "mid", "old", DEFENDER])
+    assert [parts[name] for name in colours] == [0.25, 0.25, 0.25, 0.0, 0.25]
+
+
+def test_the_plot_names_players_lists_and_roles(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plot.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN), TABOO)
+    shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
+    labels = ("new", "vs old", "vs mid", "played: 24 games", "as defender", "both roles", "loss by breach", "att.")
+    assert not [label for label in labels if label not in shown]
+
+
+def test_matches_of_another_game_are_written_under_its_roles(tmp_path):
+    questions = load_game("twenty_questions")
+    games = [
+        {"guesser": guesser, "answerer": answerer, "words": "played", "seed": 0, "target_word": word}
+        | {"outcome": outcome, "length": 1, "history": [{"role": "guesser", "content": "Is it `tea`?"}]}
+        for guesser, answerer in (("old", "new"), ("new", "old"))
+        for word, outcome in (("tea", "found"), ("cup", "not found"), ("jug", "no answer"))
+    ]
+    write_records(tmp_path / "games.json", games)
+    settings = {"players": ["old", "new"], "words": ["played"], "seeds": [0], "against": None}
+    settings |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 20}
+    shown = results.write_results(tmp_path, tmp_path / "games.json", settings, questions)
+    assert shown == (tmp_path / "matches.txt").read_text() and shown.startswith("20 Questions by match")
+    assert "the mean of what the game gives" in shown and "answerer says the word, no answer" in shown
+    rows = json.loads((tmp_path / "matches.json").read_text())["results"]
+    assert {row["role"] for row in rows} == {"guesser", "answerer", "both"}
+    assert all(row["points"] == pytest.approx(1 / 3) for row in rows)
+    assert (tmp_path / "matches.svg").is_file()
+
+
+def test_intervals_are_written_alike_everywhere():
+    assert text.with_interval(0.54, [0.512, 0.568]) == "0.540 [0.512, 0.568]"
+    assert text.with_interval(0.54, [0.512, 0.568], ".1%") == "54.0% [51.2, 56.8]"
+    assert text.with_interval(0.54, [-0.512, 0.568], "+.3f") == "+0.540 [-0.512, +0.568]"
+    assert text.with_interval(None, None) == "-"
+
+
+def test_the_documentation_names_every_field_of_a_row():
+    section = (ROOT / "tools/matches/README.md").read_text(encoding="utf-8").partition("## Files")[2]
+    example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
+    for row in results_of(ROUND_ROBIN)["results"]:
+        assert list(row) == list(example)
+        assert set(row) <= table
+        assert list(row["rates"]) == list(example["rates"]) and list(row["clean"]) == list(example["clean"])
