@@ -20,6 +20,7 @@ from pathlib import Path
 import datasets
 import torch
 import yaml
+from huggingface_hub import snapshot_download
 from transformers import HfArgumentParser, TrainingArguments
 
 import utils
@@ -33,6 +34,19 @@ METHOD_ARGUMENTS = {
     "OfflinePO": {"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
+
+# What a run's results depend on, besides its data, its models, and what `same_run` derives. Not on the number of
+# processes, the ZeRO stage, the machine, batches that accumulation makes up for, logging and saving.
+SAME_RUN = (
+    *("train_method", "lm_kl_coeff", "lm_sft_coeff", "clip_range", "detach_kl", "loss_normalization"),
+    *("lora_rank", *LORA_ARGUMENTS),
+    *("max_length", "padding_side", "truncation_side", "drop_unscored_rows"),
+    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "neftune_noise_alpha", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
+    *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
+)
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +102,9 @@ class SPAGArguments(TrainingArguments):
     evaluation_strategy: str | None = _help("Old name of --eval_strategy.")
     warmup_ratio: float | None = _help("Old name of a --warmup_steps below 1.")
     logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
-    overwrite_output_dir: bool = _help("Delete the checkpoints of an earlier run in the output folder.", default=False)
+    overwrite_output_dir: bool = _help(
+        "Start anew: delete what an earlier run left in the output folder.", default=False
+    )
     no_cuda: bool = _help("Old name of --use_cpu.", default=False)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
     save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
@@ -138,6 +154,22 @@ class SPAGArguments(TrainingArguments):
             self.dataloader_pin_memory = False
 
     @cached_property
+    def same_run(self) -> dict:
+        """All that the results depend on, as `utils.Run` compares it."""
+        settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
+        if self.max_steps > 0:
+            settings["num_train_epochs"] = None
+        settings["weights"] = "half" if self.deepspeed and (self.bf16 or self.fp16) else "float32"
+        settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+        if self.loss_normalization == "micro_batch":
+            settings["per_device_train_batch_size"] = self.train_batch_size
+        for name in ("train_data_path", "eval_data_path"):
+            settings[name] = utils.files_setting(*getattr(self, name)) if getattr(self, name) else None
+        for name in ("model_name_or_path", REFERENCE_NAME):
+            settings[name] = _model_setting(getattr(self, name)) if getattr(self, name) else None
+        return settings
+
+    @cached_property
     def _setup_devices(self) -> torch.device:
         """The device of this process.
 
@@ -159,6 +191,16 @@ class SPAGArguments(TrainingArguments):
         return device
 
 
+def _model_setting(name: str) -> dict[str, str]:
+    """A model as `utils.Run` compares it."""
+    try:
+        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES)
+    except (OSError, ValueError) as error:
+        why = type(error).__name__
+        raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
+    return {"path": name, "sha256": utils.model_fingerprint(Path(folder))}
+
+
 def parse_arguments(argv: list[str]) -> SPAGArguments:
     """Read the command line, and the YAML file that may stand first in it.
 
@@ -176,6 +218,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
     problems = [utils.unknown_flag(flag, known) for flag in unknown if flag.startswith("--")]
     problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
+    files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
+    utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
     try:
         arguments = SPAGArguments(**vars(namespace))
     except ValueError as error:
@@ -315,45 +359,15 @@ def _output_problems(args) -> list[str]:
     parent = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         return [f"--output_dir {output}: {parent} is no folder that can be written to"]
-    return [] if args.show_examples else _resume_problems(args, output)
-
-
-def _resume_problems(args, output: Path) -> list[str]:
-    resume, overwrite = _resume(args), args.overwrite_output_dir
-    if resume and overwrite:
+    resume = str(args.resume_from_checkpoint or False).lower() != "false"
+    if resume and args.overwrite_output_dir:
         return ["--resume_from_checkpoint and --overwrite_output_dir exclude each other"]
-    if isinstance(resume, str) and not utils.is_complete(resume):
-        return [f"--resume_from_checkpoint {resume}: not a whole checkpoint folder"]
-    held = [*utils.checkpoints(output), *output.glob("*.safetensors")]
-    own = bool(utils.checkpoints(output)) if resume is True else resume and _same_path(Path(resume).parent, output)
-    if held and not overwrite and not own:
-        return [
-            f"--output_dir {output} holds an earlier run ({held[0].name}): choose another folder, "
-            "--resume_from_checkpoint True or --overwrite_output_dir True"
-        ]
+    if (checkpoint := named_checkpoint(args)) and not utils.is_complete(checkpoint):
+        return [f"--resume_from_checkpoint {checkpoint}: not a whole checkpoint folder"]
     return []
 
 
-def _resume(args) -> bool | str:
-    """--resume_from_checkpoint as True, False or a path."""
+def named_checkpoint(args) -> str | None:
+    """The folder that --resume_from_checkpoint names; True names none, since every start continues."""
     given = str(args.resume_from_checkpoint or False)
-    return given.lower() == "true" if given.lower() in ("true", "false") else given
-
-
-def checkpoint_to_resume(args: SPAGArguments) -> str | None:
-    """The checkpoint folder that --resume_from_checkpoint means: a path, the last whole one, or None.
-
-    Raises ValueError for one that was saved without the optimizer, and for one of another method.
-    """
-    resume = _resume(args)
-    folder = utils.last_complete_checkpoint(args.output_dir) if resume is True else resume or None
-    if folder is None:
-        return None
-    if not [*Path(folder).glob("optimizer*"), *Path(folder).glob("global_step*")]:
-        raise ValueError(f"{folder}: saved without its optimizer (--save_only_model); it can be a model, not a resume")
-    settings = Path(folder).parent / "settings.json"
-    if settings.is_file():
-        method = json.loads(settings.read_text(encoding="utf-8"))["arguments"]["train_method"]
-        if method != args.train_method:
-            raise ValueError(f"{folder}: trained by {method}, not {args.train_method}")
-    return folder
+    return None if given.lower() in ("true", "false") else given

@@ -229,15 +229,16 @@ def encode_rows(
     """Encode all rows, once: the result is cached on disk under what it depends on.
 
     A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
-    first of them, or, with `drop_unscored`, left out and counted.
+    first of them, or, with `drop_unscored`, left out and counted. Few rows are encoded in this process.
     """
+    processes = min(processes, len(rows) // ROWS_PER_PROCESS)
     key = _cache_key([rows._fingerprint, *tokenizer_parts(tokenizer)])
     encoded = rows.map(
         partial(_encode_columns, tokenizer=tokenizer),
         batched=True,
         remove_columns=["query", "target", "type", "chat_template"],
         features=ENCODED_FEATURES,
-        num_proc=max(1, min(processes, len(rows) // ROWS_PER_PROCESS)),
+        num_proc=processes if processes > 1 else None,  # 1 would be another process
         new_fingerprint=key,
         desc="encoding",
     )

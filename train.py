@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node=8 train.py --train_method OfflinePO --model_name_or_path M --ref_model_name_or_path M \
         --train_data_path rows.json --output_dir DIR --deepspeed configs/default_offload_opt_param.json --bf16 True
+
+The same command again continues from the last whole checkpoint, or says that all is there.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,12 +21,89 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 import utils
-from arguments import SPAGArguments, checkpoint_to_resume, parse_arguments
+from arguments import SPAGArguments, named_checkpoint, parse_arguments
 from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, encode_rows, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer
 
+FINISHED = "train_results.json"  # written last
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
+
+
+# --- the output folder ---------------------------------------------------------------------------------------------
+
+
+class Output:
+    """The folder of a run: whether all is there, where to continue, what settings it was made with."""
+
+    def __init__(self, args: SPAGArguments):
+        self.args, self.folder = args, Path(args.output_dir)
+        self.run = self._run(self.folder, self._held)
+
+    def claim(self) -> bool:
+        """Keep other launches out and choose the checkpoint to continue from; False if all is there already.
+
+        Rank 0 decides for all. Raises ValueError, with nothing written, for a run with other settings.
+        """
+        finished, self.args.resume_from_checkpoint = utils.from_rank_0(self._claim)
+        if finished and utils.rank() == 0:
+            print(f"{self.folder}: all is there")
+        return not finished
+
+    def begin(self) -> None:
+        """Take away what is not to be continued from."""
+        (self.folder / FINISHED).unlink(missing_ok=True)  # first: without it nobody takes the rest for finished
+        if not self.args.resume_from_checkpoint:
+            for folder in utils.checkpoints(self.folder):
+                shutil.rmtree(folder)
+            for path in self.folder.glob("*.safetensors"):
+                path.unlink()
+
+    @staticmethod
+    def _run(folder: Path, results: Callable[[], Path | None]) -> utils.Run:
+        remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
+        remedy += "--overwrite_output_dir True to start anew"
+        return utils.Run(folder / "settings.json", results=results, remedy=remedy)
+
+    def _held(self) -> Path | None:
+        held = [*utils.checkpoints(self.folder), *self.folder.glob("*.safetensors"), *self.folder.glob(FINISHED)]
+        return held[0] if held else None
+
+    def _claim(self) -> tuple[bool, str | None]:
+        """Whether all is there, and the checkpoint to continue from."""
+        overwrite = self.args.overwrite_output_dir and not utils.restarted()
+        checkpoint = named_checkpoint(self.args)
+        self.run.check(self.args.same_run, overwrite=overwrite)
+        if checkpoint:
+            self._run(Path(checkpoint).parent, lambda: Path(checkpoint)).check(self.args.same_run)
+        elif not overwrite and (self.folder / FINISHED).is_file():
+            return True, None
+        self.run.claim(self.args.same_run, overwrite=overwrite)
+        if not overwrite:
+            checkpoint = checkpoint or utils.last_complete_checkpoint(self.folder)
+        if checkpoint and not [*Path(checkpoint).glob("optimizer*"), *Path(checkpoint).glob("global_step*")]:
+            raise ValueError(
+                f"{checkpoint}: saved without its optimizer (--save_only_model), which training cannot continue from; "
+                f"{self.run.remedy}"
+            )
+        return False, checkpoint
+
+    def write_settings(self, trainer: SPAGTrainer) -> None:
+        """Write settings.json: what makes this run the same, every resolved setting, the data, library versions."""
+        datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+        versions = {}
+        for package in RECORDED_PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        data = {
+            name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)}
+            for name, dataset in datasets.items()
+            if dataset
+        }
+        self.run.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
+
+
+# --- the data and the models ---------------------------------------------------------------------------------------
 
 
 def load_tokenizer(args: SPAGArguments):
@@ -129,20 +209,7 @@ def merge_lora(args: SPAGArguments) -> None:
     load_tokenizer(args).save_pretrained(os.path.join(args.output_dir, "merged"))
 
 
-def save_settings(trainer: SPAGTrainer) -> None:
-    """Write settings.json beside the model: every resolved setting, the data and the versions of the libraries."""
-    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
-    versions = {}
-    for package in RECORDED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    data = {
-        name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)}
-        for name, dataset in datasets.items()
-        if dataset
-    }
-    settings = {"arguments": trainer.args.to_dict(), "data": data, "versions": versions}
-    utils.write_json(os.path.join(trainer.args.output_dir, "settings.json"), settings)
+# --- the program ---------------------------------------------------------------------------------------------------
 
 
 def show_examples(trainer: SPAGTrainer) -> None:
@@ -160,10 +227,25 @@ def show_examples(trainer: SPAGTrainer) -> None:
         print(f"[[{tokenizer.decode(row['input_ids'][:masked])}]]{tokenizer.decode(row['input_ids'][masked:])}")
 
 
-def set_up(argv: list[str]) -> SPAGTrainer:
-    """Read the settings, the data and the models, in this order. Raises ValueError and OSError for bad input."""
+def set_up(argv: list[str]) -> SPAGTrainer | None:
+    """Read the settings, the data and the models, in this order; None if the run is finished already.
+
+    Raises ValueError and OSError for bad input.
+    """
     args = parse_arguments(argv)
-    args.resume_from_checkpoint = None if args.show_examples else checkpoint_to_resume(args)
+    if args.show_examples:
+        args.resume_from_checkpoint = None
+    elif not Output(args).claim():
+        return None
+    try:
+        return build_trainer(args)
+    except BaseException:
+        utils.unlock()  # nothing of a start that fails stays
+        raise
+
+
+def build_trainer(args: SPAGArguments) -> SPAGTrainer:
+    """Read the data and the models; what is wrong with them shows before the weights are loaded."""
     set_seed(args.seed)
     tokenizer = load_tokenizer(args)
     check_models(args, tokenizer)
@@ -191,10 +273,9 @@ def run(trainer: SPAGTrainer) -> None:
     if args.show_examples:
         return show_examples(trainer)
     if trainer.is_world_process_zero():
-        if args.overwrite_output_dir:
-            for folder in utils.checkpoints(args.output_dir):
-                shutil.rmtree(folder)
-        save_settings(trainer)
+        output = Output(args)
+        output.begin()
+        output.write_settings(trainer)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:
@@ -203,6 +284,7 @@ def run(trainer: SPAGTrainer) -> None:
     if args.lora_merge and trainer.is_world_process_zero():
         merge_lora(args)
     trainer.save_metrics("train", result.metrics)
+    utils.unlock()
 
 
 def leave() -> None:
@@ -223,8 +305,10 @@ def leave() -> None:
 
 def main(argv: list[str]) -> None:
     utils.end_with_launcher()
+    utils.end_workers_with_this_process()
     utils.set_up_logging()
-    run(utils.run_program(lambda: set_up(argv)))
+    if trainer := utils.run_program(lambda: set_up(argv)):
+        run(trainer)
     leave()
 
 

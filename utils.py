@@ -1,29 +1,42 @@
 """What every program shares: reading and writing files, the rank of this process, special tokens. No torch."""
 
 import argparse
+import atexit
+import contextlib
 import ctypes
 import dataclasses
 import difflib
+import fcntl
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 BLANKS = re.compile(r"\s*")
 logger = logging.getLogger(__name__)
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
+SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
+LOCKED = "{}: another process is writing to this run; end that one first"
+LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.1  # another start may be looking at a lock, which takes an instant
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
@@ -100,7 +113,7 @@ def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[t
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        if UNDECODABLE.search(line):
+        if on_skip and UNDECODABLE.search(line):  # else the file could not have been read so far
             _fault(f"{where}: not UTF-8", on_skip)
             continue
         try:
@@ -253,10 +266,20 @@ def write_records(path: str | os.PathLike, records: Iterable[dict]) -> None:
     with replacing(path) as file:
         before, after = ("", "\n") if lines else ("[\n", "")
         for record in records:
-            file.write(before + json.dumps(record, ensure_ascii=False) + after)
+            file.write(before + to_json(record) + after)
             before = before and ",\n"
         if not lines:
             file.write("[]\n" if before == "[\n" else "\n]\n")
+
+
+_encode_ascii = json.JSONEncoder().encode  # a third faster than the other, and mostly right
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def to_json(record: dict) -> str:
+    """A record on one line, its letters as they are."""
+    text = _encode_ascii(record)
+    return _encode(record) if "\\u" in text else text
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -276,16 +299,6 @@ def alpaca_to_row(example: dict) -> dict:
     if example.get("input"):
         prompt += f"\n\n### Input: {example['input']}"
     return {"prompt": prompt + "\n\n### Response: ", "target": example["output"], "type": "sft"}
-
-
-def remember_settings(path: Path, made_with: dict) -> None:
-    """Write down what results are made with; ValueError if those that are there were made with something else."""
-    if path.is_file():
-        then = json.loads(path.read_text(encoding="utf-8"))
-        if different := [key for key in {**then, **made_with} if then.get(key) != made_with.get(key)]:
-            raise ValueError(f"{path}: made with other settings ({', '.join(different)}); use another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, made_with)
 
 
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
@@ -325,6 +338,239 @@ def model_fingerprint(folder: Path) -> str:
                 file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+# --- finished work -------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Results in a folder: what they were made with, and the lock that keeps a second launch out.
+
+    `settings_path` holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
+    only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
+    ends the message of a refused start, which has written nothing; `upgrade(stored, now)` brings settings of an
+    earlier version to today's names.
+    """
+
+    def __init__(
+        self,
+        settings_path: str | os.PathLike,
+        *,
+        results: Callable[[], Path | None],
+        remedy: str,
+        upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
+    ):
+        self.settings_path, self.results, self.remedy = Path(settings_path), results, remedy
+        self.upgrade = upgrade
+        self.lock_path = self.settings_path.with_name(f".{self.settings_path.stem}.lock")
+
+    def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
+        """Keep other launches out from now on; ValueError as in `check`, with `overwrite` for another launch only."""
+        self.check(settings, overwrite=overwrite)
+        lock(self.lock_path)
+        self.check(settings, overwrite=overwrite)  # another launch may have ended in between
+
+    def check(self, settings: Mapping, *, overwrite: bool = False) -> None:
+        """Raise ValueError if another launch is at work here, or if the results were made with other settings."""
+        if is_locked(self.lock_path):
+            raise ValueError(LOCKED.format(self.settings_path))
+        if overwrite or (found := self.results()) is None:
+            return
+        if not self.settings_path.is_file():
+            raise ValueError(f"{found}: no {self.settings_path.name} beside it says how it was made; {self.remedy}")
+        if different := differences(self.upgrade(self.stored(), settings), settings):
+            raise ValueError(f"{self.settings_path}: made with other settings ({'; '.join(different)}); {self.remedy}")
+
+    def stored(self, name: str = "settings"):
+        """One entry of the settings file; ValueError if it has none."""
+        try:
+            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.settings_path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
+            ) from None
+
+    def write(self, settings: Mapping, **more) -> None:
+        """Write the settings file."""
+        write_json(self.settings_path, {"settings": settings, **more})
+
+
+def differences(then: Mapping, now: Mapping) -> list[str]:
+    """The settings that differ, a phrase each."""
+    now = json.loads(json.dumps(now))  # tuples are lists in a file
+    return [
+        f"{key}: {_show(then.get(key))} then, {_show(now.get(key))} now"
+        for key in {**then, **now}
+        if _content(then.get(key)) != _content(now.get(key))
+    ]
+
+
+def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
+    """Files as `Run` compares them."""
+    return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
+
+
+def _content(setting):
+    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
+
+
+def _show(setting) -> str:
+    if isinstance(setting, dict) and "sha256" in setting:
+        return f"{setting['path']} (sha256 {setting['sha256'][:8]})"
+    return str(setting)
+
+
+# The locks of this process: descriptor, and whether the folder was made for it. They are POSIX locks, which die with
+# their process and are not inherited by its children; closing any other descriptor of the file would end them.
+_locks: dict[Path, tuple[int, bool]] = {}
+os.register_at_fork(after_in_child=_locks.clear)
+
+
+def lock(path: str | os.PathLike) -> None:
+    """Take a lock file, which nothing else may open, for this process; ValueError if another process has it."""
+    path = Path(path).absolute()
+    if path in _locks:
+        return
+    made_folder = not path.parent.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(LOCK_ATTEMPTS):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if _try_lock(descriptor, fcntl.LOCK_EX, path) and _is_at(path, descriptor):
+            _locks[path] = descriptor, made_folder
+            return
+        os.close(descriptor)
+        time.sleep(LOCK_PAUSE)
+    raise ValueError(LOCKED.format(path.parent))
+
+
+def unlock(*paths: str | os.PathLike) -> None:
+    """Give up these locks, all of this process if none is named; nothing that was made for them stays."""
+    for path in [Path(path).absolute() for path in paths] or list(_locks):
+        descriptor, made_folder = _locks.pop(path)
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        if made_folder:
+            with contextlib.suppress(OSError):  # it holds results
+                path.parent.rmdir()
+
+
+atexit.register(unlock)
+
+
+def is_locked(path: str | os.PathLike) -> bool:
+    """Whether another process has a lock file; False on a file system without locks."""
+    path = Path(path).absolute()
+    if path in _locks:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH, path)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        return False
+    except OSError as error:
+        _warn_without_locks(path.parent, str(error))
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether a file is still there, and not one that its owner has removed meanwhile."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _warn_without_locks(folder: Path, error: str) -> None:
+    logger.warning("%s: no locks on this file system (%s); run one launch at a time", folder, error)
+
+
+# --- the ranks of a launch -----------------------------------------------------------------------------------------
+
+
+_meetings = itertools.count()
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, as JSON keeps it: all ranks of the launch meet here.
+
+    Its ValueError or OSError on rank 0 is a ValueError on all. Ranks started by hand, without MASTER_ADDR, are alone.
+    """
+    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
+        return make()
+    store, key = launch_store(), f"spag/{next(_meetings)}"
+    if rank() == 0:
+        try:
+            answer = {"value": make()}
+        except (ValueError, OSError) as error:
+            answer = {"error": str(error)}
+        store.set(key, json.dumps(answer))
+    answer = json.loads(store.get(key))  # waits for rank 0
+    store.set(f"{key}/{rank()}", "")
+    if rank() == 0:  # without torchrun the store lives in this process
+        store.wait([f"{key}/{other}" for other in range(world_size())])
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["value"]
+
+
+@functools.cache
+def launch_store():
+    """Where the ranks of a launch leave each other words; torch's process group shares its server."""
+    from torch.distributed import rendezvous
+
+    if os.environ.get("MASTER_PORT") == "0":
+        raise ValueError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
+    store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
+    return store
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition at most so long; whether it came true."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return met
+
+
+def await_inputs(paths: Iterable[str]) -> None:
+    """Wait until this machine sees the files and model folders that rank 0 sees.
+
+    Machines may get here before another's results do. Raises ValueError for one that stays without them.
+    """
+    if world_size() == 1:
+        return
+    expected = from_rank_0(lambda: {path: _input_digest(path) for path in paths})
+
+    def different() -> list[str]:
+        return [path for path, digest in expected.items() if digest and _input_digest(path) != digest]
+
+    if rank() != 0 and not wait_until(lambda: not different(), SHARING_TIMEOUT):
+        raise ValueError(
+            f"{', '.join(different())}: not what rank 0 has, after {SHARING_TIMEOUT} s; do all machines share it?"
+        )
+
+
+def _input_digest(path: str) -> str | None:
+    """Of a file or a model folder; None for what is neither here, such as a name on the hub."""
+    if os.path.isfile(path):
+        return file_sha256(path)
+    return model_fingerprint(Path(path)) if os.path.isdir(path) else None
+
+
+def restarted() -> bool:
+    """Whether torchrun or Slurm has started this launch again: what is there is its own."""
+    return any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -467,7 +713,12 @@ def end_with_launcher() -> None:
 def end_with_parent() -> None:
     """End this process when the thread that started it ends, however that is; Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_workers_with_this_process() -> None:
+    """From now on, forked processes end when this one does: encoding and loading rows leave no orphans."""
+    os.register_at_fork(after_in_child=end_with_parent)
 
 
 def set_up_logging() -> None:

@@ -27,38 +27,18 @@ def load_golden(name: str):
 
 def build_tokenizer():
     """A byte-level tokenizer without merges: 256 bytes and four special tokens, one token per byte of text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tools.tiny.models import byte_tokenizer
 
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
-    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+    return byte_tokenizer()
 
 
 def build_llama(seed: int, vocab_size: int, **changes):
     """A random Llama of some ten thousand parameters, its weights large enough that logits differ clearly."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tools.tiny.models import random_llama
 
-    settings = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 3,
-    }
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+    shape = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 64}
+    config = {"max_position_embeddings": 2048, "initializer_range": 0.1}
+    return random_llama(vocab_size, seed, **(shape | config | changes))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import torch
 from conftest import ROOT
 from test_readme import commands
 
-from arguments import METHOD_ARGUMENTS, parse_arguments
+from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SAME_RUN, parse_arguments
+from utils import differences
 
 TRAINING = [
     " ".join(words[words.index("train.py") + 1 :])
@@ -183,3 +184,49 @@ def test_every_method_has_a_trainer_and_every_setting_of_ours_a_reader():
 
     own = set(SPAGArguments.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
     assert not [name for name in own if f"self.{name}" not in programs and f"args.{name}" not in programs]
+
+
+# --- what makes a run the same -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "different"),
+    [
+        ("--per_device_train_batch_size 1 --gradient_accumulation_steps 8 --loss_normalization step", []),
+        ("--per_device_train_batch_size 1 --gradient_accumulation_steps 8", ["per_device_train_batch_size"]),
+        ("--gradient_accumulation_steps 2", ["rows_per_step"]),
+        ("--save_steps 7 --save_strategy steps --logging_steps 3 --per_device_eval_batch_size 2", []),
+        ("--gradient_checkpointing True --dataloader_num_workers 1 --encoding_processes 2 --disable_tqdm True", []),
+        ("--ref_logprobs online", []),
+        ("--num_train_epochs 4", ["num_train_epochs"]),
+        ("--lm_kl_coeff 0.3 --seed 1 --optim adamw_torch", ["lm_kl_coeff", "optim", "seed"]),
+        ("--max_length 99 --truncation_side right --bf16 True", ["max_length", "truncation_side", "bf16"]),
+        ("--lr_scheduler_type cosine --warmup_ratio 0.1", ["lr_scheduler_type", "warmup_steps"]),
+        ("--lora_rank 2", ["lora_rank", "lora_alpha", "lora_dropout", "lora_merge"]),
+        ("--eval_data_path D", ["eval_data_path"]),
+    ],
+)
+def test_what_makes_a_run_another_one(given, flags, different):
+    normalization = ["--loss_normalization", "step"] if flags.endswith("step") else []
+    then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).same_run
+    words = minimal(given, *flags.split(), method="OfflinePO")
+    words = [words[words.index("--train_data_path") + 1] if word == "D" else word for word in words]
+    now = parse_arguments(words).same_run
+    assert [phrase.split(":")[0] for phrase in differences(then, now)] == different
+
+
+def test_every_argument_of_a_method_counts_but_how_the_reference_is_computed():
+    taken = {name for method in METHOD_ARGUMENTS.values() for name in method}
+    assert taken - {*SAME_RUN} == {"ref_logprobs", REFERENCE_NAME}
+
+
+def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other_model):
+    words = minimal(given)
+    then = parse_arguments(words).same_run
+    (tmp_path / "moved.json").write_bytes((tmp_path / "rows.json").read_bytes())
+    words[words.index("--train_data_path") + 1] = str(tmp_path / "moved.json")
+    assert differences(then, parse_arguments(words).same_run) == []
+    (tmp_path / "moved.json").write_text(json.dumps([{"query": "q", "target": "other"}]))
+    words[words.index(tiny_model)] = other_model
+    changed = differences(then, parse_arguments(words).same_run)
+    assert [phrase.split(":")[0] for phrase in changed] == ["train_data_path", "model_name_or_path"]

@@ -16,7 +16,7 @@ from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay.rewards import Games, message_shares, paid_rows
-from tools.selfplay.rows import read_episodes
+from tools.selfplay.rows import judge_files, read_records
 from utils import parse_flags, read_json_or_jsonl, run_program
 
 GAME, WORD = Taboo(), "apple"
@@ -43,8 +43,15 @@ def rows_of(episodes, seed=0, **settings):
 
 def rows_by(prompt_fn, episodes, decay_weight=0.8):
     """Rows with queries of one's own."""
-    games = Games(GAME, episodes)
-    return list(paid_rows(GAME, episodes, games, decay_weight=decay_weight, prompt_fn=prompt_fn))
+    games = judged(episodes)
+    return list(paid_rows(games, episodes, decay_weight=decay_weight, prompt_fn=prompt_fn))
+
+
+def judged(episodes):
+    games = Games(GAME)
+    for each in episodes:
+        games.add(each)
+    return games
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -145,9 +152,9 @@ def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
 
 
 def test_episodes_that_change_between_the_passes_are_an_error():
-    games = Games(GAME, EPISODES)
+    games = judged(EPISODES)
     with pytest.raises(ValueError):
-        list(paid_rows(GAME, EPISODES[:-1], games, decay_weight=0.8, prompt_fn=lambda *game: ""))
+        list(paid_rows(games, EPISODES[:-1], decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
@@ -156,8 +163,8 @@ def test_streaming_keeps_no_episodes_in_memory():
 
     tracemalloc.start()
     try:
-        games = Games(GAME, open_episodes())
-        rows = paid_rows(GAME, open_episodes(), games, decay_weight=0.8, prompt_fn=lambda *game: "")
+        games = judged(open_episodes())
+        rows = paid_rows(games, open_episodes(), decay_weight=0.8, prompt_fn=lambda *game: "")
         assert sum(1 for _ in rows) == 4000
         assert tracemalloc.get_traced_memory()[1] < 200_000  # 2 MB of text went by
     finally:
@@ -458,8 +465,9 @@ def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, 
     for cut in range(last, last + 5):
         (tmp_path / "cut").write_bytes(data[:cut])
         skipped = []
-        found = list(read_episodes(GAME, [tmp_path / "cut"], skip_bad=True, on_skip=skipped.append))
-        assert found == games[:-1] and len(skipped) == 1
+        found = judge_files(GAME, [tmp_path / "cut"], skip_bad=True, on_skip=skipped.append)
+        again = read_records([tmp_path / "cut"], skip_bad=True)
+        assert [game for game, _ in found.verdicts(again)] == games[:-1] and len(skipped) == 1
 
 
 def test_an_sft_example_without_texts_is_named(refuse, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -128,6 +129,13 @@ def test_two_processes_encode_the_same_rows_in_the_same_order(tmp_path, tokenize
     encoded, counts = encode_rows(rows, tokenizer, processes=2)
     assert counts.rows == 50
     assert [tokenizer.decode(row["input_ids"]) for row in encoded] == [f"<s>{i}t</s>" for i in range(50)]
+
+
+def test_few_rows_are_encoded_without_another_process(tmp_path, tokenizer, monkeypatch):
+    rows = load_rows([write_rows(tmp_path / "a.json", ROWS, lines=False)], cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "fork", None)
+    encoded, _ = encode_rows(rows, tokenizer, processes=8)
+    assert len(encoded) == 3
 
 
 def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenizer, monkeypatch):

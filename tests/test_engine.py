@@ -11,7 +11,8 @@ from conftest import build_llama, build_tokenizer
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
 
 from tools.engine import slots as engine_module
-from tools.engine.attention import BLOCK, Layer, Pool
+from tools.engine.attention import BLOCK, BlockManager, LayerCache
+from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.model import LocalModel, Sampling
 from tools.engine.slots import SlotEngine, can_hold, draw
 
@@ -38,6 +39,11 @@ def answer(engine, prompts: list[tuple[int, str]]) -> list:
     return [replies[number] for number in range(len(prompts))]
 
 
+def generate(local: LocalModel, prompts: list[str]) -> list:
+    """The replies of plain `generate`."""
+    return BatchEngine(local, len(prompts)).generate(prompts)
+
+
 def conversation(games: int, turns: int, seed: int = 0) -> list[list[tuple[int, str]]]:
     """For each turn, (game, prompt) pairs: the history of each game, which grows, and an instruction."""
     rng = random.Random(seed)
@@ -56,7 +62,7 @@ class TestGreedyReplies:
         plain, engine = (llama(sampling(), num_key_value_heads=kv_heads) for _ in range(2))
         engine = SlotEngine(engine, slots)
         for prompts in conversation(games=6, turns=4):
-            assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+            assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
 
     @pytest.mark.parametrize(
         "config",
@@ -74,7 +80,7 @@ class TestGreedyReplies:
         local = LocalModel(model, build_tokenizer(), sampling())
         assert can_hold(model, 400)
         rounds = conversation(games=5, turns=3)
-        expected = [local.generate([prompt for _, prompt in prompts]) for prompts in rounds]
+        expected = [generate(local, [prompt for _, prompt in prompts]) for prompts in rounds]
         engine = SlotEngine(local, 4)
         assert [answer(engine, prompts) for prompts in rounds] == expected
 
@@ -82,7 +88,7 @@ class TestGreedyReplies:
         settings = sampling(max_length=60)
         prompts = list(enumerate(["", "x" * 200, "a different one", "x" * 190 + "end", "y"]))
         plain, engine = llama(settings), SlotEngine(llama(settings), 3)
-        expected = plain.generate([prompt for _, prompt in prompts])
+        expected = generate(plain, [prompt for _, prompt in prompts])
         assert answer(engine, prompts) == expected == answer(engine, prompts)
         assert [reply.prompt_cut for reply in expected] == [False, True, False, True, False]
 
@@ -92,20 +98,20 @@ class TestGreedyReplies:
             local.tokenizer.bos_token = None
         prompts = list(enumerate(["abc", "xyz"]))
         engine = SlotEngine(locals_[1], 2)
-        assert answer(engine, prompts) == locals_[0].generate(["abc", "xyz"])
+        assert answer(engine, prompts) == generate(locals_[0], ["abc", "xyz"])
         assert engine.prefix == []
 
     def test_many_new_prompts_are_taken_in_over_several_steps(self, monkeypatch):
-        monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
+        monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
         plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 6)
         (prompts,) = conversation(games=6, turns=1)
-        assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+        assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
 
     def test_a_game_whose_slot_was_given_away_is_computed_anew(self):
         plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 2)
         for prompts in conversation(games=4, turns=3):
             for pair in (prompts[:2], prompts[2:]):
-                assert answer(engine, pair) == plain.generate([prompt for _, prompt in pair])
+                assert answer(engine, pair) == generate(plain, [prompt for _, prompt in pair])
 
 
 class TestHalfPrecision:
@@ -114,7 +120,7 @@ class TestHalfPrecision:
         local, half, full = llama(sampling()), llama(sampling()).model.to(dtype), llama(sampling()).model
         local.model = local.model.to(dtype)
         engine, errors = SlotEngine(local, 3), {"engine": [], "plain": []}
-        engine_draw = engine._draw
+        engine_sample = engine._sample
 
         @torch.no_grad()
         def watched(numbers, logits):
@@ -124,9 +130,9 @@ class TestHalfPrecision:
                 expected, plain = (model(ids).logits[0, -1].float() for model in (full, half))
                 errors["engine"].append((row - expected).square().mean())
                 errors["plain"].append((plain - expected).square().mean())
-            return engine_draw(numbers, logits)
+            return engine_sample(numbers, logits)
 
-        engine._draw = watched
+        engine._sample = watched
         for prompts in conversation(games=5, turns=3):
             answer(engine, prompts)
         by_engine, by_plain = (torch.stack(squares).mean().sqrt() for squares in errors.values())
@@ -145,7 +151,23 @@ class TestWhatIsComputed:
         # instruction begins.
         common = len(engine.prefix)
         expected = common + sum(len(ids) - common for ids in encoded[-1]) + 3 * 3 * instruction
-        assert expected - 3 * 3 <= engine.counts["prefill"] <= expected
+        assert expected - 3 * 3 <= engine.counts.prefill_tokens <= expected
+
+    def test_prompts_and_tokens_are_counted(self):
+        prompts = [(0, RULES), (1, f"{RULES}And more."), (2, f"{RULES}And")]
+        slots, batch = (kind(llama(sampling(min_new_tokens=10)), 2) for kind in (SlotEngine, BatchEngine))
+        lengths = [len(slots.local.encode(prompt)[0]) for _, prompt in prompts]
+        for engine in (slots, batch):
+            assert [reply.tokens for reply in answer(engine, prompts)] == [10] * 3
+            assert (engine.counts.prompts, engine.counts.new_tokens) == (3, 30)
+            assert engine.counts.prompt_tokens == sum(lengths)
+        common = lengths[0] - 1  # the longest prefix that leaves the shortest prompt a token to compute
+        assert slots.counts.prefix_tokens == common
+        assert common + 1 + 10 + 4 >= slots.counts.prefill_tokens >= common + 1 + 10 + 1  # the third takes a used slot
+        assert (slots.counts.steps, slots.counts.prefill_seconds) == (20, None)
+        assert batch.counts.prefill_tokens == 2 * lengths[1] + lengths[2]  # padded
+        assert batch.counts.steps == 20
+        assert batch.counts.prefill_seconds > 0 < batch.counts.decode_seconds
 
     def test_with_more_games_than_slots_those_begun_keep_theirs(self):
         """Each game asks for its next reply when it has the one before, as in play: nothing is computed twice."""
@@ -167,7 +189,8 @@ class TestWhatIsComputed:
                     ask(game)
         encoded = [[engine.local.encode(prompt)[0] for _, prompt in prompts] for prompts in rounds]
         common, instruction = len(engine.prefix), len(" Now, number 0:")
-        assert engine.counts["prefill"] <= common + sum(len(ids) - common for ids in encoded[-1]) + 6 * 3 * instruction
+        of_games = sum(len(ids) - common for ids in encoded[-1])
+        assert engine.counts.prefill_tokens <= common + of_games + 6 * 3 * instruction
 
     def test_a_short_reply_makes_room_while_a_long_one_goes_on(self):
         """Two slots, of which one answers five short requests in the time of one long reply."""
@@ -192,7 +215,7 @@ class TestWhatIsComputed:
         finally:
             engine_module.draw = engine_draw
         assert sorted(reply.tokens for reply in replies) == [5] * 5 + [30]
-        assert engine.counts["steps"] <= 31
+        assert engine.counts.steps <= 31
 
     def test_a_model_that_is_spread_over_devices_answers_the_same(self):
         """accelerate's hooks, which move inputs from device to device, here all on the CPU."""
@@ -202,7 +225,7 @@ class TestWhatIsComputed:
         local.model = dispatch_model(local.model, places, main_device="cpu", force_hooks=True)
         engine = SlotEngine(local, 3)
         for prompts in conversation(games=4, turns=2):
-            assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+            assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
 
     @pytest.mark.parametrize("beginnings", [(RULES, RULES), ("a", "b")], ids=["common prefix", "none"])
     def test_a_model_that_attends_twice_in_a_layer_is_told(self, beginnings):
@@ -223,30 +246,30 @@ class TestWhatIsComputed:
 
 class TestBlocks:
     def test_a_slot_has_just_the_blocks_it_needs_and_the_lowest_that_are_free(self):
-        pool, one, other = Pool(), [], []
-        pool.fit(one, 2 * BLOCK)
-        pool.fit(other, 2 * BLOCK + 1)
-        assert (one, other, pool.size) == ([0, 1], [2, 3, 4], 5)
-        pool.fit(one, 0)
-        pool.fit(other, 4 * BLOCK)
-        assert (one, other, pool.size) == ([], [2, 3, 4, 0], 5)
+        manager, one, other = BlockManager(), [], []
+        manager.resize(one, 2 * BLOCK)
+        manager.resize(other, 2 * BLOCK + 1)
+        assert (one, other, manager.num_blocks) == ([0, 1], [2, 3, 4], 5)
+        manager.resize(one, 0)
+        manager.resize(other, 4 * BLOCK)
+        assert (one, other, manager.num_blocks) == ([], [2, 3, 4, 0], 5)
 
     def test_busy_slots_get_the_first_blocks_and_each_block_keeps_its_content(self):
         rng = random.Random(0)
-        pool, slots = Pool(), [[] for _ in range(8)]
+        manager, slots = BlockManager(), [[] for _ in range(8)]
         stored: dict[int, str] = {}
         for _ in range(50):
             for number, blocks in enumerate(slots):
                 if rng.random() < 0.5:
-                    pool.fit(blocks, rng.randrange(5 * BLOCK))
+                    manager.resize(blocks, rng.randrange(5 * BLOCK))
                     stored |= {block: f"{number}.{place}" for place, block in enumerate(blocks)}
             busy = [blocks for blocks in slots if rng.random() < 0.5]
             idle = [blocks for blocks in slots if not any(blocks is one for one in busy)]
-            to, by = pool.bring_forward(busy, idle)
+            to, by = manager.compact(busy, idle)
             stored |= dict(zip(to, [stored.get(block) for block in by], strict=True))
             numbers = [block for blocks in busy for block in blocks]
             assert sorted(numbers) == list(range(len(numbers)))
-            assert sorted(itertools.chain(numbers, *idle, pool.free)) == list(range(pool.size))
+            assert sorted(itertools.chain(numbers, *idle, manager.free)) == list(range(manager.num_blocks))
             held = [[stored[block] for block in blocks] for blocks in slots]
             assert held == [
                 [f"{number}.{place}" for place in range(len(blocks))] for number, blocks in enumerate(slots)
@@ -257,8 +280,8 @@ class TestMemory:
     @pytest.mark.parametrize("prefix", [0, 5])
     def test_a_layer_keeps_nothing_but_its_prefix(self, prefix):
         keys, values = torch.randn(2, 4, 1000, 8)
-        layer = Layer(keys[:, :prefix], values[:, :prefix])
-        assert [one.untyped_storage().nbytes() for one in layer.prefix] == [4 * prefix * 8 * 4] * 2
+        cache = LayerCache(keys[:, :prefix], values[:, :prefix])
+        assert [one.untyped_storage().nbytes() for one in cache.prefix] == [4 * prefix * 8 * 4] * 2
 
     def test_when_it_runs_out_half_the_games_go_on_and_no_reply_is_lost(self, monkeypatch, caplog):
         plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 8)
@@ -266,12 +289,12 @@ class TestMemory:
         forward = engine.model.forward
 
         def limited(*args, input_ids, **kwargs):
-            if len(engine.slots) > 2 and engine.counts["steps"] >= 4:  # in the middle of replies
+            if len(engine.slots) > 2 and engine.counts.steps >= 4:  # in the middle of replies
                 raise torch.OutOfMemoryError
             return forward(*args, input_ids=input_ids, **kwargs)
 
         monkeypatch.setattr(engine.model, "forward", limited)
-        assert answer(engine, prompts) == plain.generate([prompt for _, prompt in prompts])
+        assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
         assert len(engine.slots) == 2
         assert "out of memory with 8 games at a time; going on with half as many" in caplog.text
 
@@ -304,7 +327,7 @@ class TestDraws:
         """First two tokens of many replies against the probabilities that transformers' own processors give."""
         settings = sampling(do_sample=True, max_new_tokens=2, min_new_tokens=2, **changes)
         local, other = llama(settings), llama(settings)
-        processors = other.model._get_logits_processor(other.generation_config, input_ids_seq_length=1, device="cpu")
+        processors = other.model._get_logits_processor(generation_config(other), input_ids_seq_length=1, device="cpu")
 
         @torch.no_grad()
         def next_token(ids):
@@ -347,9 +370,8 @@ class TestDraws:
         likeliest = plain.model(torch.tensor([plain.encode(RULES)[0]])).logits[0, -1].argmax().item()
         for one in (plain, local):
             one.stop_ids = [2, likeliest]
-            one.generation_config = one._generation_config()
         (reply,) = answer(SlotEngine(local, 1), [(0, RULES)])
-        assert [reply] == plain.generate([RULES])
+        assert [reply] == generate(plain, [RULES])
         assert reply.tokens > 6
 
 

@@ -16,11 +16,12 @@ import psutil
 import pytest
 from conftest import ROOT
 
+import utils
 from tools import play_llm_game
+from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
 from tools.games import taboo
 from tools.players.player import Reply, ScriptedPlayer
-from tools.selfplay import files as episodes
 from tools.selfplay.files import EpisodeFiles, read_words
 from tools.selfplay.lineup import Seats
 from tools.selfplay.play import play_game, play_games
@@ -200,6 +201,27 @@ def start(folder, words, settings=None, **how):
     return files, finished.missing(range(len(words)))
 
 
+def start_elsewhere(folder, settings, **how):
+    """What another process is told that starts a run here: "" if it may."""
+    program = f"""
+from tools.selfplay.files import EpisodeFiles
+try:
+    EpisodeFiles({str(folder)!r}, "run", ["a", "b"]).start({settings!r}, **{how!r})
+except ValueError as error:
+    print(error)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+def contents(folder):
+    """Every file and folder, with its content; locks, which opening them here would end, by name."""
+    return {
+        path: path.read_bytes() if path.is_file() and path.suffix != ".lock" else None for path in folder.rglob("*")
+    }
+
+
 def close(files):
     files.own_file.close()
 
@@ -266,17 +288,69 @@ class TestEpisodeFiles:
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
         close(files)
-        files.settings_path.write_text("{}")
+        files.run.settings_path.write_text("{}")
         with pytest.raises(ValueError, match="run_settings.json: not the settings of a run"):
             start(tmp_path, ["a"])
 
     def test_overwrite_leaves_a_run_that_is_playing_alone(self, tmp_path):
         files, _ = start(tmp_path, ["a", "b"])
         files.append(episode(0, "a"))
-        with pytest.raises(ValueError, match="another process is writing to it"):
-            start(tmp_path, ["a", "b"], overwrite=True)
+        assert "another process is writing to this run" in start_elsewhere(tmp_path, {"seed": 1}, overwrite=True)
         files.append(episode(1, "b"))
         assert files.merge(seconds=1, tokens_before=0)["games"] == 2
+
+    @pytest.mark.parametrize("seed, overwrite", [(1, False), (2, False), (2, True)])
+    def test_a_start_beside_a_run_that_loads_its_model_is_refused_and_has_written_nothing(
+        self, tmp_path, seed, overwrite
+    ):
+        """No game is there yet that would bind anybody; the lock does."""
+        start(tmp_path / "out", ["a"], {"seed": 1})
+        before = contents(tmp_path)
+        message = start_elsewhere(tmp_path / "out", {"seed": seed}, overwrite=overwrite)
+        assert "another process is writing to this run; end that one first" in message
+        assert contents(tmp_path) == before
+
+    def test_a_start_with_other_settings_has_written_nothing(self, tmp_path):
+        files, _ = start(tmp_path, ["a"])
+        files.append(episode(0, "a"))
+        close(files)
+        utils.unlock()
+        before = contents(tmp_path)
+        with pytest.raises(ValueError, match=r"made with other settings \(seed: 1 then, 2 now\)"):
+            start(tmp_path, ["a"], {"seed": 2})
+        assert contents(tmp_path) == before
+
+    def test_a_rank_started_by_hand_with_other_settings_than_one_at_work_has_written_nothing(self, tmp_path, launch):
+        launch(0, 2)
+        start(tmp_path, ["a", "b"], {"seed": 1})
+        before = contents(tmp_path)
+        launch(1, 2)
+        assert "made with other settings (seed: 1 then, 2 now)" in start_elsewhere(tmp_path, {"seed": 2})
+        assert contents(tmp_path) == before
+        assert start_elsewhere(tmp_path, {"seed": 1}) == ""
+
+    def test_a_lock_dies_with_its_owner_although_a_child_lives_on(self, tmp_path):
+        owner = f"""
+import os, subprocess, sys
+from tools.selfplay.files import EpisodeFiles
+EpisodeFiles({str(tmp_path)!r}, "run", ["a"]).start({{"seed": 1}})
+if os.fork():
+    os.kill(os.getpid(), 9)
+print(os.getpid(), flush=True)
+os.read(0, 1)  # until the test ends
+"""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, env=environment(), **pipes) as process:
+            assert psutil.pid_exists(int(process.stdout.readline()))
+            assert start_elsewhere(tmp_path, {"seed": 1}) == ""
+
+    def test_locks_go_with_the_process_and_the_summary_of_a_finished_run_stays(self, tmp_path):
+        files, _ = start(tmp_path, ["a"])
+        files.append(episode(0, "a"))
+        summary = files.merge(seconds=2, tokens_before=0)
+        assert files.merge(seconds=0, tokens_before=10) == summary
+        utils.unlock()
+        assert not list(tmp_path.glob(".*"))
 
     def test_overwrite_deletes_the_earlier_run_and_nothing_else(self, tmp_path):
         files, _ = start(tmp_path, ["a"])
@@ -287,7 +361,7 @@ class TestEpisodeFiles:
         (tmp_path / "run_2_rank0.jsonl").write_text("of another run\n")
         _, missing = start(tmp_path, ["b"], {"seed": 2}, overwrite=True)
         assert missing == [0]
-        assert {path.name for path in tmp_path.iterdir()} == {
+        assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {
             "run_2_rank0.jsonl",
             "run_rank0.jsonl",
             "run_settings.json",
@@ -342,16 +416,8 @@ class TestEpisodeFiles:
             start(tmp_path, ["c", "a"])
 
     def test_two_processes_cannot_write_to_one_rank_file(self, tmp_path):
-        start_again = f"""
-from tools.selfplay.files import EpisodeFiles
-try:
-    EpisodeFiles({str(tmp_path)!r}, "run", ["a"]).start({{"seed": 1}})
-except ValueError as error:
-    print(error)
-"""
         files, _ = start(tmp_path, ["a"])
-        done = subprocess.run([sys.executable, "-c", start_again], cwd=ROOT, capture_output=True, text=True)
-        assert "another process is writing to it" in done.stdout
+        assert "another process is writing to this run" in start_elsewhere(tmp_path, {"seed": 1})
         close(files)
 
     def test_games_of_ranks_that_cannot_be_seen_are_named(self, tmp_path, launch):
@@ -544,7 +610,7 @@ class TestOneProcess:
         for game in results(tmp_path, "im_llama2_testing_all_words"):
             for place_in_game, message in enumerate(game["history"]):
                 prompt = taboo.play_prompt(game["history"][:place_in_game], game["target_word"], 2, templates)
-                (reply,) = sides[place_in_game % 2].generate([prompt])
+                (reply,) = BatchEngine(sides[place_in_game % 2], 1).generate([prompt])
                 assert message["content"] == reply.text.strip()
 
     def test_the_same_model_is_loaded_once(self, place, tiny_model, tmp_path, monkeypatch):
@@ -640,17 +706,14 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
         def set(self, key, value):
             pass
 
-        def wait(self, keys):
-            assert keys == ["spag/0", "spag/1"]
-
         def get(self, key):
-            return b"the launch of rank 0"
+            return json.dumps({"value": {"settings": {"seed": 1}, "launch": "of rank 0"}}).encode()
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    monkeypatch.setattr(episodes, "rendezvous", lambda url, timeout: iter([(Store(), 1, 2)]))
-    monkeypatch.setattr(episodes, "SHARING_TIMEOUT", 0)
+    monkeypatch.setattr(utils, "launch_store", Store)
+    monkeypatch.setattr(utils, "SHARING_TIMEOUT", 0)
     files, _ = start(tmp_path, ["a", "b"])
     files.append(episode(1, "b"))
     with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[0\] \(a\)"):

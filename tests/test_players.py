@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import build_llama, build_tokenizer
 
-from tools.engine import model as models
+from tools.engine import memory
+from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher, LocalPlayer
-from tools.engine.model import BatchEngine, LocalModel, Sampling, load_local_model, model_folder
+from tools.engine.model import LocalModel, Sampling, load_local_model, model_folder
 from tools.players.player import LENGTH, STOP, GameView, Reply, ScriptedPlayer
 from utils import model_fingerprint
 
@@ -34,6 +35,11 @@ def tiny(sampling=GREEDY, **special_tokens) -> LocalModel:
     return LocalModel(build_llama(0, len(tokenizer)).eval(), tokenizer, sampling)
 
 
+def generate(local, prompts) -> list[Reply]:
+    """Replies to these prompts as one batch."""
+    return BatchEngine(local, len(prompts)).generate(prompts)
+
+
 class TestLocalModel:
     def test_a_prompt_begins_with_bos_and_its_tokens(self, tiny_model, tokenizer):
         assert load(tiny_model).encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
@@ -51,13 +57,13 @@ class TestLocalModel:
     def test_replies_do_not_depend_on_what_shares_their_batch(self, tiny_model):
         model = load(tiny_model)
         prompts = ["a", "a much longer prompt, so that the others are padded", "", "x" * 100]
-        together = model.generate(prompts)
-        assert together == [model.generate([prompt])[0] for prompt in prompts]
+        together = generate(model, prompts)
+        assert together == [generate(model, [prompt])[0] for prompt in prompts]
         assert [reply.prompt_cut for reply in together] == [False, False, False, True]
 
     def test_only_new_tokens_are_decoded(self, tiny_model, tokenizer):
         model = load(tiny_model)
-        (reply,) = model.generate(["hello"])
+        (reply,) = generate(model, ["hello"])
         ids = torch.tensor([model.encode("hello")[0]])
         expected = []
         for _ in range(8):  # the likeliest token each time, without any of generate's machinery
@@ -89,43 +95,42 @@ class TestLocalModel:
             model = tiny(sampling)
             likeliest = model.model(torch.tensor([model.encode("q")[0]])).logits[0, -1].argmax().item()
             model.stop_ids = [likeliest]
-            model.generation_config = model._generation_config()
-            replies += model.generate(["q"])
+            replies += generate(model, ["q"])
         assert replies[0].tokens == 1
         assert replies[1].tokens > 5
 
     @pytest.mark.parametrize("missing", [["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
     def test_a_tokenizer_may_lack_special_tokens(self, missing):
         model = tiny(**dict.fromkeys(missing))
-        replies = model.generate(["a", "longer prompt"])
-        assert [model.generate([prompt])[0] for prompt in ("a", "longer prompt")] == replies
+        replies = generate(model, ["a", "longer prompt"])
+        assert [generate(model, [prompt])[0] for prompt in ("a", "longer prompt")] == replies
         assert (model.encode("a")[0][0] == 1) == ("bos_token" not in missing)
 
     def test_without_any_end_token_replies_run_to_the_limit(self):
         tokenizer = build_tokenizer()
         tokenizer.eos_token = tokenizer.pad_token = None
         model = LocalModel(build_llama(0, len(tokenizer), eos_token_id=None).eval(), tokenizer, GREEDY)
-        assert [(reply.finish_reason, reply.tokens) for reply in model.generate(["a", "bc"])] == [(LENGTH, 8)] * 2
+        assert [(reply.finish_reason, reply.tokens) for reply in generate(model, ["a", "bc"])] == [(LENGTH, 8)] * 2
 
     def test_generation_settings_of_the_model_folder_are_ignored(self, tiny_model, tmp_path):
         folder = shutil.copytree(tiny_model, tmp_path / "model")
         settings = json.loads((folder / "generation_config.json").read_text())
         settings |= {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "min_p": 0.5, "no_repeat_ngram_size": 1}
         (folder / "generation_config.json").write_text(json.dumps(settings))
-        assert load(folder).generate(["abc", "d"]) == load(tiny_model).generate(["abc", "d"])
+        assert generate(load(folder), ["abc", "d"]) == generate(load(tiny_model), ["abc", "d"])
         drawn = []
         for place in (tiny_model, folder):
             torch.manual_seed(1)
-            drawn.append(load(place, DRAWN).generate(["abc"] * 40))
+            drawn.append(generate(load(place, DRAWN), ["abc"] * 40))
         assert drawn[0] == drawn[1]
         assert len({reply.text[0] for reply in drawn[0] if reply.text}) > 5
 
     def test_top_k_and_temperature_shape_the_draws(self, tiny_model):
-        greedy = load(tiny_model).generate(["abc"])
+        greedy = generate(load(tiny_model), ["abc"])
         one = Sampling(max_length=64, max_new_tokens=8, top_k=1)
         cold = Sampling(max_length=64, max_new_tokens=8, temperature=1e-4, top_k=0)
-        assert load(tiny_model, one).generate(["abc"]) == greedy == load(tiny_model, cold).generate(["abc"])
-        assert len(set(load(tiny_model, DRAWN).generate(["abc"] * 8))) > 1
+        assert generate(load(tiny_model, one), ["abc"]) == greedy == generate(load(tiny_model, cold), ["abc"])
+        assert len(set(generate(load(tiny_model, DRAWN), ["abc"] * 8))) > 1
 
     @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
     def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(self, stored, tmp_path, caplog):
@@ -175,15 +180,15 @@ class TestModelFolder:
         # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
         most = 256 if kept_caches else 64
         prompt = 100 * (128 + (0 if kept_caches else 512)) * 4 + 16 * 260
-        monkeypatch.setattr(models, "_free_memory", lambda model: free * prompt)
-        assert models.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == (expected or most)
+        monkeypatch.setattr(memory, "_free_memory", lambda model: free * prompt)
+        assert memory.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == (expected or most)
 
     @pytest.mark.parametrize("free, expected", [(1, 1), (301, 210), (2000, 1024)])
     def test_on_a_gpu_games_are_counted_at_half_their_length(self, free, expected, tiny_model, monkeypatch):
         model = load(tiny_model).model
         on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config, dtype=torch.bfloat16)
-        monkeypatch.setattr(models, "_free_memory", lambda model: free * (50 * 128 * 2 + 16 * 260))
-        assert models.batch_size_for_memory(on_gpu, max_length=100, kept_caches=True) == expected
+        monkeypatch.setattr(memory, "_free_memory", lambda model: free * (50 * 128 * 2 + 16 * 260))
+        assert memory.batch_size_for_memory(on_gpu, max_length=100, kept_caches=True) == expected
 
 
 class EchoEngine:
@@ -294,19 +299,19 @@ class TestBatchEngine:
             engine.start(number, prompt, game=number)
         replies = [engine.run(), engine.run()]
         assert [[number for number, _ in batch] for batch in replies] == [[0, 1], [2]]
-        assert [reply for batch in replies for _, reply in batch] == local.generate(prompts)
+        assert [reply for batch in replies for _, reply in batch] == generate(local, prompts)
 
     def test_when_memory_runs_out_it_goes_on_with_half_the_batch_and_loses_nothing(self, tiny_model, caplog):
         local = load(tiny_model)
-        engine, expected, sizes = BatchEngine(local, 8), local.generate(list("abcdefgh")), []
+        engine, expected, sizes = BatchEngine(local, 8), generate(local, list("abcdefgh")), []
 
-        def generate(prompts):
+        def answer(prompts):
             sizes.append(len(prompts))
             if len(prompts) > 2:
                 raise torch.OutOfMemoryError
             return expected[: len(prompts)] if prompts == ["a", "b"] else [None] * len(prompts)
 
-        local.generate = generate
+        engine.generate = answer
         for number, prompt in enumerate("abcdefgh"):
             engine.start(number, prompt, game=number)
         assert engine.run() == [(0, expected[0]), (1, expected[1])]
@@ -317,11 +322,11 @@ class TestBatchEngine:
     def test_memory_that_does_not_suffice_for_one_prompt_is_an_error(self, tiny_model):
         local = load(tiny_model)
 
-        def generate(prompts):
+        def answer(prompts):
             raise torch.OutOfMemoryError
 
-        local.generate = generate
         engine = BatchEngine(local, 1)
+        engine.generate = answer
         engine.start(0, "a", game=0)
         with pytest.raises(torch.OutOfMemoryError):
             engine.run()

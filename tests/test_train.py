@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import GOLDEN, ROOT, build_llama, load_golden
@@ -37,7 +38,8 @@ def flags_of(output, settings: dict) -> list[str]:
 
 def run(output, settings: dict, **changes) -> list[dict]:
     """Call train.py in this process; what it logged, a dict each step."""
-    train.run(train.set_up(flags_of(output, settings | changes)))
+    if trainer := train.set_up(flags_of(output, settings | changes)):
+        train.run(trainer)
     return steps_of(output)
 
 
@@ -366,7 +368,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
     expected = run(tmp_path / "whole", settings)
     output, kills = tmp_path / "killed", 0
-    command = [sys.executable, "train.py", *flags_of(output, settings), "--resume_from_checkpoint", "True"]
+    command = [sys.executable, "train.py", *flags_of(output, settings)]
     for threshold in (4, 16):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not any(step >= threshold for step in checkpoints(output)):
@@ -396,7 +398,7 @@ def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
     assert process.poll() is None
     subprocess.run(["pkill", "-KILL", "-f", str(output)], check=True)  # the launcher and both ranks
     process.communicate()
-    steps = launch(output, 2, settings | {"resume_from_checkpoint": True})
+    steps = launch(output, 2, settings)
     expected, plain_output = plain_runs[other_model]
     assert_same_training(steps, output, expected, plain_output, tiny_model)
 
@@ -441,10 +443,11 @@ def test_rewriting_a_checkpoint_takes_back_its_mark_and_half_written_ones_never_
 def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     run(tmp_path / "out", settings | {"save_only_model": True})
+    (tmp_path / "out" / "train_results.json").unlink()
     with pytest.raises(ValueError, match="saved without its optimizer"):
         run(tmp_path / "out", settings, resume_from_checkpoint=True)
     run(tmp_path / "out", settings, overwrite_output_dir=True)
-    with pytest.raises(ValueError, match="trained by OfflinePO, not SFTwithKL"):
+    with pytest.raises(ValueError, match="train_method: OfflinePO then, SFTwithKL now"):
         run(tmp_path / "out", settings | {"train_method": "SFTwithKL"}, resume_from_checkpoint="true")
 
 
@@ -459,13 +462,108 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
     assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
 
 
-def test_an_earlier_run_is_not_overwritten_unless_told(tmp_path, mixed_rows, tiny_model):
+def contents(folder: Path) -> dict:
+    """Every file and folder, with its content; locks, which opening them here would end, by name."""
+    return {
+        path: path.read_bytes() if path.is_file() and path.suffix != ".lock" else None for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("resume", [{}, {"resume_from_checkpoint": True}])
+def test_a_finished_run_is_left_as_it_is_and_one_with_other_settings_is_refused(
+    tmp_path, capsys, monkeypatch, mixed_rows, tiny_model, resume
+):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     run(tmp_path / "out", settings)
-    with pytest.raises(ValueError, match="holds an earlier run"):
-        run(tmp_path / "out", settings)
-    steps = run(tmp_path / "out", settings | {"max_steps": 2}, overwrite_output_dir=True)
+    before, loaded = contents(tmp_path / "out"), count_loads(monkeypatch)
+    capsys.readouterr()
+    run(tmp_path / "out", settings | resume | {"logging_steps": 2, "encoding_processes": 1})
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: all is there\n"
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(65))
+    for change, message in (
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 then, 0.002 now"),
+        (
+            {"max_steps": -1, "num_train_epochs": 2},
+            "max_steps: 4 then, -1 now; num_train_epochs: None then, 2.*more epo",
+        ),
+        ({"per_device_train_batch_size": 4}, "rows_per_step: 8 then, 4 now"),
+        ({"train_data_path": rows}, r"train_data_path: .* then, .*rows.jsonl \(sha256 \w{8}\) now"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"settings.json: made with other settings .{message}.*--overwrite_output"
+        ):
+            run(tmp_path / "out", settings | resume | change)
+    assert not loaded and contents(tmp_path / "out") == before
+
+
+def test_overwriting_starts_anew_but_not_when_the_launch_is_started_again(
+    tmp_path, monkeypatch, mixed_rows, tiny_model
+):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    run(tmp_path / "out", settings)
+    shorter = settings | {"max_steps": 2, "overwrite_output_dir": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainers.SPAGTrainer, "train", lambda *_, **__: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            run(tmp_path / "out", shorter)
+    assert not (tmp_path / "out" / "train_results.json").exists() and not checkpoints(tmp_path / "out")
+    steps = run(tmp_path / "out", shorter)
     assert len(steps) == 2 and sorted(checkpoints(tmp_path / "out")) == [2]
+    before = contents(tmp_path / "out")
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            run(tmp_path / "out", shorter)
+    assert contents(tmp_path / "out") == before
+    run(tmp_path / "out", shorter)
+    assert contents(tmp_path / "out") != before
+
+
+def test_a_checkpoint_of_another_run_and_a_run_of_an_earlier_version_are_refused(tmp_path, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    run(tmp_path / "out", settings)
+    other = {"learning_rate": 2e-3, "resume_from_checkpoint": tmp_path / "out" / "checkpoint-2"}
+    with pytest.raises(ValueError, match="out/settings.json: made with other settings .learning_rate"):
+        run(tmp_path / "other", settings | other)
+    assert not (tmp_path / "other").exists()
+    saved = json.loads((tmp_path / "out" / "settings.json").read_text())
+    del saved["settings"]
+    utils.write_json(tmp_path / "out" / "settings.json", saved)
+    with pytest.raises(ValueError, match="settings.json: not the settings of a run, or of an earlier version"):
+        run(tmp_path / "out", settings)
+    (tmp_path / "out" / "settings.json").unlink()
+    with pytest.raises(ValueError, match="checkpoint-2: no settings.json beside it says how it was made"):
+        run(tmp_path / "out", settings)
+
+
+def test_a_second_start_into_one_folder_is_refused_and_has_written_nothing(tmp_path, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model)
+    trainer = train.set_up(flags_of(tmp_path / "out", settings))
+    before = contents(tmp_path / "out")
+    command = [sys.executable, "train.py", *flags_of(tmp_path / "out", settings | {"learning_rate": 1})]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 2 and "another process is writing to this run; end that one first" in second.stderr
+    assert contents(tmp_path / "out") == before
+    train.run(trainer)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(64) * 320)
+    settings = offline_po(path, tiny_model, tiny_model, train_method="SFT", encoding_processes=2, max_steps=1)
+    del settings["ref_model_name_or_path"], settings["loss_normalization"]
+    command = [sys.executable, "train.py", *flags_of(tmp_path / "out", settings)]
+    process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(process.children(recursive=True)) < 3:  # the workers, and the manager of their queue
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.suspend()
+    workers = process.children(recursive=True)
+    process.kill()
+    assert not psutil.wait_procs([process, *workers], timeout=10)[1]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert len(steps_of(tmp_path / "out")) == 1
 
 
 # --- LoRA ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,16 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import end_with_launcher, flag, parse_flags, read_words, run_program, set_up_logging, too_small
+from utils import (
+    await_inputs,
+    end_with_launcher,
+    flag,
+    parse_flags,
+    read_words,
+    run_program,
+    set_up_logging,
+    too_small,
+)
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = 5  # where tokens are drawn
@@ -127,6 +136,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
     flags.check()
+    await_inputs([item.path for item in (*flags.words, *flags.players)])
     game = flags.load_game()
     templates, schedule = flags.load_templates(game), flags.schedule(game)
     files = EpisodeFiles(flags.output_dir, STEM, schedule, game, flags="--output_dir", made_of_results=RESULTS)

@@ -19,7 +19,16 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import end_with_launcher, flag, parse_flags, read_words, run_program, set_up_logging, too_small
+from utils import (
+    await_inputs,
+    end_with_launcher,
+    flag,
+    parse_flags,
+    read_words,
+    run_program,
+    set_up_logging,
+    too_small,
+)
 
 
 @dataclass(kw_only=True)
@@ -58,6 +67,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
     flags.check()
+    await_inputs([flags.data_path, *flags.names])
     game = flags.load_game()
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)

@@ -17,9 +17,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH
@@ -27,50 +24,16 @@ from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.progress import describe
+from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny.reproduce import reproduce
 from utils import file_digest, iter_records, remember_settings, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
 GAME, MAX_TURNS = Taboo(), 3
-SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of the world's own texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def random_llama(tokenizer, *, hidden_size: int, layers: int, seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights for this tokenizer."""
-    set_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
 
 
 def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
@@ -128,7 +91,16 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
     episodes = scripted_games(lexicon, rounds=args.imitation_rounds, rng=rng)
     write_records(data / "imitation_games.json", episodes)
     tokenizer = train_tokenizer(corpus(pretraining, episodes), args.vocab_size)
-    model = random_llama(tokenizer, hidden_size=args.hidden_size, layers=args.layers, seed=args.seed)
+    model = random_llama(
+        len(tokenizer),
+        args.seed,
+        hidden_size=args.hidden_size,
+        layers=args.layers,
+        heads=args.hidden_size // 32,
+        intermediate_size=3 * args.hidden_size,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
     run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play",

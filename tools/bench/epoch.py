@@ -15,7 +15,7 @@ import argparse
 from dataclasses import dataclass
 
 import utils
-from tools.engine.model import MEMORY_SHARE, MOST_GAMES
+from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
 
 GIB = 2**30
 TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length

@@ -1,43 +1,46 @@
-"""Players with a model in this process: the prompts of many games gathered for one device."""
+"""Players with a model in this process: the prompts of many games are gathered for one device."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from tools.engine.model import Counts
 from tools.games.chat import ChatTemplate
 from tools.players.player import Reply, Turn
 
-# Where engines run, always the same thread: OpenMP keeps helpers for each thread that computes; where they outnumber
-# the cores, they sleep whenever they have nothing to do, which made play a quarter slower on a CPU.
+# Engines always run in the same thread. OpenMP keeps helper threads for every thread that computes; if they outnumber
+# the cores, they sleep between tasks, which made play a quarter slower on a CPU.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
 
 class Engine(Protocol):
-    """A model of this process that works on many requests at once (tools/engine/model.py, tools/engine/slots.py)."""
+    """A model of this process that answers many requests at once: SlotEngine, BatchEngine."""
+
+    counts: Counts
 
     def start(self, request: int, prompt: str, *, game: int) -> None:
-        """Note a request, for the next `run`; cheap, and safe while `run` is at work in another thread."""
+        """Queue a request for the next `run`; cheap, and safe while `run` is at work in another thread."""
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Work on all requests until at least one has its reply; those that have."""
+        """Work until at least one request has its reply: (request, reply) pairs."""
 
 
 class Batcher:
-    """Lets the engines of a process work in turn, while all games that can go on do so.
+    """Collects the requests of all games and runs the engines of a process in turn.
 
-    An engine runs when no live game can move without a reply of one; never on a timer, so that the same games with the
-    same seed give the same draws. Of two engines, the one with more open requests goes first.
+    An engine runs once every live game waits for a reply, never on a timer: the same games with the same seed give the
+    same replies. Of two engines, the one with more open requests goes first.
     """
 
     def __init__(self, batch_size: int, on_batch: Callable[[], None] = lambda: None):
-        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called every so many replies
+        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called every batch_size replies
         self.open: dict[Engine, dict[int, asyncio.Future]] = {}
         self.requests = self.replies = 0
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: str, *, game: int) -> Reply:
-        """The engine's reply. `game` is a number by which the prompts of one game are known."""
+        """The engine's reply; prompts of one game share the number `game`."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
@@ -55,7 +58,7 @@ class Batcher:
             self.runner = None
 
     async def _gather(self) -> int:
-        """Let the games move until none can; the number of open requests then."""
+        """Let the games move until all wait for a reply; the number of open requests."""
         before = None
         while (now := sum(map(len, self.open.values()))) != before:
             before = now
@@ -82,7 +85,7 @@ class Batcher:
 
 
 class LocalPlayer:
-    """Plays with a model in this process; all such players share one batcher, and with it the device."""
+    """Plays with a model in this process; the players of a process share one batcher, and with it the device."""
 
     def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None):
         self.engine, self.batcher, self.chat = engine, batcher, chat

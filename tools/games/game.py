@@ -151,13 +151,17 @@ class Game:
             self._check_message(index, message)
         self.check_task(task)
 
-    def check_episode(self, episode: Mapping) -> None:
-        """Raise ValueError for a stored game that is none, or another one than this."""
+    def check_kind(self, episode: Mapping) -> None:
+        """Raise ValueError for a stored game that lacks a key or is of another kind; its messages are not checked."""
         for key in EPISODE_KEYS:
             if key not in episode:
                 raise ValueError(f"'{key}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (played := episode.get("game", DEFAULT_GAME)) != self.name:
             raise ValueError(f"a game of {played!r}, not of {self.name!r}; --game names the one that was played")
+
+    def check_episode(self, episode: Mapping) -> None:
+        """Raise ValueError for a stored game that is none, or of another kind."""
+        self.check_kind(episode)
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
 
     def _check_message(self, index: int, message: object) -> None:

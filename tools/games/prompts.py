@@ -58,7 +58,7 @@ def play_request(told: str) -> str:
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
     """One of the rule texts, ending in a newline; the first one is that of play."""
-    return fill(templates[RULES][number], {MAX_TURNS: str(max_turns)})
+    return templates[RULES][number].replace(f"{{{MAX_TURNS}}}", str(max_turns))
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:

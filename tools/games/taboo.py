@@ -77,9 +77,9 @@ class Taboo(Game):
         forms = derivatives(word)
         for prediction in PREDICTION.finditer(text):
             gap = text[prediction.end() : prediction.end() + MAX_GAP].partition("\n")[0]
-            for start in range(prediction.end() + 1, prediction.end() + len(gap) + 1):
-                for form in forms:
-                    if text.startswith(form, start) and (self.match == SUBSTRING or _stands_alone(text, start, form)):
+            for form in forms:
+                for start in _occurrences(text, form, prediction.end() + 1, prediction.end() + len(gap)):
+                    if self.match == SUBSTRING or _stands_alone(text, start, form):
                         return True
         return False
 
@@ -89,7 +89,8 @@ class Taboo(Game):
             plural = _plural(word)
             return word in text or (word not in plural and plural in text)
         unquoted = derivatives(word)[:4]  # in quotes, they stand alone too
-        return any(_stands_alone(text, start, form) for form in unquoted for start in _occurrences(text, form))
+        places = ((start, form) for form in unquoted for start in _occurrences(text, form, 0, len(text)))
+        return any(_stands_alone(text, start, form) for start, form in places)
 
 
 def derivatives(word: str) -> list[str]:
@@ -111,11 +112,12 @@ def _any_form(word: str) -> re.Pattern:
     return re.compile("|".join(map(re.escape, forms)), re.IGNORECASE)
 
 
-def _occurrences(text: str, form: str) -> Iterator[int]:
-    start = text.find(form)
+def _occurrences(text: str, form: str, first: int, last: int) -> Iterator[int]:
+    """Where the form begins in the text, from place `first` to place `last`."""
+    start = text.find(form, first, last + len(form))
     while start >= 0:
         yield start
-        start = text.find(form, start + 1)
+        start = text.find(form, start + 1, last + len(form))
 
 
 def _stands_alone(text: str, start: int, form: str) -> bool:

@@ -6,11 +6,12 @@ In one folder, with one stem:
     STEM_settings.json     what the games depend on; a restart with other settings is refused
     STEM_results.json      every game of the word list, in its order, once all are there
     STEM_summary.json      outcomes and counts of the results
+    .STEM_....lock         of the launch and of each rank, while they are at work
 
 After the start ranks never wait for each other: the one that finds all games there writes the results.
 """
 
-import fcntl
+import glob
 import json
 import logging
 import os
@@ -19,19 +20,15 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
-from torch.distributed import rendezvous
-
+import utils
 from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
 from tools.selfplay.options import modern_settings
 from utils import rank, world_size, write_json, write_records
 
-START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-SHARING_TIMEOUT = 60  # seconds for a network file system to show what another machine wrote
 NAMED = 5  # missing words that a message names
 logger = logging.getLogger(__name__)
 
@@ -120,11 +117,13 @@ class EpisodeFiles:
         made_of_results: Sequence[str] = (),
     ):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
-        self.flags = flags  # those that tell runs apart, to be named when another run is met
         self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
-        self.settings_path, self.results_path, self.summary_path = (
-            self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
+        self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
+        remedy = f"use another {flags}, or --overwrite True to start anew"  # flags that tell runs apart
+        self.run = utils.Run(
+            self.folder / f"{stem}_settings.json", results=self._bound, remedy=remedy, upgrade=modern_settings
         )
+        self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
         self.shared = True  # whether all ranks of the launch are known to use this folder
         self.own_file: BinaryIO | None = None
 
@@ -132,32 +131,57 @@ class EpisodeFiles:
         """Claim the folder for a run with `settings`, together with the launch's other ranks; what is there already.
 
         `overwrite` deletes the files of an earlier run with this stem. Raises ValueError, naming the difference,
-        if they belong to a run with other settings, and for a rank file that another process is writing.
+        if they belong to a run with other settings, and for files that another process is writing. Nothing is
+        written then.
         """
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            overwrite = False  # torchrun started these ranks again: the games are this launch's own
+        overwrite = overwrite and not utils.restarted()
         by_hand = world_size() > 1 and "MASTER_ADDR" not in os.environ
-        if world_size() > 1 and os.environ.get("MASTER_PORT") == "0":
-            raise ValueError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
         if overwrite and by_hand:
             raise ValueError("--overwrite needs torchrun: ranks started by hand cannot agree on when to delete files")
-        if not overwrite:
-            self._refuse_other_run(settings)
-        launch = uuid.uuid4().hex
-        if rank() == 0 or by_hand:
-            if overwrite:
-                self._delete()
-            write_json(self.settings_path, {"settings": settings, "launch": launch})
         if by_hand:
             self.shared = False
-        elif world_size() > 1:
-            self._meet(settings, launch, overwrite)
-        self.own_file = _open_to_append(self.folder / f"{self.stem}_rank{rank()}.jsonl")
+            self._join(settings)
+        else:
+            first = utils.from_rank_0(lambda: self._begin(settings, overwrite))
+            if rank() != 0:
+                self._follow(first, settings, overwrite)
+        self.own_file = _open_to_append(self.own_path)
         finished = self.finished()
         if finished.missing(range(len(self.words))):
             for path in self.made_of_results:  # of fewer games, or of those overwritten
                 path.unlink(missing_ok=True)
         return finished
+
+    def _begin(self, settings: dict, overwrite: bool) -> dict:
+        """Claim the folder for all ranks of this launch; the settings, and a word to know the folder by."""
+        for path in filter(utils.is_locked, self._rank_locks()):  # of ranks started by hand
+            raise ValueError(utils.LOCKED.format(path))
+        self.run.claim(settings, overwrite=overwrite)
+        utils.lock(_lock_of(self.own_path))
+        if overwrite:
+            self._delete()
+        first = {"settings": settings, "launch": uuid.uuid4().hex}
+        self.run.write(**first)
+        return first
+
+    def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
+        """Take this rank's file, in the folder that rank 0 has claimed or, on a machine of its own, in another one."""
+        if different := utils.differences(first["settings"], settings):
+            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
+        self.shared = utils.wait_until(lambda: self._launch() == first["launch"], utils.SHARING_TIMEOUT)
+        if self.shared:
+            utils.lock(_lock_of(self.own_path))
+            return
+        if overwrite:
+            raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all machines share")
+        logger.warning("%s: not the folder of rank 0; results are merged only where all rank files are", self.folder)
+        self._join(settings)
+
+    def _join(self, settings: dict) -> None:
+        """Take this rank's file in a folder where ranks do not know of each other."""
+        self.run.check(settings)
+        utils.lock(_lock_of(self.own_path))
+        self.run.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
 
     def append(self, episode: Episode) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -182,17 +206,27 @@ class EpisodeFiles:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
             logger.info("%s; the rank that ends last writes the results", message)
             return None
+        tokens = games.new_tokens - tokens_before
+        if not tokens and (summary := self._merged()):
+            return summary
         counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
-        tokens = games.new_tokens - tokens_before
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
         return summary
 
+    def _merged(self) -> dict | None:
+        """The summary that an earlier launch wrote, if it is of so many games."""
+        if not (self.results_path.is_file() and self.summary_path.is_file()):
+            return None
+        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        return summary if summary["games"] == len(self.words) else None
+
     def wait_for_others(self) -> None:
         """Give up this rank's file and wait until no other process writes to one: a failed rank ends the launch."""
         self.own_file.close()
-        while self.shared and any(_is_being_written(path) for path in self._rank_paths()):
+        utils.unlock(_lock_of(self.own_path))
+        while self.shared and any(map(utils.is_locked, self._rank_locks())):
             time.sleep(0.5)
 
     def _describe(self, missing: list[int]) -> str:
@@ -201,52 +235,17 @@ class EpisodeFiles:
         more = ", ..." if len(missing) > NAMED else ""
         return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
 
-    def _meet(self, settings: dict, launch: str, overwrite: bool) -> None:
-        """Wait until all ranks are here, and find out whether this one sees what rank 0 wrote."""
-        store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
-        store.set(f"spag/{rank()}", launch)
-        store.wait([f"spag/{other}" for other in range(world_size())])
-        launch_of_rank_0 = store.get("spag/0").decode()
-        store.set(f"spag/{rank()}/done", "")
-        if rank() == 0:  # without torchrun the store lives in this process
-            store.wait([f"spag/{other}/done" for other in range(world_size())])
-        deadline = time.monotonic() + SHARING_TIMEOUT
-        while self._launch() != launch_of_rank_0:
-            if time.monotonic() > deadline:
-                self.shared = False
-                break
-            time.sleep(0.2)
-        if self.shared:
-            return
-        if overwrite:
-            raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all machines share")
-        logger.warning("%s: not the folder of rank 0; results are merged only where all rank files are", self.folder)
-        write_json(self.settings_path, {"settings": settings, "launch": launch})
-
     def _launch(self) -> str | None:
-        return self._stored("launch") if self.settings_path.is_file() else None
+        return self.run.stored("launch") if self.run.settings_path.is_file() else None
 
-    def _stored(self, name: str):
-        try:
-            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.settings_path}: not the settings of a run ({error!r})") from None
+    def _bound(self) -> Path | None:
+        """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
+        files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
+        return next(files, next(filter(utils.is_locked, self._rank_locks()), None))
 
-    def _refuse_other_run(self, settings: dict) -> None:
-        advice = f"use another {self.flags}, or --overwrite True to start anew"
-        files = [path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size]
-        if not files:  # a launch that failed before its first game binds nobody
-            return
-        if not self.settings_path.is_file():
-            raise ValueError(f"{files[0]}: no {self.settings_path.name} beside it says how it was made; {advice}")
-        stored = modern_settings(self._stored("settings"), settings)
-        differences = [
-            f"{key}: {_show(stored.get(key))} then, {_show(settings.get(key))} now"
-            for key in {**stored, **settings}
-            if _identity(stored.get(key)) != _identity(settings.get(key))
-        ]
-        if differences:
-            raise ValueError(f"{self.settings_path}: played with other settings ({'; '.join(differences)}); {advice}")
+    def _rank_locks(self) -> list[Path]:
+        """The locks of ranks, held or left by a kill."""
+        return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
 
     def _rank_paths(self) -> list[Path]:
         """The rank files that are there, by rank."""
@@ -258,9 +257,7 @@ class EpisodeFiles:
         return [found[number] for number in sorted(found)]
 
     def _delete(self) -> None:
-        for path in self._rank_paths():
-            _open_to_append(path).close()  # refused while another process is writing to it
-        for path in (*self._rank_paths(), self.settings_path, self.results_path, self.summary_path):
+        for path in (*self._rank_paths(), self.run.settings_path, self.results_path, self.summary_path):
             path.unlink(missing_ok=True)
 
 
@@ -280,43 +277,18 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file for this process alone, without the unfinished line that a kill may have left."""
+    """Open a rank file without the unfinished line that a kill may have left."""
     file = open(path, "a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path}: another process is writing to it; end that one first") from None
-    except OSError as error:
-        logger.warning("%s: no locks on this file system (%s); run one launch at a time", path, error)
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
     return file
 
 
-def _is_being_written(path: Path) -> bool:
-    """Whether another process holds a rank file; False on a file system without locks."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-    return False
+def _lock_of(rank_path: Path) -> Path:
+    return rank_path.with_name(f".{rank_path.stem}.lock")
 
 
 def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[dict]:
     for episode in episodes:
         counts.add(episode)
         yield episode
-
-
-def _identity(setting):
-    """What must agree of a setting: of a file or folder, its content rather than its place."""
-    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
-
-
-def _show(setting) -> str:
-    if isinstance(setting, dict) and "sha256" in setting:
-        return f"{setting['path']} (sha256 {setting['sha256'][:8]})"
-    return str(setting)

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from tools.engine import model as models
+from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher, LocalPlayer
+from tools.engine.memory import batch_size_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.games.chat import ChatTemplate
 from tools.games.game import Game
@@ -20,7 +22,7 @@ from tools.players.server_flags import is_server
 from tools.selfplay.options import AUTO, GENERATE, SLOTS, PlayFlags
 from utils import model_fingerprint
 
-ENGINES = {SLOTS: SlotEngine, GENERATE: models.BatchEngine}
+ENGINES = {SLOTS: SlotEngine, GENERATE: BatchEngine}
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +102,7 @@ class Lineup:
     def _batch_size(self, local: models.LocalModel) -> int:
         kept = self._engine(local) == SLOTS
         engines = len(self.loaded) if kept else 1  # plain batches run one at a time
-        return models.batch_size_for_memory(local.model, self.flags.max_length, kept_caches=kept, engines=engines)
+        return batch_size_for_memory(local.model, self.flags.max_length, kept_caches=kept, engines=engines)
 
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)

@@ -10,33 +10,39 @@ from functools import partial
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
 
+SKIPPED = 255  # in the place of an outcome
 PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
 
 
 class Games:
-    """The verdicts of many games in five bytes each, in the order of the episodes, and how many paid each role."""
+    """Verdicts of many games in five bytes each, in the order of their episodes, and how many games paid each role."""
 
-    def __init__(self, game: Game, episodes: Iterable[dict]):
-        """Judge all episodes. Raises ValueError naming the index of one that is no game, or whose rewards are none."""
-        self.names = [outcome.name for outcome in game.outcomes]
+    def __init__(self, game: Game):
+        self.game, self.names = game, [outcome.name for outcome in game.outcomes]
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
         self._outcomes, self._lengths = bytearray(), array("I")
-        for index, episode in enumerate(episodes):
-            try:
-                game.check_episode(episode)
-                verdict = game.judge(*(episode[key] for key in EPISODE_KEYS))
-                self.paid.update(rewards_of(game, episode, verdict).keys())
-            except ValueError as error:
-                raise ValueError(f"episode {index}: {error}") from None
-            self._outcomes.append(self.names.index(verdict.outcome))
-            self._lengths.append(verdict.length)
+
+    def add(self, episode: dict) -> None:
+        """Judge an episode. Raises ValueError if it is no game of this kind, or its rewards are none."""
+        self.game.check_kind(episode)
+        verdict = self.game.judge(*(episode[key] for key in EPISODE_KEYS))
+        self.paid.update(rewards_of(self.game, episode, verdict).keys())
+        self._outcomes.append(self.names.index(verdict.outcome))
+        self._lengths.append(verdict.length)
+
+    def skip(self) -> None:
+        """Note a record that is no episode; it has no verdict."""
+        self._outcomes.append(SKIPPED)
+        self._lengths.append(0)
 
     def __len__(self) -> int:
-        return len(self._outcomes)
+        return len(self._outcomes) - self._outcomes.count(SKIPPED)
 
-    def __iter__(self) -> Iterator[Verdict]:
-        for outcome, length in zip(self._outcomes, self._lengths, strict=True):
-            yield Verdict(self.names[outcome], length)
+    def verdicts(self, records: Iterable[dict]) -> Iterator[tuple[dict, Verdict]]:
+        """The same records again, those that are episodes, with their verdicts."""
+        for record, code, length in zip(records, self._outcomes, self._lengths, strict=True):
+            if code != SKIPPED:
+                yield record, Verdict(self.names[code], length)
 
     def counts(self) -> dict[str, int]:
         """How many games had each outcome."""
@@ -76,21 +82,25 @@ def assign_rewards(
     """
     check_decay(decay_weight)
     episodes, game = list(episodes), game or load_game()
+    games = Games(game)
+    for index, episode in enumerate(episodes):
+        try:
+            games.add(episode)
+        except ValueError as error:
+            raise ValueError(f"episode {index}: {error}") from None
     prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    return list(paid_rows(game, episodes, Games(game, episodes), decay_weight=decay_weight, prompt_fn=prompt_fn))
+    return list(paid_rows(games, episodes, decay_weight=decay_weight, prompt_fn=prompt_fn))
 
 
-def paid_rows(
-    game: Game, episodes: Iterable[dict], games: Games, *, decay_weight: float, prompt_fn: PromptFn
-) -> Iterator[dict]:
+def paid_rows(games: Games, episodes: Iterable[dict], *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
     """A row for each message of the roles that a game pays, up to its decisive message.
 
-    A row's reward is that of the role times the message's share of it; `games` are the verdicts of these episodes.
+    A row's reward is that of the role times the message's share of it; `games` has judged these episodes.
     """
     weights = games.role_weights()
-    for episode, verdict in zip(episodes, games, strict=True):
-        history = episode["history"][: verdict.length]
-        rewards = rewards_of(game, episode, verdict)
+    for episode, verdict in games.verdicts(episodes):
+        rewards = rewards_of(games.game, episode, verdict)
+        history = episode["history"][: verdict.length] if rewards else []
         spoken = Counter(message["role"] for message in history)
         shares = {role: iter(message_shares(spoken[role], decay_weight)) for role in rewards}
         for index, message in enumerate(history):
@@ -99,12 +109,12 @@ def paid_rows(
                 yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[message["role"]])
 
 
-def all_rows(episodes: Iterable[dict], games: Games, *, prompt_fn: PromptFn) -> Iterator[dict]:
+def all_rows(games: Games, episodes: Iterable[dict], *, prompt_fn: PromptFn) -> Iterator[dict]:
     """A row of reward and weight 1 per message of either player, up to the end of each game, whatever its outcome.
 
     For imitation of players whose lost games are worth learning from too; the paper's are `paid_rows`.
     """
-    for episode, verdict in zip(episodes, games, strict=True):
+    for episode, verdict in games.verdicts(episodes):
         for index in range(verdict.length):
             yield message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
 

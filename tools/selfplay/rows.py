@@ -45,24 +45,32 @@ class RowFlags(GameFlags):
     skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
 
 
-def read_episodes(
+def judge_files(
     game: Game, paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
-) -> Iterator[dict]:
-    """Yield the episodes of several files, checked; errors name the file, the line and the index in the file.
+) -> Games:
+    """Judge the episodes of several files; errors name the file, the line and the index in the file.
 
     `skip_bad` passes over what is no episode, telling `on_skip`.
     """
+    games = Games(game)
     for path in paths:
-        for index, (where, episode) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
+        for index, (where, record) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
             try:
-                game.check_episode(episode)
+                games.add(record)
             except ValueError as error:
                 message = f"{where}: episode {index} of the file, counted from 0: {error}"
                 if not skip_bad:
                     raise BadRecordError(message) from None
                 on_skip(message)
-            else:
-                yield episode
+                games.skip()
+    return games
+
+
+def read_records(paths: Iterable[str], *, skip_bad: bool) -> Iterator[dict]:
+    """The records that `judge_files` has seen, in its order."""
+    for path in paths:
+        for _, record in iter_records(path, skip_bad=skip_bad, on_skip=lambda message: None):
+            yield record
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
@@ -105,20 +113,18 @@ def make_rows(
         log_skipped(message)
         counts["skipped"] += 1
 
-    def open_episodes(on_skip: Callable[[str], None] = lambda message: None) -> Iterator[dict]:
-        return read_episodes(game, inputs, skip_bad=flags.skip_bad, on_skip=on_skip)
-
-    games = Games(game, open_episodes(count_skipped))
+    games = judge_files(game, inputs, skip_bad=flags.skip_bad, on_skip=count_skipped)
+    records = partial(read_records, inputs, skip_bad=flags.skip_bad)
     prompt_fn = choose_prompt_fn(flags, game, templates, chat)
     if flags.messages == ALL:
-        rows = all_rows(open_episodes(), games, prompt_fn=prompt_fn)
+        rows = all_rows(games, records(), prompt_fn=prompt_fn)
     else:
-        rows = paid_rows(game, open_episodes(), games, decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
+        rows = paid_rows(games, records(), decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
     sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
     rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
     write_records(output, chat.rows(rows) if chat else rows)
     if outcomes:
-        write_records(outcomes, outcome_records(open_episodes(), games))
+        write_records(outcomes, outcome_records(games, records()))
     skipped = counts.pop("skipped")
     results = {
         "games": {"episodes": len(games), **games.counts(), "skipped": skipped},
@@ -182,7 +188,7 @@ def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Itera
         yield row
 
 
-def outcome_records(episodes: Iterable[dict], games: Games) -> Iterator[dict]:
+def outcome_records(games: Games, episodes: Iterable[dict]) -> Iterator[dict]:
     """One record per episode: its target word, outcome and length in messages."""
-    for episode, (outcome, length) in zip(episodes, games, strict=True):
+    for episode, (outcome, length) in games.verdicts(episodes):
         yield {"target_word": episode["target_word"], "outcome": outcome, "length": length}

@@ -1,0 +1,109 @@
+"""Plain batches by transformers' `generate`, for models whose attention the slot engine does not know."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from transformers import GenerationConfig
+
+from tools.engine.model import Counts, LocalModel
+from tools.players.player import Reply
+from utils import warn_once
+
+
+class BatchEngine:
+    """Answers requests batch after batch, for any causal language model.
+
+    A batch runs until its longest reply has ended, and every prompt is computed in whole. When the device runs out of
+    memory, the batch size is halved.
+    """
+
+    def __init__(self, local: LocalModel, batch_size: int):
+        self.local, self.batch_size = local, batch_size
+        self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
+        self.counts = Counts(prefill_seconds=0.0, decode_seconds=0.0)
+
+    def start(self, request: int, prompt: str, *, game: int) -> None:
+        """Queue a request; plain batches make no use of its game."""
+        self.waiting.append((request, prompt))
+
+    def run(self) -> list[tuple[int, Reply]]:
+        """Answer the next batch: (request, reply) pairs."""
+        while True:
+            batch = list(islice(self.waiting, self.batch_size))
+            try:
+                replies = self.generate([prompt for _, prompt in batch])
+                break
+            except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
+            warn_once("out of memory with %d prompts at once; going on with half as many", self.batch_size)
+            self.batch_size //= 2
+            torch.cuda.empty_cache()
+        for _ in batch:
+            self.waiting.popleft()
+        return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
+
+    def generate(self, prompts: Sequence[str]) -> list[Reply]:
+        """One reply per prompt, sampled by torch's global generator."""
+        local, device = self.local, self.local.model.device
+        encoded = [local.encode(prompt) for prompt in prompts]
+        width = max(len(ids) for ids, _ in encoded)
+        config = generation_config(local)
+        input_ids = torch.full((len(prompts), width), config.pad_token_id)  # (batch, width), padded on the left
+        attention_mask = torch.zeros_like(input_ids)
+        for row, (ids, _) in enumerate(encoded):
+            input_ids[row, width - len(ids) :] = torch.tensor(ids)
+            attention_mask[row, width - len(ids) :] = 1
+        times = [now(device)]  # then the end of the first forward pass, which is the prefill
+
+        def end_of_prefill(*_) -> None:
+            times.append(now(device))
+            handle.remove()
+
+        handle = local.model.register_forward_hook(end_of_prefill)
+        try:
+            output = local.model.generate(
+                input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
+            )
+        finally:
+            handle.remove()
+        new_ids = output[:, width:].tolist()  # (batch, up to max_new_tokens)
+        replies = [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        counts = self.counts
+        counts.prompts += len(prompts)
+        counts.prompt_tokens += sum(len(ids) for ids, _ in encoded)
+        counts.prefill_tokens += input_ids.numel()
+        counts.new_tokens += sum(reply.tokens for reply in replies)
+        counts.steps += output.shape[1] - width
+        counts.prefill_seconds += times[1] - times[0]
+        counts.decode_seconds += now(device) - times[1]
+        return replies
+
+
+def generation_config(local: LocalModel) -> GenerationConfig:
+    """The model's sampling as `generate` takes it."""
+    sampling = local.sampling
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    # Attention never sees padding: any token will do.
+    known = (local.tokenizer.pad_token_id, *local.stop_ids, 0)
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens,
+        do_sample=sampling.do_sample,
+        **(drawn if sampling.do_sample else {}),
+        num_beams=1,
+        repetition_penalty=1.0,
+        use_cache=True,
+        pad_token_id=next(token for token in known if token is not None),
+        eos_token_id=local.stop_ids or None,
+    )
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, when the device has done all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
