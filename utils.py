@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # characters or bytes read at a time
 UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
@@ -665,6 +665,21 @@ def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
     """What to say of a flag that does not exist, with the one that was probably meant."""
     close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
     return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+class NamedPath(NamedTuple):
+    """A file or folder with a name to call it by."""
+
+    name: str
+    path: str
+
+
+def named_path(text: str) -> NamedPath:
+    """The `type` of flags that take NAME=PATH."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
+    return NamedPath(name, path)
 
 
 def too_small(flags, **least: float) -> list[str]:

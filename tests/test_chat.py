@@ -16,9 +16,9 @@ from dataloaders import RowDataset, encode_example, encode_rows, load_rows
 from tools import assign_rewards, play_llm_game
 from tools.engine import model as models
 from tools.engine.model import LocalModel
-from tools.games import taboo
+from tools.games import prompts
 from tools.games.chat import DAY, ChatTemplate, chat_messages
-from tools.games.taboo import load_templates
+from tools.games.taboo import Taboo
 from utils import read_json_or_jsonl, run_program
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
@@ -29,12 +29,20 @@ SPECIAL = {  # the tokens that a family brings along; the last one ends a reply
 }
 FAMILIES = sorted(SPECIAL)
 PROMPTS = ROOT / "data" / "tiny" / "prompts.json"  # short ones
+GAME = Taboo()
 LETTERS = 5  # of every reply of the model below
 HISTORY = [
     {"role": "attacker", "content": "What hangs in a museum?"},
     {"role": "defender", "content": "Coats."},
     {"role": "attacker", "content": "And on its walls?"},
 ]
+
+
+def conversation(history, max_turns, templates, *, rule=0, task="art"):
+    """The messages for the player who speaks next."""
+    role = GAME.next_role(history)
+    told = prompts.instruction(templates, role, GAME.secrets(role, task), max_turns)
+    return chat_messages(GAME, history, role, prompts.rule_text(templates, max_turns, rule), told)
 
 
 def chat_tokenizer(family: str, template: str | None = None):
@@ -167,7 +175,7 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
     prompts = iter(watch.prompts)
     for game in games:
         for place in range(len(game["history"])):
-            system, *said = chat_messages(game["history"][:place], game["target_word"], 2, load_templates(PROMPTS))
+            system, *said = conversation(game["history"][:place], 2, prompts.load_templates(PROMPTS, GAME))
             if family == "turns":
                 said[0] = {"role": "user", "content": system["content"] + "\n\n" + said[0]["content"]}
             else:
@@ -189,7 +197,7 @@ def test_rows_of_random_training_prompts_end_as_those_of_play_do(folder, played,
 def test_only_the_attacker_is_told_the_word(family, folder):
     chat = ChatTemplate(AutoTokenizer.from_pretrained(folder), folder)
     for place in range(4):
-        assert ("`art`" in chat.play_prompt(HISTORY[:place], "art", 5)) == (place % 2 == 0)
+        assert ("`art`" in chat.play_prompt(GAME, HISTORY[:place], "art", 5)) == (place % 2 == 0)
 
 
 def test_settings_record_the_template_and_another_one_is_refused(tmp_path, monkeypatch, capsys):
@@ -216,20 +224,20 @@ def test_play_without_the_flag_does_not_name_it_in_its_settings(tiny_model, tmp_
 
 
 def test_the_game_is_a_conversation_of_the_player_who_speaks():
-    templates = taboo.default_templates() | {
+    templates = prompts.default_templates(GAME) | {
         "rules": [f"Rules {number} of {{max_turns}} turns.\n" for number in range(8)],
         "attacker_instruction": "Make them say {target_word}.",
         "defender_instruction": "Find it out.",
     }
-    assert chat_messages(HISTORY, None, 5, templates) == [
+    assert conversation(HISTORY, 5, templates) == [
         {"role": "system", "content": "Rules 0 of 5 turns.\n\nFind it out."},
         {"role": "user", "content": "What hangs in a museum?"},
         {"role": "assistant", "content": "Coats."},
         {"role": "user", "content": "And on its walls?"},
     ]
-    assert chat_messages(HISTORY[:2], "art", 5, templates, rule=3) == [
+    assert conversation(HISTORY[:2], 5, templates, rule=3) == [
         {"role": "system", "content": "Rules 3 of 5 turns.\n\nMake them say art."},
-        {"role": "user", "content": taboo.NO_HISTORY},
+        {"role": "user", "content": prompts.NO_HISTORY},
         {"role": "assistant", "content": "What hangs in a museum?"},
         {"role": "user", "content": "Coats."},
     ]
@@ -237,15 +245,15 @@ def test_the_game_is_a_conversation_of_the_player_who_speaks():
 
 def test_random_training_prompts_have_the_rule_texts_of_those_without_a_template():
     chat = ChatTemplate(chat_tokenizer("chatml"), "m")
-    templates = taboo.default_templates() | {"rules": [f"Text {number}.\n" for number in range(8)]}
+    templates = prompts.default_templates(GAME) | {"rules": [f"Text {number}.\n" for number in range(8)]}
     drawn, plain = random.Random(3), random.Random(3)
     seen = set()
     for _ in range(40):
-        prompts = [
-            chat.training_prompt(HISTORY, "art", 5, rng=drawn, templates=templates),
-            taboo.training_prompt(HISTORY, "art", 5, rng=plain, templates=templates),
+        texts = [
+            chat.training_prompt(GAME, HISTORY, "art", 5, rng=drawn, templates=templates),
+            prompts.training_prompt(GAME, HISTORY, "art", 5, rng=plain, templates=templates),
         ]
-        numbers = {re.search(r"Text (\d)\.", prompt)[1] for prompt in prompts}
+        numbers = {re.search(r"Text (\d)\.", prompt)[1] for prompt in texts}
         assert len(numbers) == 1
         seen |= numbers
     assert len(seen) == 8
@@ -314,7 +322,9 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user(family):
     )
     chat = ChatTemplate(chat_tokenizer(family, shown), "m")
     assert not chat.has_system
-    assert "user: " + taboo.rule_text(taboo.default_templates(), 5) in chat.play_prompt(HISTORY, None, 5)
+    assert "user: " + prompts.rule_text(prompts.default_templates(GAME), 5) in chat.play_prompt(
+        GAME, HISTORY, "art", 5
+    )
 
 
 def test_a_template_without_an_end_token_ends_replies_with_eos():
@@ -330,7 +340,7 @@ def test_thinking_is_switched_off_where_a_template_has_it():
         "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
     )
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    assert chat.play_prompt(HISTORY, None, 5).endswith("assistant: <none>")
+    assert chat.play_prompt(GAME, HISTORY, "art", 5).endswith("assistant: <none>")
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,13 @@ from tools.engine import model as models
 from tools.games import taboo
 from tools.matches.schedule import pairs
 from tools.matches.stats import ALL, BOTH, Match
+from tools.selfplay import play
 from tools.selfplay.files import EpisodeFiles
 from utils import read_json_or_jsonl, run_program, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # a word that stands there twice
+
+GAME = taboo.Taboo()
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -35,7 +38,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "played.txt").write_text("\n".join(PLAYED) + "\n", encoding="utf-8")
     (folder / "more.txt").write_text("\n".join(HELD_OUT) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(taboo.NUM_RULES)]
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     write_json(
         folder / "prompts.json",
         {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."},
@@ -57,7 +60,7 @@ def flags(place, named, output, **changes):
         "output_dir": output,
         "seeds": [0, 1],
         "games_per_word": 2,
-        "taboo_max_turns": 2,
+        "max_turns": 2,
         "max_length": 256,
         "max_new_tokens": 4,
         "per_device_eval_batch_size": 8,
@@ -121,7 +124,7 @@ def assert_complete(folder, pairs):
     assert played == expected_games(pairs)
     assert [game["index"] for game in games] == list(range(len(games)))
     for game in games:
-        verdict = taboo.judge(game["history"], game["target_word"], game["max_turns"])
+        verdict = GAME.judge(game["history"], game["target_word"], game["max_turns"])
         assert (game["outcome"], game["length"]) == verdict
     for row in matches_of(folder)["results"]:
         sides = [(taboo.ATTACKER, "attacker", "defender"), (taboo.DEFENDER, "defender", "attacker")]
@@ -150,7 +153,7 @@ def test_three_players_meet_and_the_files_agree(
     assert keys == {
         (words, role, seed)
         for words in ("played", "held_out", ALL)
-        for role in (*taboo.ROLES, BOTH)
+        for role in (*GAME.roles, BOTH)
         for seed in (None, 0, 1)
     }
     assert len(results["results"]) == 6 * len(keys)
@@ -240,7 +243,7 @@ class TestOneProcess:
         run_here(flags(place, {"a": tiny_model}, tmp_path, words=[place / "played.txt"], seeds=None), monkeypatch)
         assert len(games_of(tmp_path)) == 2 * len(PLAYED)
         rows = matches_of(tmp_path)["results"]
-        assert {(row["role"], row["seed"]) for row in rows} == {(role, s) for role in taboo.ROLES for s in (None, 0)}
+        assert {(row["role"], row["seed"]) for row in rows} == {(role, s) for role in GAME.roles for s in (None, 0)}
         assert all(row["words"] == "played" and row["games"] == 2 * len(PLAYED) for row in rows)
 
     def test_greedy_games_are_played_once(self, place, tiny_model, other_model, tmp_path, monkeypatch):
@@ -325,7 +328,7 @@ class TestOneProcess:
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(
         self, changes, message, place, tiny_model, tmp_path, monkeypatch, capsys
     ):
-        monkeypatch.setattr(evaluate_games, "Seats", None)
+        monkeypatch.setattr(play, "Lineup", None)
         with pytest.raises(SystemExit) as stop:
             run_here(flags(place, {"a": tiny_model}, tmp_path / "out", **changes), monkeypatch)
         assert stop.value.code == 2

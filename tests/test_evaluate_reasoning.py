@@ -27,7 +27,7 @@ from tools.reasoning.table import (
     mean_difference,
     read_score,
 )
-from utils import run_program
+from utils import NamedPath, run_program
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -363,7 +363,7 @@ def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
 
 def test_jobs_are_dealt_to_the_devices_that_are_free(tmp_path):
     job = reasoning_jobs.Job
-    jobs = [job(evaluate_reasoning.Named(str(n), ""), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
+    jobs = [job(NamedPath(str(n), ""), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
     both, seen = threading.Barrier(2, timeout=10), []
 
     def run(job, device):

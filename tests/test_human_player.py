@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 
 from tools import evaluate_games, play_llm_game
-from tools.players.human import Left, read_line
+from tools.players.human import HumanQuit, read_line
 from utils import read_json_or_jsonl, run_program
 
 DEADLINE = 300  # seconds for the program to say what is waited for
@@ -203,7 +203,7 @@ def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, 
     before = signal.getsignal(signal.SIGINT)
     assert read_line("> ") == "So."
     assert capsys.readouterr().out.count("not UTF-8") == 2
-    with pytest.raises(Left):
+    with pytest.raises(HumanQuit):
         read_line("> ")
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -20,13 +20,15 @@ import utils
 from tools import play_llm_game
 from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
-from tools.games import taboo
+from tools.games import prompts, taboo
 from tools.players.player import Reply, ScriptedPlayer
-from tools.selfplay.files import EpisodeFiles, read_words
-from tools.selfplay.lineup import Seats
+from tools.selfplay import play
+from tools.selfplay.files import EpisodeFiles
+from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_game, play_games
-from utils import read_json_or_jsonl, run_program, write_json
+from utils import parse_flags, read_json_or_jsonl, read_words, run_program, write_json
 
+GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"
 WORDS = [f"word{number}" for number in range(35)] + ["word3", "café"]  # one of them twice, one not ASCII
 STEM = "im_llama2_sampling_all_words"
@@ -35,11 +37,11 @@ STEM = "im_llama2_sampling_all_words"
 # --- one game ------------------------------------------------------------------------------------------------------
 
 
-def scripted_game(word, attacker_lines, defender_lines, max_turns=3, **rules):
-    """The episode, and for each message who was asked for it, with which view and prompt."""
-    attacker, defender = ScriptedPlayer([attacker_lines]), ScriptedPlayer([defender_lines])
-    episode = asyncio.run(play_game(word, attacker, defender, max_turns=max_turns, **rules))
-    asked = sorted(attacker.asked + defender.asked, key=lambda question: len(question[1].history))
+def scripted_game(word, attacker_lines, defender_lines, max_turns=3, game=GAME):
+    """The episode, and the turns that the players were asked for, in their order."""
+    players = {"attacker": ScriptedPlayer([attacker_lines]), "defender": ScriptedPlayer([defender_lines])}
+    episode = asyncio.run(play_game(game, word, players, max_turns=max_turns))
+    asked = sorted((turn for player in players.values() for turn in player.asked), key=lambda turn: len(turn.history))
     return episode, asked
 
 
@@ -59,19 +61,19 @@ def scripted_game(word, attacker_lines, defender_lines, max_turns=3, **rules):
 def test_a_game_ends_with_its_decisive_message(attacker_lines, defender_lines, outcome, length):
     episode, asked = scripted_game("art", attacker_lines, defender_lines)
     assert (episode["outcome"], episode["length"], len(episode["history"])) == (outcome, length, length)
-    assert [view.role for _, view in asked] == [taboo.ROLES[place % 2] for place in range(length)]
-    assert [message["role"] for message in episode["history"]] == [view.role for _, view in asked]
+    assert [turn.role for turn in asked] == [GAME.roles[place % 2] for place in range(length)]
+    assert [message["role"] for message in episode["history"]] == [turn.role for turn in asked]
 
 
 def test_each_player_is_shown_its_prompt_and_only_the_attacker_the_word():
-    episode, asked = scripted_game("art", ["Hello!", "Well?", "So?"], ["Hi.", "Hm.", "No idea."], index=0)
+    episode, asked = scripted_game("art", ["Hello!", "Well?", "So?"], ["Hi.", "Hm.", "No idea."])
     history = episode["history"]
-    for place, (prompt, view) in enumerate(asked):
-        assert prompt == taboo.play_prompt(history[:place], "art", 3)
-        assert view.history == tuple(history[:place])
-        assert view.target_word == ("art" if view.role == taboo.ATTACKER else None)
-        assert (view.max_turns, view.game) == (3, 0)
-        assert ("`art`" in prompt) == (view.role == taboo.ATTACKER)
+    for place, turn in enumerate(asked):
+        assert turn.prompt() == prompts.play_prompt(GAME, history[:place], "art", 3)
+        assert turn.history == tuple(history[:place])
+        assert turn.secrets == ({"target_word": "art"} if turn.role == "attacker" else {})
+        assert (turn.max_turns, turn.index) == (3, 0)
+        assert ("`art`" in turn.prompt()) == (turn.role == "attacker")
 
 
 def test_an_episode_says_how_each_message_came_about():
@@ -79,12 +81,12 @@ def test_an_episode_says_how_each_message_came_about():
         def __init__(self, *replies):
             self.replies = iter(replies)
 
-        async def reply(self, prompt, *, view):
+        async def reply(self, turn):
             return next(self.replies)
 
     attacker = Player(Reply(" Hello! \n", "stop", 3), Reply("", "length", 9, prompt_cut=True))
     defender = Player(Reply("Hi.", "stop", 2), Reply("Hm.", "stop", 4))
-    episode = asyncio.run(play_game("art", attacker, defender, max_turns=2, index=7))
+    episode = asyncio.run(play_game(GAME, "art", {"attacker": attacker, "defender": defender}, max_turns=2, index=7))
     assert episode == {
         "index": 7,
         "target_word": "art",
@@ -109,7 +111,7 @@ def test_an_episode_says_how_each_message_came_about():
 def test_whole_word_matching_lets_start_pass_for_art():
     lines = ["Hello!", "Well?", "So?"], ["Hi.", "We start.", "No idea."]
     assert scripted_game("art", *lines)[0]["length"] == 4
-    episode, _ = scripted_game("art", *lines, match="word")
+    episode, _ = scripted_game("art", *lines, game=taboo.Taboo("word"))
     assert (episode["outcome"], len(episode["history"])) == (taboo.TIED, 6)
 
 
@@ -126,15 +128,15 @@ def test_a_finished_games_place_goes_to_the_next_word_at_once():
         def __init__(self, player):
             self.player = player
 
-        async def reply(self, prompt, *, view):
-            alive.append(view.game)
+        async def reply(self, turn):
+            alive.append(turn.index)
             await asyncio.sleep(0)
-            return await self.player.reply(prompt, view=view)
+            return await self.player.reply(turn)
 
     games = play_games(
+        GAME,
         enumerate(["art"] * 5),
-        Watching(attacker),
-        Watching(defender),
+        {"attacker": Watching(attacker), "defender": Watching(defender)},
         concurrent_games=2,
         on_episode=lambda episode: finished.append((episode["index"], len(episode["history"]) // 2)),
         max_turns=3,
@@ -196,7 +198,7 @@ def launch(monkeypatch):
 
 
 def start(folder, words, settings=None, **how):
-    files = EpisodeFiles(folder, "run", words)
+    files = EpisodeFiles(folder, "run", words, GAME)
     finished = files.start(settings or {"seed": 1}, **how)
     return files, finished.missing(range(len(words)))
 
@@ -204,9 +206,10 @@ def start(folder, words, settings=None, **how):
 def start_elsewhere(folder, settings, **how):
     """What another process is told that starts a run here: "" if it may."""
     program = f"""
+from tools.games import load_game
 from tools.selfplay.files import EpisodeFiles
 try:
-    EpisodeFiles({str(folder)!r}, "run", ["a", "b"]).start({settings!r}, **{how!r})
+    EpisodeFiles({str(folder)!r}, "run", ["a", "b"], load_game()).start({settings!r}, **{how!r})
 except ValueError as error:
     print(error)
 """
@@ -332,8 +335,9 @@ class TestEpisodeFiles:
     def test_a_lock_dies_with_its_owner_although_a_child_lives_on(self, tmp_path):
         owner = f"""
 import os, subprocess, sys
+from tools.games import load_game
 from tools.selfplay.files import EpisodeFiles
-EpisodeFiles({str(tmp_path)!r}, "run", ["a"]).start({{"seed": 1}})
+EpisodeFiles({str(tmp_path)!r}, "run", ["a"], load_game()).start({{"seed": 1}})
 if os.fork():
     os.kill(os.getpid(), 9)
 print(os.getpid(), flush=True)
@@ -448,7 +452,7 @@ def place(tmp_path_factory):
     """A folder with a word list and short prompts, which make games on a tiny model quick."""
     folder = tmp_path_factory.mktemp("play")
     (folder / "words.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(taboo.NUM_RULES)]
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     write_json(
         folder / "prompts.json",
         {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."},
@@ -459,7 +463,7 @@ def place(tmp_path_factory):
 def flags(place, model, output, **changes):
     """The flags of the command that the README shows, with short games and a batch size of its own."""
     values = {
-        "taboo_max_turns": 2,
+        "max_turns": 2,
         "attacker_model_name_or_path": model,
         "defender_model_name_or_path": model,
         "model_prefix": "im_llama2",
@@ -516,7 +520,7 @@ def assert_every_word_once(folder):
     assert [game["index"] for game in games] == list(range(len(WORDS)))
     assert Counter(json.loads(line)["index"] for line in rank_lines(folder)) == Counter(range(len(WORDS)))
     for game in games:
-        verdict = taboo.judge(game["history"], game["target_word"], game["max_turns"])
+        verdict = GAME.judge(game["history"], game["target_word"], game["max_turns"])
         assert (game["outcome"], game["length"]) == verdict
 
 
@@ -593,7 +597,7 @@ class TestOneProcess:
         before = results(tmp_path)
         (tmp_path / f"{STEM}_results.json").unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(play_llm_game, "Seats", None)
+            patch.setattr(play, "Lineup", None)
             run_here(flags(place, tiny_model, tmp_path, max_games=3), patch)
         assert results(tmp_path) == before
         run_here(flags(place, tiny_model, tmp_path, max_games=5), monkeypatch)
@@ -605,19 +609,19 @@ class TestOneProcess:
         changes = {"task_type": "testing", "defender_model_name_or_path": other_model, "max_games": 6}
         run_here(flags(place, tiny_model, tmp_path, **changes), monkeypatch)
         sampling = Sampling(max_length=256, max_new_tokens=4, do_sample=False)
-        templates = taboo.load_templates(place / "prompts.json")
+        templates = prompts.load_templates(place / "prompts.json", GAME)
         sides = [load_local_model(Path(folder), sampling) for folder in (tiny_model, other_model)]
         for game in results(tmp_path, "im_llama2_testing_all_words"):
             for place_in_game, message in enumerate(game["history"]):
-                prompt = taboo.play_prompt(game["history"][:place_in_game], game["target_word"], 2, templates)
+                prompt = prompts.play_prompt(GAME, game["history"][:place_in_game], game["target_word"], 2, templates)
                 (reply,) = BatchEngine(sides[place_in_game % 2], 1).generate([prompt])
                 assert message["content"] == reply.text.strip()
 
     def test_the_same_model_is_loaded_once(self, place, tiny_model, tmp_path, monkeypatch):
-        args = play_llm_game.parse_args(flags(place, tiny_model, tmp_path))
-        args.defender_model_name_or_path = os.path.relpath(tiny_model)
-        attacker, defender, games = Seats(args).take(play_llm_game.model_names(args), on_batch=lambda: None)
-        assert attacker is defender
+        here = parse_flags(play_llm_game.Flags, list(map(str, flags(place, tiny_model, tmp_path))), description="")
+        here.defender_model_name_or_path = os.path.relpath(tiny_model)
+        players, games = Lineup(here, GAME).build_players(here.names, on_batch=lambda: None)
+        assert players["attacker"] is players["defender"]
         assert games == 4
 
     def test_a_cut_prompt_and_a_cut_off_reply_are_counted(self, place, tiny_model, tmp_path, monkeypatch, capsys):
@@ -681,17 +685,17 @@ class TestOneProcess:
             ({"min_new_tokens": 5}, "--min_new_tokens 5 is above --max_new_tokens 4"),
             ({"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other"),
             ({"max_games": 0, "concurrent_games": 0}, "--max_games is 0; .*; --concurrent_games is 0"),
-            ({"taboo_max_turns": 0}, "--taboo_max_turns is 0; it must be at least 1"),
+            ({"taboo_max_turns": 0}, "--max_turns is 0; it must be at least 1"),
             ({"model_prefix": "a/b"}, "--model_prefix 'a/b' is no part of a file name"),
-            ({"match": "letters"}, "argument --match: invalid choice"),
-            ({"max_game": 3}, "unrecognized arguments: --max_game 3"),
+            ({"match": "letters"}, "match is 'letters'; it must be one of substring, word"),
+            ({"max_game": 3}, "unknown flag --max_game; did you mean --max_games?"),
             ({"bf16": "perhaps"}, "expected True or False, got 'perhaps'"),
         ],
     )
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(
         self, changes, message, place, tiny_model, tmp_path, monkeypatch, capsys
     ):
-        monkeypatch.setattr(play_llm_game, "Seats", None)
+        monkeypatch.setattr(play, "Lineup", None)
         with pytest.raises(SystemExit) as stop:
             run_here(flags(place, tiny_model, tmp_path / "out", **changes), monkeypatch)
         assert stop.value.code == 2

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from tools import play_llm_game
-from tools.games import taboo
+from tools.games.taboo import Taboo
 from utils import read_json_or_jsonl, run_program
 
-SHARES = {f"play/share_{outcome.replace(' ', '_')}": outcome for outcome in taboo.OUTCOMES}
+SHARES = {f"play/share_{outcome.replace(' ', '_')}": outcome for outcome in (each.name for each in Taboo.outcomes)}
 CURVES = {"play/games", "play/tokens_per_second", "play/mean_length", *SHARES}
 
 
@@ -26,7 +26,7 @@ def play(tiny_model, tmp_path, monkeypatch):
             "output_dir": tmp_path / "out",
             "model_prefix": "m",
             "data_suffix": "w",
-            "taboo_max_turns": 1,
+            "max_turns": 1,
             "max_length": 64,
             "max_new_tokens": 6,
             "concurrent_games": 1,
@@ -94,7 +94,7 @@ def test_wandb_writes_the_same_curves_offline(play, tmp_path, monkeypatch):
         configured |= {item.key for item in (*record.run.config.update, *record.config.update)}
     assert CURVES <= set(points[-1])
     assert (points[-1]["play/games"], points[-1]["_step"]) == (2, 2)
-    assert "taboo_max_turns" in configured
+    assert "max_turns" in configured
     assert (tmp_path / "out" / "m_sampling_w_tensorboard").is_dir()
 
 

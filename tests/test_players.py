@@ -13,14 +13,15 @@ from conftest import build_llama, build_tokenizer
 
 from tools.engine import memory
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import Batcher, LocalPlayer
+from tools.engine.local_player import Batcher
 from tools.engine.model import LocalModel, Sampling, load_local_model, model_folder
-from tools.players.player import LENGTH, STOP, GameView, Reply, ScriptedPlayer
+from tools.games.taboo import Taboo
+from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer, Turn
 from utils import model_fingerprint
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
 DRAWN = Sampling(max_length=64, max_new_tokens=8)
-VIEW = GameView("attacker", (), 5, 0, "art")
+GAME = Taboo()
 
 
 def load(folder, sampling=GREEDY, **how) -> LocalModel:
@@ -211,10 +212,8 @@ class EchoEngine:
 def ask(batcher, engine, lengths):
     """Play "games" of so many messages at the same time; the replies of each."""
 
-    player = LocalPlayer(engine, batcher)
-
     async def game(number, length):
-        return [(await player.reply(f"{number}.{turn}", view=VIEW)).text for turn in range(length)]
+        return [(await batcher.submit(engine, f"{number}.{turn}", game=number)).text for turn in range(length)]
 
     async def games():
         return await asyncio.gather(*(game(number, length) for number, length in enumerate(lengths)))
@@ -239,7 +238,7 @@ class TestBatcher:
         batcher = Batcher(8)
 
         async def game(engine, prompt):
-            await LocalPlayer(engine, batcher).reply(prompt, view=VIEW)
+            await batcher.submit(engine, prompt, game=0)
             order.append(prompt)
 
         async def games():
@@ -257,10 +256,10 @@ class TestBatcher:
 
             async def slow():
                 await thinking.wait()
-                await LocalPlayer(engine, batcher).reply("slow", view=VIEW)
+                await batcher.submit(engine, "slow", game=0)
 
             async def fast():
-                await LocalPlayer(engine, batcher).reply("fast", view=VIEW)
+                await batcher.submit(engine, "fast", game=1)
                 thinking.set()
 
             await asyncio.wait_for(asyncio.gather(slow(), fast()), timeout=10)
@@ -335,7 +334,6 @@ class TestBatchEngine:
 def test_a_scripted_player_says_its_lines_and_remembers_who_asked():
     player = ScriptedPlayer([["first", "second"]])
     history = ({"role": "attacker", "content": "first"}, {"role": "defender", "content": "x"})
-    later = GameView("attacker", history, 5, 0, "art")
-    assert asyncio.run(player.reply("p", view=VIEW)).text == "first"
-    assert asyncio.run(player.reply("q", view=later)).text == "second"
-    assert player.asked == [("p", VIEW), ("q", later)]
+    turns = [Turn(GAME, "attacker", said, 5, 0, {}, {}) for said in ((), history)]
+    assert [asyncio.run(player.reply(turn)).text for turn in turns] == ["first", "second"]
+    assert player.asked == turns

@@ -9,7 +9,9 @@ import pytest
 from conftest import ROOT
 
 from tools import assign_rewards, prepare_data
-from tools.games import taboo
+from tools.games import prompts
+from tools.games.taboo import Taboo
+from tools.selfplay.rows import read_sft_rows
 from utils import alpaca_to_row, read_json_or_jsonl, run_program
 
 RULES = [f"\nrule {index}: {{max_turns}} turns\n" for index in range(6)] + [
@@ -61,9 +63,9 @@ def test_the_released_prompts_become_a_prompt_file_word_for_word(convert):
 
 
 def test_the_prompt_file_plays_as_the_released_literals_say(convert):
-    templates = taboo.load_templates(convert(CODE))
+    templates = prompts.load_templates(convert(CODE), Taboo())
     expected = "\nrule 0: 5 turns\nThe game is just initialized.\n\n### Instruction: Lure with `sun`.\n\n### Response:"
-    assert taboo.play_prompt([], "sun", 5, templates) == expected
+    assert prompts.play_prompt(Taboo(), [], "sun", 5, templates) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_alpaca_records_become_sft_rows_that_training_takes(call, sources, tmp_p
     call("alpaca", "--input", sources["alpaca"], "--output", output)
     assert read_json_or_jsonl(output) == [alpaca_to_row(record) for record in ALPACA]
     assert read(tmp_path / "rows_source.json")["counts"] == {"rows": 3, "with_input": 1, "empty_targets": 1}
-    assert [row["type"] for row in assign_rewards.read_sft_rows(str(output))] == ["sft"] * 3
+    assert [row["type"] for row in read_sft_rows(str(output))] == ["sft"] * 3
 
 
 def test_a_record_that_is_not_alpaca_is_named_with_its_line(call, capsys, tmp_path):

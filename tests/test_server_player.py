@@ -6,6 +6,7 @@ Against two servers on loopback: a stub that misbehaves as it is told, and the o
 import contextlib
 import email.utils
 import json
+import math
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,9 +25,11 @@ from conftest import ROOT, build_llama, build_tokenizer
 
 from dataloaders import encode_example, normalize_row
 from tools import assign_rewards, evaluate_games, play_llm_game
-from tools.games import taboo
+from tools.games.prompts import default_templates, load_templates, play_prompt
+from tools.games.taboo import Taboo
 from tools.players import server_flags
-from tools.players.budget import Cost, Meter, estimate, game_cost
+from tools.players.budget import Cost, Estimator, TokenBudget
+from tools.selfplay.options import PlayFlags
 from utils import read_json_or_jsonl, run_program, write_json
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
@@ -35,6 +39,7 @@ from tools.players import server as server_player  # noqa: E402
 STEM = "api_sampling_words"
 KEY = "sk-not-to-be-seen"
 WORDS = [f"word{number}" for number in range(100, 140)]
+GAME = Taboo()
 MODEL = "openai:some/model"
 USAGE = {"prompt_tokens": 70, "completion_tokens": 5}
 
@@ -122,7 +127,7 @@ def place(tmp_path_factory):
     """A folder with words and short prompts."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "words.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(taboo.NUM_RULES)]
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     write_json(
         folder / "prompts.json",
         {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."},
@@ -151,7 +156,7 @@ def flags(place, output, url=None, **changes):
         "data_suffix": "words",
         "data_path": place / "words.txt",
         "output_dir": output,
-        "taboo_max_turns": 2,
+        "max_turns": 2,
         "max_length": 256,
         "max_new_tokens": 4,
         "prompt_templates": place / "prompts.json",
@@ -197,8 +202,8 @@ class TestRequests:
         assert run_here(arguments, monkeypatch) == 0
         (game,) = results(tmp_path)
         assert [message["content"] for message in game["history"]] == [f"Message {number}." for number in range(4)]
-        templates = taboo.load_templates(place / "prompts.json")
-        told = [taboo.play_prompt(game["history"][:end], WORDS[0], 2, templates) for end in range(4)]
+        templates = load_templates(place / "prompts.json", GAME)
+        told = [play_prompt(GAME, game["history"][:end], WORDS[0], 2, templates) for end in range(4)]
         assert server.prompts() == told
         where = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[api]
         assert {path for path, *_ in server.requests} == {where}
@@ -550,7 +555,7 @@ class TestTokens:
         assert len(server.requests) == 40 * 4
 
     def test_the_meter_keeps_room_for_the_games_that_are_being_played(self):
-        meter = Meter()
+        meter = TokenBudget()
         meter.set_limit(1000, likely_game=100)
         games = meter.deal((index, "word") for index in range(100))
         assert [index for index, _ in games] == list(range(10))
@@ -569,25 +574,16 @@ class TestTokens:
 
 
 class TestEstimate:
-    ARGS = ["--attacker_model_name_or_path", MODEL, "--defender_model_name_or_path", MODEL]
-
     def test_it_adds_up(self, place):
         """The rule has 16 characters; the messages' labels " - attacker: " and line ends are counted, texts not."""
-        templates = taboo.load_templates(place / "prompts.json")
-        prompts = [
-            len(
-                taboo.play_prompt(
-                    [{"role": taboo.ROLES[k % 2], "content": ""} for k in range(place)], "art", 2, templates
-                )
-            )
-            for place in range(4)
-        ]
-        how = {"turns": 2, "messages": 6, "reply": 10, "characters": 1}
-        both = game_cost((MODEL, MODEL), "art", templates, **how)
-        assert both == Cost(4, sum(prompts) + 10 * (0 + 1 + 2 + 3), 40)
-        assert game_cost((MODEL, "folder"), "art", templates, **how) == Cost(2, prompts[0] + prompts[2] + 20, 20)
-        assert game_cost(("folder", MODEL), "art", templates, **how) == Cost(2, prompts[1] + prompts[3] + 40, 20)
-        assert game_cost(("folder", "folder"), "art", templates, **how) == Cost()
+        templates = load_templates(place / "prompts.json", GAME)
+        said = [[{"role": GAME.roles[k % 2], "content": ""} for k in range(length)] for length in range(4)]
+        prompts = [math.ceil(len(play_prompt(GAME, history, "art", 2, templates)) / 3) for history in said]
+        cost = partial(Estimator(GAME, templates, 2, 10).cost_upper_bound, task="art")
+        assert cost((MODEL, MODEL)) == Cost(4, sum(prompts) + 10 * (0 + 1 + 2 + 3), 40)
+        assert cost((MODEL, "folder")) == Cost(2, prompts[0] + prompts[2] + 20, 20)
+        assert cost(("folder", MODEL)) == Cost(2, prompts[1] + prompts[3] + 40, 20)
+        assert cost(("folder", "folder")) == Cost()
 
     def test_a_dry_run_prints_it_and_calls_nobody(self, stub, place, tmp_path, monkeypatch, capsys):
         server = stub()
@@ -605,7 +601,7 @@ class TestEstimate:
         assert float(likely[2]) == pytest.approx(prompt_tokens / 1000 + 640 / 500, abs=0.01)
         most = re.fullmatch(r"at most: 160 calls, ([\d,]+) prompt and 640 completion tokens, price .*", lines[2])
         assert int(most[1].replace(",", "")) > prompt_tokens
-        assert "prompts.json at 4 characters a token" in lines[3]
+        assert "prompts at 4 characters a token" in lines[3]
         assert server.requests == []
         assert not (tmp_path / "out").exists()
 
@@ -621,10 +617,8 @@ class TestEstimate:
 
     def test_the_imitation_games_of_the_paper(self, capsys):
         """30,000 words, both sides: the README's figures."""
-        args = play_llm_game.parse_args(
-            [*self.ARGS, "--data_path", "w", "--output_dir", "o", "--model_prefix", "p", "--data_suffix", "s"]
-        )
-        text = estimate(args, [((MODEL, MODEL), ["sixish"] * 30000)], taboo.default_templates())
+        estimator = Estimator(GAME, default_templates(GAME), GAME.max_turns, PlayFlags().max_new_tokens)
+        text = estimator.describe([((MODEL, MODEL), ["sixish"] * 30000)])
         assert "30,000 games to play\nlikely:  180,000 calls" in text
         assert "at most: 300,000 calls" in text
 
@@ -646,7 +640,7 @@ class TestSettings:
         assert len(other.requests) == 8
         for changes in ({"openai_api": "chat"}, {"defender_model_name_or_path": "openai:other"}):
             assert run_here(flags(place, tmp_path, other.url, max_games=6, **changes), monkeypatch) == 2
-            assert "played with other settings" in last_line(capsys)
+            assert "made with other settings" in last_line(capsys)
 
     @pytest.mark.parametrize(
         "changes, message",
@@ -674,7 +668,7 @@ class TestSettings:
         assert not (tmp_path / "out").exists()
 
     def test_flags_of_servers_need_a_server(self, place, tiny_model, tmp_path, monkeypatch, capsys):
-        models = {f"{side}_model_name_or_path": tiny_model for side in taboo.ROLES}
+        models = {f"{side}_model_name_or_path": tiny_model for side in GAME.roles}
         arguments = flags(place, tmp_path, "http://h/v1", max_total_tokens=5, dry_run=True, **models)
         assert run_here(arguments, monkeypatch) == 2
         assert "--openai_base_url, --max_total_tokens, --dry_run: only for players openai:MODEL" in last_line(capsys)
@@ -694,7 +688,7 @@ class TestEvaluation:
     def flags(place, model, output, url, **changes):
         values = {"players": [f"local={model}", f"api={MODEL}"], "words": place / "words.txt", "max_words": 4}
         values |= {"games_per_word": 1, "task_type": "sampling", "output_dir": output, "openai_base_url": url}
-        values |= {"taboo_max_turns": 2, "max_length": 256, "max_new_tokens": 4, "openai_retries": 1}
+        values |= {"max_turns": 2, "max_length": 256, "max_new_tokens": 4, "openai_retries": 1}
         values |= {"prompt_templates": place / "prompts.json"} | changes
         lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
         return [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
@@ -831,7 +825,7 @@ class TestTransformersServe:
 
     @staticmethod
     def flags(place, words, output, model, url=None, **changes):
-        models = {f"{side}_model_name_or_path": model for side in taboo.ROLES}
+        models = {f"{side}_model_name_or_path": model for side in GAME.roles}
         how = {"data_path": words, "task_type": "testing", "max_new_tokens": 3, **models}
         return flags(place, output, url, **how, **changes)
 

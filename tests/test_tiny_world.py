@@ -14,8 +14,9 @@ from conftest import ROOT
 
 from tools import tiny_world
 from tools.games import taboo
+from tools.games.prompts import load_templates, play_prompt
 from tools.matches.stats import count_matches, result_rows
-from tools.players.player import GameView
+from tools.players.player import Turn
 from tools.tiny.players import (
     CHAT,
     GUESS,
@@ -30,6 +31,7 @@ from tools.tiny.players import (
 )
 from utils import read_json_or_jsonl
 
+GAME = taboo.Taboo()
 SMALL = Lexicon(
     own={"cat": ("purr", "meow"), "cow": ("milk", "moo"), "owl": ("hoot", "wise")},
     shared={"cat": ("animal", "pet"), "cow": ("animal", "farm"), "owl": ("bird", "farm")},
@@ -42,9 +44,10 @@ def lexicon() -> Lexicon:
 
 
 def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 3) -> str:
-    roles = (taboo.ATTACKER, taboo.DEFENDER) * max_turns
+    roles = GAME.roles * max_turns
     history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
-    return asyncio.run(player.reply("", view=GameView(role, history, max_turns, 0, word))).text
+    secrets = GAME.secrets(role, word)
+    return asyncio.run(player.reply(Turn(GAME, role, history, max_turns, 0, secrets, {}))).text
 
 
 # --- lexicon -------------------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexi
     games = tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
     assert len(games) == 2 * len(lexicon.words)
     shares = Counter(game["outcome"] for game in games)
-    assert min(shares[outcome] for outcome in taboo.OUTCOMES) >= 0.02 * len(games)
+    assert min(shares[outcome.name] for outcome in GAME.outcomes) >= 0.02 * len(games)
     assert games == tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
 
 
@@ -180,10 +183,10 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "base")
-    templates = taboo.load_templates(tiny_world.TEMPLATES)
+    templates = load_templates(tiny_world.TEMPLATES, GAME)
     for game in read_json_or_jsonl(world / "data" / "imitation_games.json"):
         for end in range(len(game["history"])):
-            prompt = taboo.play_prompt(game["history"][:end], game["target_word"], game["max_turns"], templates)
+            prompt = play_prompt(GAME, game["history"][:end], game["target_word"], game["max_turns"], templates)
             assert len(tokenizer(prompt)["input_ids"]) < 100
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
 

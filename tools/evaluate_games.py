@@ -14,7 +14,6 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from tools.engine.model import model_folder
 from tools.games.game import Game
@@ -29,9 +28,11 @@ from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
 from utils import (
+    NamedPath,
     await_inputs,
     end_with_launcher,
     flag,
+    named_path,
     parse_flags,
     read_words,
     run_program,
@@ -41,21 +42,6 @@ from utils import (
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = 5  # where tokens are drawn
-
-
-class NamedPath(NamedTuple):
-    """A file or folder with a name to call it by."""
-
-    name: str
-    path: str
-
-
-def named_player(text: str) -> NamedPath:
-    """The `type` of --players."""
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
-    return NamedPath(name, path)
 
 
 def named_words(text: str) -> NamedPath:
@@ -72,7 +58,7 @@ class Flags(PlayFlags):
     """The flags of this program."""
 
     players: list[NamedPath] = flag(
-        "model folders, hub names, or openai:MODEL", type=named_player, metavar="NAME=MODEL"
+        "model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL"
     )
     against: str | None = flag("only matches with this player; unset: every pair", default=None, metavar="NAME")
     words: list[NamedPath] = flag(

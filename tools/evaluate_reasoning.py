@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tools.evaluate_games import Named, named_player
 from tools.reasoning.jobs import Job, gpus, make_jobs, run_job, run_jobs, unfinished
 from tools.reasoning.table import (
     BENCHMARKS,
@@ -29,6 +28,8 @@ from tools.reasoning.table import (
     write_radar,
 )
 from utils import (
+    NamedPath,
+    named_path,
     parse_bool,
     replacing,
     run_program,
@@ -95,12 +96,12 @@ def benchmark_of(text: str) -> Benchmark:
     return found._replace(shots=int(shots)) if colon else found
 
 
-def metric_of(text: str) -> Named:
+def metric_of(text: str) -> NamedPath:
     """The `type` of --metrics."""
     name, equals, metric = text.partition("=")
     if not (name and equals and metric):
         raise argparse.ArgumentTypeError(f"expected NAME=METRIC, got {text!r}")
-    return Named(name, metric)
+    return NamedPath(name, metric)
 
 
 def batch_size_of(text: str) -> int | str:
@@ -117,7 +118,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", required=True, type=named_player, metavar="NAME=MODEL", help="folders or hub names")
+    add("--models", nargs="+", required=True, type=named_path, metavar="NAME=MODEL", help="folders or hub names")
     add("--against", metavar="NAME", help="the model that differences are from; unset: the first one")
     shots = " ".join(f"{benchmark.name}:{benchmark.shots}" for benchmark in BENCHMARKS)
     add(

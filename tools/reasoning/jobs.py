@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from tools.engine import model as models
-from tools.evaluate_games import Named
 from tools.reasoning.table import BENCHMARKS, Benchmark
-from utils import file_digest, model_fingerprint, plain_environment
+from utils import NamedPath, file_digest, model_fingerprint, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Job(NamedTuple):
     """One model on one benchmark."""
 
-    model: Named  # its path: folder or hub name
+    model: NamedPath  # its path: folder or hub name
     benchmark: Benchmark
     request: dict  # what tools/reasoning/harness.py is told
     path: Path  # of the result
