@@ -155,7 +155,7 @@ class SPAGArguments(TrainingArguments):
 
     @cached_property
     def same_run(self) -> dict:
-        """All that the results depend on, as `utils.Run` compares it."""
+        """All that the results depend on, as `utils.RunSettings` compares it."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
@@ -192,7 +192,7 @@ class SPAGArguments(TrainingArguments):
 
 
 def _model_setting(name: str) -> dict[str, str]:
-    """A model as `utils.Run` compares it."""
+    """A model as `utils.RunSettings` compares it."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES)
     except (OSError, ValueError) as error:

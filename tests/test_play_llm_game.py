@@ -291,7 +291,7 @@ class TestEpisodeFiles:
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
         close(files)
-        files.run.settings_path.write_text("{}")
+        files.settings.path.write_text("{}")
         with pytest.raises(ValueError, match="run_settings.json: not the settings of a run"):
             start(tmp_path, ["a"])
 
