@@ -369,6 +369,15 @@ class RunSettings:
         lock(self.lock_path)
         self.check(settings, overwrite=overwrite)  # another launch may have ended in between
 
+    @contextmanager
+    def claimed(self, settings: Mapping, *, overwrite: bool = False) -> Iterator[None]:
+        """`claim` for as long as the block runs."""
+        self.claim(settings, overwrite=overwrite)
+        try:
+            yield
+        finally:
+            unlock(self.lock_path)
+
     def check(self, settings: Mapping, *, overwrite: bool = False) -> None:
         """Raise ValueError if another launch is at work here, or if the results were made with other settings."""
         if is_locked(self.lock_path):

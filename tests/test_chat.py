@@ -283,7 +283,7 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     encoded = encode_example(first, tokenizer)
     assert encoded["is_sft"] and tokenizer.decode(encoded["input_ids"]) == first["query"] + first["target"]
     settings = json.loads((tmp_path / "rows_rewards_settings.json").read_text(encoding="utf-8"))["settings"]
-    assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["chat_template_sha256"])
+    assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["tokenizer"]["sha256"])
 
 
 def test_the_documented_row_is_what_the_program_writes(tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_results_of_other_settings_are_refused(evaluated, call, capsys, changes,
     with pytest.raises(SystemExit):
         call(*flags, *changes)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert str(folder / "base" / "parity.json") in error and f"other settings ({named})" in error
+    assert str(folder / "base" / "parity.json") in error and f"other settings ({named}: " in error
 
 
 def test_another_model_or_another_task_file_under_the_same_name_is_refused(evaluated, tmp_path, call, capsys):
@@ -146,11 +146,11 @@ def test_another_model_or_another_task_file_under_the_same_name_is_refused(evalu
     ]
     with pytest.raises(SystemExit):
         call(*swapped)
-    assert "other settings (model)" in capsys.readouterr().err
+    assert "other settings (model: " in capsys.readouterr().err
     (tmp_path / "parity.yaml").write_text(GROUP + "metadata: {version: 2}\n")
     with pytest.raises(SystemExit):
         call(*flags, "--include_path", str(tmp_path))
-    assert "other settings (own_tasks)" in capsys.readouterr().err
+    assert "other settings (own_tasks: " in capsys.readouterr().err
 
 
 # --- around it -----------------------------------------------------------------------------------------------------

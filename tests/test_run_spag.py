@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT
+from forks import python
+from safetensors.torch import load_file
 
 import arguments
 from tools.loop import disk
@@ -583,6 +586,77 @@ def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(loop, tmp_path, tin
     assert status == 2 and loop.calls() == {} and not loop.output.exists()
     assert re.search(r"the disk space does not suffice: 320000\.0 GB at most .*--check_disk False starts all", err)
     assert loop.finish(model=folder, check_disk="False")
+
+
+# --- with the real programs ----------------------------------------------------------------------------------------
+
+
+def any_filled(pattern: str) -> bool:
+    """Whether a file of these names has content; checkpoints come and go."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(map(os.path.getsize, glob.glob(pattern)))
+    return False
+
+
+def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(inputs):
+    output = inputs["output"]
+    settings = inputs | {"max_turns": 1, "max_length": 1100, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
+    settings |= {"play_batch": 1, "report": "False", "global_batch": 2, "imitation_lr": "1e-3"}
+    for name in ("imitation_data", "sft_data"):  # more steps to be killed in
+        rows = json.loads(settings[name].read_text())
+        settings[name].write_text(json.dumps(3 * rows))
+    environment = os.environ | {"PYTHON": python(), "OMP_NUM_THREADS": "1"}
+    played, matched = "epoch1/episodes/imitation_sampling_words_rank0.jsonl", "epoch1/eval/games_rank0.jsonl"
+    signs = ("imitation/model/checkpoint-*/complete.json", played, "logs/epoch1_rewards.log")
+    for sign in (*signs, "epoch1/model/checkpoint-*/complete.json", matched, None):
+        process = subprocess.Popen(
+            [SCRIPT, *flags_of(settings)],
+            env=environment,
+            start_new_session=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        if sign:
+            wait_until(lambda: any_filled(f"{output}/{sign}"), process)  # noqa: B023
+            kill_group(process)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+
+    stages = STAGES[:-1]
+    starts = {stage: (output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:] for stage in stages}
+    assert [len(starts[stage]) for stage in stages] == [6, 5, 4, 3, 2]
+    assert all("all is there" in text for text in starts["imitation"][2:])
+    for name in ("imitation", "epoch1"):
+        state = json.loads((output / name / "model" / "trainer_state.json").read_text())
+        assert "loss" in state["log_history"][1] and state["global_step"] == state["max_steps"]
+        assert not list((output / name / "model").glob("checkpoint-*"))
+    games = [json.loads(line) for line in (output / played).read_text().splitlines()]
+    assert sorted(game["index"] for game in games) == list(range(18))  # none played twice
+    games = [json.loads(line) for line in (output / matched).read_text().splitlines()]
+    assert len(games) == len({game["index"] for game in games}) == 2 * 4  # both roles on four words
+    assert (output / "epoch1/episodes/imitation_sampling_words_results.json").is_file()
+    counts = json.loads((output / "epoch1/rows/rows_rewards_settings.json").read_text())
+    assert counts["games"]["episodes"] == 18 and counts["rows"]["sft"] == 12
+    results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
+    assert {result["words"] for result in results} >= {"played", "held_out"}
+    assert json.loads((output / "settings.json").read_text())["GAMES_PER_WORD"] == "6"
+
+    # Imitation again in one go, by the command of its first start: play draws its games in another order after a kill.
+    command = starts["imitation"][0].splitlines()[0].split(f"{python()} ")[1]
+    command = command.replace(f"{output}/imitation", f"{output}/uninterrupted")
+    subprocess.run([python(), *command.split()], env=environment, check=True, capture_output=True)
+    weights = [load_file(output / name / "model/model.safetensors") for name in ("imitation", "uninterrupted")]
+    start = load_file(Path(settings["model"], "model.safetensors"))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in weights[0].items())
+
+    # Other settings, which play refuses: the loop ends there, and what is there stays.
+    command = [SCRIPT, *flags_of(settings | {"temperature": 0.7})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "temperature: 1.2 then, 0.7 now" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("run_spag.sh: epoch1_play failed (exit 2); its log: ")
+    assert json.loads((output / "settings.json").read_text())["TEMPERATURE"] == "1.2"
 
 
 # --- the scripts ---------------------------------------------------------------------------------------------------
