@@ -94,7 +94,7 @@ class SPAGArguments(TrainingArguments):
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
-    encoding_processes: int | None = _help("Processes that encode the rows; default: up to 8 of the cores.")
+    encoding_processes: int | None = _help("Processes that encode many rows; default: up to 8 of the cores.")
     cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
     show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
 

@@ -126,7 +126,6 @@ def words_path(settings: Mapping[str, str]) -> Path:
 
 def write_files(settings: Mapping[str, str], words: str) -> None:
     """Write words.txt, and settings.json where there is none: that of a loop at work stays as it is."""
-    (Path(settings["OUTPUT"]) / "logs").mkdir(parents=True, exist_ok=True)
     if not words_path(settings).is_file():
         with replacing(words_path(settings)) as file:
             file.write(words)
@@ -144,6 +143,7 @@ def prepare(settings: Mapping[str, str], words: list[str]) -> None:
     if settings["NODE_RANK"] == "0":
         check_disk(settings, len(words))
         write_files(settings, text)
+    Path(settings["OUTPUT"], "logs").mkdir(parents=True, exist_ok=True)
 
 
 def main(argv: list[str]) -> None:

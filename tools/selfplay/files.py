@@ -210,6 +210,7 @@ class EpisodeFiles:
             return None
         tokens = games.new_tokens - tokens_before
         if not tokens and (summary := self._merged()):
+            logger.info("%s: all is there", self.results_path)
             return summary
         counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
