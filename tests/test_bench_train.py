@@ -33,13 +33,14 @@ def read_table(text: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> tuple[str, dict]:
-    """What one run printed, and what it wrote."""
-    return bench(tmp_path_factory.mktemp("bench"))
+    """What a run on rows of the method's lengths printed, and what it wrote."""
+    flags = {"method_rows": True, "target_tokens": 60, "accumulation": 24, "steps": 2}
+    return bench(tmp_path_factory.mktemp("bench"), **flags)
 
 
 def test_the_printed_ratios_are_those_of_the_printed_rows(report):
     table = read_table(report[0])
-    assert list(table) == ["default", "plain"]
+    assert list(table) == ["default", "rebalanced", "plain"]
     (line,) = re.findall("default / plain: (.*)", report[0])
     ratios = {name: float(value) for name, value in re.findall(r"([^,]+?) ([\d.]+)(?:, |$)", line)}
     for name in ("tokens/s", "with reference", "peak GiB"):
@@ -49,12 +50,12 @@ def test_the_printed_ratios_are_those_of_the_printed_rows(report):
 
 def test_the_figures_of_a_row_agree_with_each_other(report):
     for line in report[1]["lines"]:
-        assert line["s/step"] * 3 * line["useful_rate"] == pytest.approx(line["useful_operations"])
-        assert line["s/step"] * 3 * line["tokens/s"] == pytest.approx(line["tokens"])
+        assert line["s/step"] * 2 * line["useful_rate"] == pytest.approx(line["useful_operations"])
+        assert line["s/step"] * 2 * line["tokens/s"] == pytest.approx(line["tokens"])
         assert line["MFU"] == pytest.approx(line["useful_rate"] / report[1]["matmul TFLOP/s"] / 1e12)
         assert line["before GiB"] <= line["peak GiB"]
         assert 0 < line["padding"] < 0.5  # lengths differ
-    default, plain = report[1]["lines"]
+    default, _, plain = report[1]["lines"]
     assert default["with reference"] < default["tokens/s"]  # its reference pass takes time
     assert plain["with reference"] == plain["tokens/s"]  # it has none
 
@@ -67,11 +68,11 @@ def test_useful_operations_are_those_counted_by_hand(report):
         assert line["useful_operations"] == 6 * (products + layers * hidden * line["squares"])
 
 
-def test_both_modes_compute_the_same_losses(report):
-    default, plain = (line["losses"] for line in report[1]["lines"])
-    assert len(default) == 4
+def test_all_modes_compute_the_same_losses(report):
+    default, rebalanced, plain = (line["losses"] for line in report[1]["lines"])
+    assert len(set(default)) == len(default) == 3  # the rows of the steps differ
     assert default == pytest.approx(plain, rel=1e-5)
-    assert len(set(default)) == 4  # the rows of the steps differ
+    assert default == pytest.approx(rebalanced, rel=1e-5)
 
 
 def test_two_processes_give_one_row_a_mode_with_sums(tmp_path, monkeypatch):
@@ -85,12 +86,10 @@ def test_two_processes_give_one_row_a_mode_with_sums(tmp_path, monkeypatch):
     assert default["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
-def test_dealing_rows_out_by_length_takes_most_of_the_padding_away(tmp_path):
-    _, written = bench(tmp_path, method_rows=True, target_tokens=60, accumulation=16, steps=1)
-    default, rebalanced, plain = written["lines"]
+def test_dealing_rows_out_by_length_takes_most_of_the_padding_away(report):
+    default, rebalanced, plain = report[1]["lines"]
     assert default["padding"] == plain["padding"] > 0.15
     assert rebalanced["padding"] < 0.05
-    assert rebalanced["s/step"] * rebalanced["tokens/s"] == pytest.approx(rebalanced["tokens"])
 
 
 def test_only_the_first_process_measures(monkeypatch, capsys):
@@ -99,6 +98,12 @@ def test_only_the_first_process_measures(monkeypatch, capsys):
     monkeypatch.setattr(bench_train, "compare", None)
     bench_train.main()
     assert capsys.readouterr().out == ""
+
+
+def test_rows_are_dealt_out_only_where_a_step_has_several_micro_batches(monkeypatch):
+    assert bench_train.Settings(accumulation=1).modes == ["default", "plain"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert bench_train.Settings(accumulation=1).modes == ["default", "rebalanced", "plain"]
 
 
 def test_bad_flags_are_told_all_at_once():
