@@ -233,11 +233,9 @@ def set_up(argv: list[str]) -> SPAGTrainer | None:
     Raises ValueError and OSError for bad input.
     """
     args = parse_arguments(argv)
-    if args.show_examples:
-        args.resume_from_checkpoint = None
-    elif not Output(args).claim():
-        return None
     try:
+        if not args.show_examples and not Output(args).claim():
+            return None
         return build_trainer(args)
     except BaseException:
         utils.unlock()  # nothing of a start that fails stays

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
+from test_finished_work import hold
 
 from tools import evaluate_reasoning
 from tools.evaluate_reasoning import HARNESS_VERSION, parse_args
@@ -255,6 +256,18 @@ def test_overwrite_runs_again_only_what_other_settings_made(fake_harness, call, 
     call(*flags, "--tasks", "PIQA", "ARC-e")
     call(*flags, "--tasks", "PIQA", "ARC-e:5", "--overwrite", "True")
     assert ran == ["base on PIQA", "base on ARC-e", "base on ARC-e"]
+
+
+def test_a_second_launch_into_one_folder_is_refused(fake_harness, call, capsys, tmp_path, tiny_model):
+    ran, _ = fake_harness
+    owner = hold(tmp_path / evaluate_reasoning.LOCK)
+    assert owner.stdout.readline() == "locked\n"
+    with pytest.raises(SystemExit):
+        call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA")
+    owner.kill()
+    owner.communicate()
+    assert "another process is writing to this run; end that one first" in capsys.readouterr().err
+    assert ran == [] and [path.name for path in tmp_path.iterdir()] == [evaluate_reasoning.LOCK]
 
 
 def test_own_tasks_leave_the_results_of_the_eight_as_they_are(fake_harness, call, own_tasks, tmp_path, tiny_model):
