@@ -657,7 +657,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
     """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -322,7 +322,7 @@ class TestOneProcess:
             ({"against": "b"}, "--against b is none of the --players a"),
             ({"task_type": "testing"}, "--task_type testing plays a word alike each time"),
             ({"temperature": 0}, "--temperature is 0.0"),
-            ({"seed": 1}, "unknown flag --seed; did you mean --seeds"),
+            ({"seed": 1}, "unknown flag --seed; did you mean --seeds?"),
         ],
     )
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(

@@ -1,6 +1,5 @@
 """What the benchmarks share: flags, processes for each run, tables, what the machine can do."""
 
-import argparse
 import importlib.metadata
 import json
 import multiprocessing
@@ -8,17 +7,17 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
-from transformers import HfArgumentParser
 
 import utils
 from tools.engine.generate import now
 from tools.tiny.models import random_llama
+from utils import flag
 
 PRESETS = {
     "tiny": (32, 2, 2, 64, 300),
@@ -34,26 +33,20 @@ BANDWIDTH_BYTES = {"cpu": 2**28, "mps": 2**30, "cuda": 2**32}
 # --- flags ---------------------------------------------------------------------------------------------------------
 
 
-def flag(default, text: str, **metadata):
-    """A field of the settings with its help."""
-    metadata |= {"help": text}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass
 class LlamaFlags:
     """The shape of the Llama that is measured, and what all its benchmarks are told. ValueError lists all problems."""
 
-    preset: str = flag("30m", "shape of the Llama; the five flags below change it", choices=list(PRESETS))
-    hidden_size: int | None = flag(None, "the Llama's hidden size")
-    layers: int | None = flag(None, "the Llama's layers")
-    heads: int | None = flag(None, "the Llama's heads")
-    intermediate_size: int | None = flag(None, "the Llama's intermediate size")
-    vocab_size: int | None = flag(None, "the Llama's vocabulary, at least 300; a tokenizer of bytes has 260 tokens")
-    seed: int = flag(42, "of everything random")
-    output: str | None = flag(None, "also write the figures to this JSON file")
+    preset: str = flag("shape of the Llama; the five flags below change it", default="30m", choices=list(PRESETS))
+    hidden_size: int | None = flag("the Llama's hidden size", default=None)
+    layers: int | None = flag("the Llama's layers", default=None)
+    heads: int | None = flag("the Llama's heads", default=None)
+    intermediate_size: int | None = flag("the Llama's intermediate size", default=None)
+    vocab_size: int | None = flag(
+        "the Llama's vocabulary, at least 300; a tokenizer of bytes has 260 tokens", default=None
+    )
+    seed: int = flag("of everything random", default=42)
+    output: str | None = flag("also write the figures to this JSON file", default=None)
 
     def __post_init__(self):
         for name, value in zip(self.shape, PRESETS[self.preset], strict=True):
@@ -87,17 +80,6 @@ class LlamaFlags:
     def llama(self, **config):
         """The random Llama of these flags."""
         return random_llama(seed=self.seed, **self.shape, **config)
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
-
-
-def parse_flags(kind: type, description: str, argv: Sequence[str] | None = None):
-    """The settings, a dataclass of this kind, from the command line; ValueError for what is wrong with them."""
-    parser = HfArgumentParser(kind, description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
-    (settings,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    return settings
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ activations of 2 rows of 2048 tokens, kept at the borders of the layers.
 from dataclasses import asdict, dataclass
 
 import utils
-from tools.bench.common import flag, parse_flags, print_table
+from tools.bench.common import print_table
 from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
+from utils import flag
 
 GIB = 2**30
 TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
@@ -76,17 +77,17 @@ COLUMNS = dict.fromkeys(
 class Settings:
     """What an epoch consists of, by default the paper's."""
 
-    gpus: int = flag(8, "GPUs that share the work")
-    games: int = flag(47591, "games of an epoch")
-    messages: float = flag(6.0, "mean messages of a game")
-    reply_tokens: float = flag(60.0, "mean tokens of a message")
-    rule_tokens: float = flag(330.0, "tokens that all prompts begin with")
-    instruction_tokens: float = flag(45.0, "tokens at the end of a prompt that are its own")
-    rows: float = flag(2.9, "rows of training a game, its winner's messages")
-    sft_rows: int = flag(52000, "SFT rows of an epoch")
-    sft_tokens: float = flag(120.0, "mean tokens of an SFT row")
-    play_share: float = flag(0.25, "share of its limit that play reaches")
-    train_share: float = flag(0.4, "share of the peak rate that training reaches")
+    gpus: int = flag("GPUs that share the work", default=8)
+    games: int = flag("games of an epoch", default=47591)
+    messages: float = flag("mean messages of a game", default=6.0)
+    reply_tokens: float = flag("mean tokens of a message", default=60.0)
+    rule_tokens: float = flag("tokens that all prompts begin with", default=330.0)
+    instruction_tokens: float = flag("tokens at the end of a prompt that are its own", default=45.0)
+    rows: float = flag("rows of training a game, its winner's messages", default=2.9)
+    sft_rows: int = flag("SFT rows of an epoch", default=52000)
+    sft_tokens: float = flag("mean tokens of an SFT row", default=120.0)
+    play_share: float = flag("share of its limit that play reaches", default=0.25)
+    train_share: float = flag("share of the peak rate that training reaches", default=0.4)
 
     def __post_init__(self):
         if problems := [
@@ -152,7 +153,7 @@ def table_line(args: Settings, name: str, card: str) -> dict[str, str]:
 
 
 def main() -> None:
-    args = parse_flags(Settings, __doc__)
+    args = utils.parse_flags(Settings, description=__doc__)
     print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
     print_table(COLUMNS, [table_line(args, name, card) for name in MODELS for card in GPUS])
 

@@ -23,17 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import utils
-from tools.bench.common import LlamaFlags, describe_run, flag, parse_flags, print_run, print_table, run_ranks
+from tools.bench.common import LlamaFlags, describe_run, print_run, print_table, run_ranks
 from tools.bench.play_mode import CONTINUOUS, make_inputs, measure
-from tools.selfplay.options import GENERATE
+from tools.selfplay.options import GENERATE, PlayFlags
+from utils import flag
 
 RELEASE, BATCHED, DEFAULT = "release", "batched", "default"
 FORCED, DRAWN = "forced", "drawn"
 MODE_FLAGS = {
-    RELEASE: ["--engine", GENERATE, "--per_device_eval_batch_size", "1", "--concurrent_games", "1"],
-    BATCHED: ["--engine", GENERATE],
-    CONTINUOUS: [],
-    DEFAULT: [],
+    RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1},
+    BATCHED: {"engine": GENERATE},
+    CONTINUOUS: {},
+    DEFAULT: {},
 }
 COLUMNS = {  # of the table, and how they are printed
     "lengths": "{}",
@@ -55,16 +56,16 @@ COLUMNS = {  # of the table, and how they are printed
 class Settings(LlamaFlags):
     """What is measured."""
 
-    modes: list[str] = flag([RELEASE, BATCHED, DEFAULT], "what is measured", choices=list(MODE_FLAGS))
-    lengths: list[str] = flag([FORCED, DRAWN], "how long replies are", choices=[FORCED, DRAWN])
-    games: int = flag(200, "games of default; about 3 times those at once, or more")
-    slow_games: int = flag(64, "games of batched and continuous")
-    release_games: int = flag(4, "games of release")
-    turns: int = flag(5, "turns of a game")
-    forced_tokens: int = flag(32, "tokens of a reply, where they are forced")
-    mean_tokens: int = flag(60, "mean tokens of a reply, where they are drawn")
-    most_tokens: int = flag(256, "tokens of a reply at most, where they are drawn")
-    bf16: bool = flag(False, "True: bfloat16 weights")
+    modes: list[str] = flag("what is measured", default=[RELEASE, BATCHED, DEFAULT], choices=list(MODE_FLAGS))
+    lengths: list[str] = flag("how long replies are", default=[FORCED, DRAWN], choices=[FORCED, DRAWN])
+    games: int = flag("games of default; about 3 times those at once, or more", default=200)
+    slow_games: int = flag("games of batched and continuous", default=64)
+    release_games: int = flag("games of release", default=4)
+    turns: int = flag("turns of a game", default=5)
+    forced_tokens: int = flag("tokens of a reply, where they are forced", default=32)
+    mean_tokens: int = flag("mean tokens of a reply, where they are drawn", default=60)
+    most_tokens: int = flag("tokens of a reply at most, where they are drawn", default=256)
+    bf16: bool = flag("True: bfloat16 weights", default=False)
 
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
@@ -75,16 +76,13 @@ class Settings(LlamaFlags):
         """How many games a mode plays."""
         return {RELEASE: self.release_games, DEFAULT: self.games}.get(mode, self.slow_games)
 
-    def play_flags(self, mode: str, lengths: str) -> list[str]:
-        """The command line of tools/play_llm_game.py."""
+    def play_flags(self, mode: str, lengths: str) -> PlayFlags:
+        """The flags of tools/play_llm_game.py; what is not named here keeps its default."""
         most = self.forced_tokens if lengths == FORCED else self.most_tokens
-        values = {
-            "taboo_max_turns": self.turns,
-            "max_new_tokens": most,
-            "min_new_tokens": most if lengths == FORCED else 0,
-            "bf16": self.bf16,
-        }
-        return [text for name, value in values.items() for text in (f"--{name}", str(value))] + MODE_FLAGS[mode]
+        least = most if lengths == FORCED else 0
+        return PlayFlags(
+            max_turns=self.turns, max_new_tokens=most, min_new_tokens=least, bf16=self.bf16, **MODE_FLAGS[mode]
+        )
 
 
 def compare(settings: Settings) -> dict:
@@ -177,7 +175,7 @@ def print_report(report: dict) -> None:
 
 
 def main() -> None:
-    settings = parse_flags(Settings, __doc__)
+    settings = utils.parse_flags(Settings, description=__doc__)
     if utils.rank():  # the first process starts those that play
         return
     report = compare(settings)

@@ -1,9 +1,8 @@
 """One mode of the benchmark of play: what is played with, and playing it in this process."""
 
-import argparse
+import asyncio
 import dataclasses
 import gc
-import json
 import time
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import utils
 from tools.bench.common import LlamaFlags, bandwidth, device_name, matmul_rate
 from tools.engine.generate import generation_config
 from tools.engine.model import Counts, LocalModel, own_device
-from tools.games import taboo
+from tools.games import load_game
+from tools.games.prompts import default_templates, play_prompt
 from tools.players.player import Reply
 from tools.selfplay import lineup
-from tools.selfplay.files import read_words
-from tools.selfplay.options import add_game_flags, add_machine_flags
-from tools.selfplay.play import run_games, seed_draws
+from tools.selfplay.options import PlayFlags
+from tools.selfplay.play import play_games, seed_draws
 from tools.tiny.models import train_tokenizer
 from trainers import peak_memory_gib
 
@@ -27,6 +26,7 @@ CONTINUOUS = "continuous"
 CONTINUOUS_BLOCKS, CONTINUOUS_TOKENS = 256, 512  # on a CPU, where transformers' own choice takes many GiB
 CALIBRATION_TOKENS = 64  # of each of the replies by which the weight of the end token is found
 ROOT = Path(__file__).resolve().parents[2]
+GAME = load_game()
 
 
 # --- what is played with -------------------------------------------------------------------------------------------
@@ -53,8 +53,8 @@ def make_inputs(folder: Path, settings: LlamaFlags, words: int, mean_tokens: int
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most so many tokens, of the rules of the game and the word list."""
-    rules = json.loads((ROOT / "configs/prompts.json").read_text(encoding="utf-8"))["rules"]
-    return train_tokenizer(read_words(ROOT / "data/target_words.txt") + 20 * rules, vocab_size)
+    rules = default_templates(GAME)["rules"]
+    return train_tokenizer(utils.read_words(ROOT / "data/target_words.txt") + 20 * rules, vocab_size)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
     # Hidden states of replies to a game's prompts, as in play: those of random tokens differ.
     history, states = [], []
     for _ in range(6):
-        prompt = [1, *tokenizer(taboo.play_prompt(history, "word", 5))["input_ids"]]
+        prompt = [1, *tokenizer(play_prompt(GAME, history, GAME.example_task, GAME.max_turns))["input_ids"]]
         ids = torch.tensor([prompt] * 16, device=model.device)
         replies = model.generate(
             ids,
@@ -83,7 +83,7 @@ def end_with_probability(model, tokenizer, probability: float) -> None:
         )
         states.append(model.model(replies).last_hidden_state[:, len(prompt) :].flatten(0, 1))
         text = tokenizer.decode(replies[0, len(prompt) :])
-        history.append({"role": taboo.next_player(history), "content": text})
+        history.append({"role": GAME.next_role(history), "content": text})
     states = torch.cat(states)
     rest = (model.lm_head(states).float() / temperature).topk(top_k - 1).values.logsumexp(-1)
     low, high = 0.0, 1000.0
@@ -129,28 +129,28 @@ class ContinuousEngine:
         return [(int(output.request_id), self.local.decode(ids, prompt_cut=False))]
 
 
-def parse_play_flags(flags: list[str]) -> argparse.Namespace:
-    """Flags of tools/play_llm_game.py that concern games and the machine; the others keep its defaults."""
-    parser = argparse.ArgumentParser()
-    add_game_flags(parser)
-    add_machine_flags(parser)
-    return parser.parse_args(flags)
-
-
-def measure(folder: str, flags: list[str], games: int, seed: int, continuous: bool) -> dict:
+def measure(folder: str, flags: PlayFlags, games: int, seed: int, continuous: bool) -> dict:
     """Play this rank's share of the first `games` words as tools/play_llm_game.py does; what it took."""
-    args = parse_play_flags(flags)
     if continuous:
-        lineup.ENGINES[CONTINUOUS], args.engine = ContinuousEngine, CONTINUOUS
-    words = list(enumerate(read_words(f"{folder}/words.txt")[:games]))[utils.rank() :: utils.world_size()]
-    templates = taboo.load_templates(args.prompt_templates)
-    seats, episodes = lineup.Seats(args, templates), []
-    attacker, defender, at_once = seats.take([f"{folder}/model"] * 2, on_batch=lambda: None)
+        lineup.ENGINES[CONTINUOUS], flags.engine = ContinuousEngine, CONTINUOUS
+    words = list(enumerate(utils.read_words(f"{folder}/words.txt")[:games]))[utils.rank() :: utils.world_size()]
+    game = flags.load_game()
+    players, at_once = lineup.Lineup(flags, game).build_players([f"{folder}/model"] * 2, on_batch=lambda: None)
+    episodes: list[dict] = []
     seed_draws(seed, games_left=len(words))
     start = time.monotonic()
-    run_games(args, words, attacker, defender, templates, concurrent_games=at_once, on_episode=episodes.append)
+    asyncio.run(
+        play_games(
+            game,
+            words,
+            players,
+            max_turns=flags.turns(game),
+            concurrent_games=at_once,
+            on_episode=episodes.append,
+        )
+    )
     seconds = time.monotonic() - start
-    engine = attacker.engine
+    engine = players[game.roles[0]].engine
     model = engine.local.model
     device, dtype = model.device, model.dtype
     noted = {
@@ -165,7 +165,7 @@ def measure(folder: str, flags: list[str], games: int, seed: int, continuous: bo
     }
     if continuous:
         engine.manager.stop(block=True)
-    del model, engine, attacker, defender, seats
+    del model, engine, players
     if device.type == "cuda":  # room to measure with
         gc.collect()
         torch.cuda.empty_cache()

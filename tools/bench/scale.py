@@ -20,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from tools.games import taboo
+from tools.games.taboo import Taboo
 from tools.players.player import STOP
-from tools.selfplay.files import EpisodeFiles, read_words
-from utils import run_program
+from tools.selfplay.files import EpisodeFiles
+from utils import read_words, run_program
 
-STEM, PROCESSES = "bench", 2
+GAME, STEM, PROCESSES = Taboo(), "bench", 2
 INTERVAL = 0.02  # seconds between looks at a program's memory
 ROOT = Path(__file__).resolve().parents[2]
 TALK = "well maybe they often say that it was long ago and nobody there could tell us what to think of it".split()
@@ -39,8 +39,8 @@ def make_episodes(count: int) -> Iterator[dict]:
         texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
         guesses = [f"I know the word! It is `{guess}`!" for guess in (word, "something")]
         texts[-1] = rng.choice([*guesses, f"{texts[-1]} {word}", texts[-1]])
-        history = [{"role": taboo.ROLES[turn % 2], "content": text} for turn, text in enumerate(texts)]
-        outcome, length = taboo.judge(history, word, 5)
+        history = [{"role": GAME.roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
+        outcome, length = GAME.judge(history, word, 5)
         yield {
             "index": index,
             "history": history,
@@ -65,7 +65,7 @@ def write_games(folder: Path, count: int) -> None:
 def merge(folder: str) -> None:
     """What the process of play does that ends last."""
     folder = Path(folder)
-    EpisodeFiles(folder, STEM, read_words(folder / "words.txt")).merge(seconds=0, tokens_before=0)
+    EpisodeFiles(folder, STEM, read_words(folder / "words.txt"), GAME).merge(seconds=0, tokens_before=0)
 
 
 def measure(*arguments: object) -> tuple[float, float]:

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import utils
-from tools.bench.common import LlamaFlags, describe_run, flag, parse_flags, print_run, print_table, run_ranks
+from tools.bench.common import LlamaFlags, describe_run, print_run, print_table, run_ranks
 from tools.bench.train_mode import make_inputs, measure
+from utils import flag
 
 DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
 COLUMNS = {  # of the table, and how they are printed
@@ -49,24 +50,25 @@ COLUMNS = {  # of the table, and how they are printed
 class Settings(LlamaFlags):
     """What is measured."""
 
-    query_tokens: int = flag(450, "mean tokens of a row's query")
-    target_tokens: int = flag(60, "mean tokens of a row's target; a row is longer by BOS and EOS")
-    length_spread: float = flag(0.0, "S: lengths are drawn from 1 - S to 1 + S times these means")
+    query_tokens: int = flag("mean tokens of a row's query", default=450)
+    target_tokens: int = flag("mean tokens of a row's target; a row is longer by BOS and EOS", default=60)
+    length_spread: float = flag("S: lengths are drawn from 1 - S to 1 + S times these means", default=0.0)
     method_rows: bool = flag(
-        False, "True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these"
+        "True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these",
+        default=False,
     )
-    batch_size: int = flag(2, "rows of a micro-batch and process")
-    accumulation: int = flag(1, "micro-batches of a step")
-    steps: int = flag(10, "measured steps")
-    warmup_steps: int = flag(2, "steps before them that are left out, at least 1")
-    learning_rate: float = flag(2e-6, "learning rate")
-    bf16: bool = flag(False, "True: fp32 weights, computing in bf16, as train.py does")
-    bf16_weights: bool = flag(False, "True: weights and optimizer are bf16 as well")
-    gradient_checkpointing: bool = flag(False, "True: recompute layers backwards")
-    attn_implementation: str = flag("sdpa", "attention kernel")
-    deepspeed: str | None = flag(None, "DeepSpeed JSON, as for train.py")
-    use_cpu: bool = flag(False, "True: leave the GPU alone")
-    repeats: int = flag(1, "measure each mode so often, in turn; the fastest run counts")
+    batch_size: int = flag("rows of a micro-batch and process", default=2)
+    accumulation: int = flag("micro-batches of a step", default=1)
+    steps: int = flag("measured steps", default=10)
+    warmup_steps: int = flag("steps before them that are left out, at least 1", default=2)
+    learning_rate: float = flag("learning rate", default=2e-6)
+    bf16: bool = flag("True: fp32 weights, computing in bf16, as train.py does", default=False)
+    bf16_weights: bool = flag("True: weights and optimizer are bf16 as well", default=False)
+    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
+    attn_implementation: str = flag("attention kernel", default="sdpa")
+    deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
+    use_cpu: bool = flag("True: leave the GPU alone", default=False)
+    repeats: int = flag("measure each mode so often, in turn; the fastest run counts", default=1)
 
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
@@ -138,7 +140,7 @@ def print_report(report: dict) -> None:
 
 
 def main() -> None:
-    settings = parse_flags(Settings, __doc__)
+    settings = utils.parse_flags(Settings, description=__doc__)
     if utils.rank():  # the first process starts those that train
         return
     report = compare(settings)
