@@ -78,7 +78,7 @@ launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
     --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
-  [ $((NPROC * NNODES)) -gt 1 ] || machines=()
+  [ $((NPROC * NNODES)) -gt 1 ] || [ -n "$DEEPSPEED" ] || machines=() # DeepSpeed needs a launcher
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
 
