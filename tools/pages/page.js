@@ -44,7 +44,7 @@ function yRange(chart) {
 function trace(chart, line, place) {
   const count = chart.series.length, colour = css(`--c${line.colour % PALETTE}`), of = (i) => line.points.map((point) => point[i]);
   // Side by side, so that the bars of several series at one x do not hide each other.
-  const gap = chart.labels ? Math.min(0.02 * chart.labels.length, 0.8 / count) : 0;
+  const gap = chart.labels ? Math.min(0.03 * chart.labels.length, 0.8 / count) : 0;
   const above = ([, y, , high]) => high === null ? NaN : high - y, below = ([, y, low]) => low === null ? NaN : y - low;
   const joined = chart.labels ? data.group === "epoch" : line.points.length > 1;
   const dotted = chart.labels || !joined;
