@@ -260,7 +260,7 @@ def write_json(path: str | os.PathLike, value) -> None:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-def write_records(path: str | os.PathLike, records: Iterable[dict]) -> None:
+def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
     lines = str(path).endswith(".jsonl")
     with replacing(path) as file:
@@ -276,7 +276,7 @@ _encode_ascii = json.JSONEncoder().encode  # a third faster than the other, and 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def to_json(record: dict) -> str:
+def to_json(record: Mapping) -> str:
     """A record on one line, its letters as they are."""
     text = _encode_ascii(record)
     return _encode(record) if "\\u" in text else text
@@ -517,6 +517,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
     store, key = launch_store(), f"spag/{next(_meetings)}"
+    answer: dict
     if rank() == 0:
         try:
             answer = {"value": make()}
@@ -649,7 +650,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         line = each.metadata["help"]
         if not needed and default not in (None, []):
-            line += f" (default: {' '.join(map(str, default)) if several else default})"
+            line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
         settings |= {"required": needed, "default": None if needed else default, "help": line.replace("%", "%%")}
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])

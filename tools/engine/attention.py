@@ -124,7 +124,7 @@ class LayerCache:
         self.size = 0  # blocks that are initialized
         self.blocks = self._empty(0)
 
-    def _empty(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _empty(self, size: int) -> tuple[torch.Tensor, ...]:
         return tuple(one.new_empty(size, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix)
 
     def grow(self, size: int) -> None:

@@ -122,7 +122,7 @@ class ChatTemplate:
 
     def _render(self, messages: Conversation, *, reply_follows: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            prompt = self.tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self.template,
                 tokenize=False,
@@ -130,6 +130,7 @@ class ChatTemplate:
                 enable_thinking=False,  # a message is to be said, not thought about in a part that nobody keeps
                 date_string=DAY,
             )
+            return str(prompt)
         except TemplateError as error:
             raise ValueError(f"{self.name}: its chat template refuses a conversation of the game ({error})") from None
 

@@ -173,7 +173,7 @@ def read_learning(report: Report, folder: Path, epochs: Mapping[int, Path]) -> l
 
 def read_matches(report: Report, folder: Path, epochs: Mapping[int, Path]) -> list[tuple[str, Sequence[Mapping]]]:
     """The rows of each epoch's model against imitation, over all seeds; epoch 0 is imitation against itself."""
-    matches = []
+    matches: list[tuple[str, Sequence[Mapping]]] = []
     for number, path in [(0, folder / IMITATION), *epochs.items()]:
         results = report.read_json(path / "eval" / "matches.json")
         if results is None:
@@ -205,14 +205,14 @@ def report_of_episodes(paths: Sequence[Path], game: Game, sample: int) -> Report
         shared = os.path.commonpath([path.resolve().parent for path in paths])
         names = [os.path.relpath(path, shared) for path in paths]
     report = Report(names[0] if len(names) == 1 else f"{len(names)} files", game, sample, group=FILE)
-    samples = [
+    counted = [
         (name, report.count([path], unfinished=bool(RANK_FILE.search(name))))
         for name, path in zip(names, paths, strict=True)
     ]
-    for name, sample in samples:
-        report.add_games(name, SELF_PLAY, sample)
-    report.tables.append(charts.play_table(samples, FILE))
-    report.add_charts(charts.play_charts(samples, FILE))
+    for name, games in counted:
+        report.add_games(name, SELF_PLAY, games)
+    report.tables.append(charts.play_table(counted, FILE))
+    report.add_charts(charts.play_charts(counted, FILE))
     return report
 
 

@@ -73,7 +73,10 @@ def stored_or_judged(game: Game, episode: Mapping) -> Verdict:
 
 def share_estimate(count: int, total: int) -> Estimate | None:
     """A share with Wilson's interval, as if observations were independent."""
-    return (count / total, *wilson(count / total, total, QUANTILE)) if total else None
+    if not total:
+        return None
+    low, high = wilson(count / total, total, QUANTILE)
+    return count / total, low, high
 
 
 def mean_estimate(count: int, total: float, squares: float) -> Estimate | None:

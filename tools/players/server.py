@@ -14,7 +14,7 @@ import random
 import resource
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx2  # what openai sends its requests with
 import openai
@@ -45,8 +45,8 @@ class BadReplyError(Exception):
 class Answer(NamedTuple):
     """What a server returned for one request; nothing of it is checked yet."""
 
-    text: object
-    finish_reason: object
+    text: Any
+    finish_reason: Any
     usage: dict
 
 

@@ -19,7 +19,7 @@ import re
 import time
 import uuid
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
@@ -162,9 +162,9 @@ class EpisodeFiles:
         utils.lock(_lock_of(self.own_path))
         if overwrite:
             self._delete()
-        first = {"settings": settings, "launch": uuid.uuid4().hex}
-        self.settings.write(**first)
-        return first
+        launch = uuid.uuid4().hex
+        self.settings.write(settings, launch=launch)
+        return {"settings": settings, "launch": launch}
 
     def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
         """Take this rank's file, in the folder that rank 0 has claimed or, on a machine of its own, in another one."""
@@ -185,7 +185,7 @@ class EpisodeFiles:
         utils.lock(_lock_of(self.own_path))
         self.settings.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
 
-    def append(self, episode: Episode) -> None:
+    def append(self, episode: Mapping) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
         self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
         self.own_file.flush()
@@ -291,7 +291,7 @@ def _lock_of(rank_path: Path) -> Path:
     return rank_path.with_name(f".{rank_path.stem}.lock")
 
 
-def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[dict]:
+def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[Episode]:
     for episode in episodes:
         counts.add(episode)
         yield episode

@@ -10,7 +10,7 @@ import torch
 
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import Batcher, LocalPlayer
+from tools.engine.local_player import Batcher, Engine, LocalPlayer
 from tools.engine.memory import batch_size_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.games.chat import ChatTemplate
@@ -22,7 +22,7 @@ from tools.players.server_flags import is_server
 from tools.selfplay.options import AUTO, GENERATE, SLOTS, PlayFlags
 from utils import model_fingerprint
 
-ENGINES = {SLOTS: SlotEngine, GENERATE: BatchEngine}
+ENGINES: dict[str, Callable[..., Engine]] = {SLOTS: SlotEngine, GENERATE: BatchEngine}
 logger = logging.getLogger(__name__)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +74,9 @@ class PlayFlags(GameFlags, ServerFlags):
             problems.append(f"--top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.bf16 and self.fp16:
             problems.append("--bf16 and --fp16 exclude each other")
-        how = {"chat_template": self.chat_template, "min_new_tokens": self.min_new_tokens}
-        return problems + self.server_problems(names, **how)
+        return problems + self.server_problems(
+            names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
+        )
 
     def sampling(self) -> Sampling:
         """How replies are drawn."""
@@ -118,7 +120,7 @@ def words_setting(path: str, words: list[str]) -> dict[str, str]:
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}
 
 
-def modern_settings(stored: dict, now: dict) -> dict:
+def modern_settings(stored: dict, now: Mapping) -> dict:
     """Settings of a run that was begun before there were other games than Taboo, under today's names."""
     if "taboo_max_turns" not in stored:
         return stored

@@ -17,7 +17,7 @@ from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.players.server_flags import is_server
 from tools.selfplay.curves import PlayLog
-from tools.selfplay.files import Episode, EpisodeFiles, ReplyRecord
+from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
@@ -44,13 +44,13 @@ async def play_game(
     """
     templates = templates or prompts.default_templates(game)
     history: list[dict[str, str]] = []
-    replies: list[ReplyRecord] = []
+    replies: list[dict] = []
     while not game.is_over(history, task, max_turns):
         role = game.next_role(history)
         turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
-        record = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
+        record: dict = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
         replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
     outcome, length = game.judge(history, task, max_turns)
     named = {} if game.name == DEFAULT_GAME else {"game": game.name}

@@ -167,7 +167,8 @@ def write_rows(
         counts["skipped"] += 1
 
     games = judge_files(game, files.inputs, skip_bad=flags.skip_bad, on_skip=count_skipped)
-    results = {"games": {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped")}}
+    results: dict[str, dict] = {}
+    results["games"] = {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped")}
     records = partial(read_records, files.inputs, skip_bad=flags.skip_bad)
     if flags.messages == ALL:
         rows = all_rows(games, records(), prompt_fn=prompt_fn)
