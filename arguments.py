@@ -94,7 +94,7 @@ class SPAGArguments(TrainingArguments):
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
-    encoding_processes: int | None = _help("Processes that encode the rows; default: up to 8 of the cores.")
+    encoding_processes: int | None = _help("Processes that encode many rows; default: up to 8 of the cores.")
     cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
     show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
 
@@ -155,7 +155,7 @@ class SPAGArguments(TrainingArguments):
 
     @cached_property
     def same_run(self) -> dict:
-        """All that the results depend on, as `utils.Run` compares it."""
+        """All that the results depend on, as `utils.RunSettings` compares it."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
@@ -192,7 +192,7 @@ class SPAGArguments(TrainingArguments):
 
 
 def _model_setting(name: str) -> dict[str, str]:
-    """A model as `utils.Run` compares it."""
+    """A model as `utils.RunSettings` compares it."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES)
     except (OSError, ValueError) as error:

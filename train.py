@@ -38,7 +38,7 @@ class Output:
 
     def __init__(self, args: SPAGArguments):
         self.args, self.folder = args, Path(args.output_dir)
-        self.run = self._run(self.folder, self._held)
+        self.settings = self._settings(self.folder, self._held)
 
     def claim(self) -> bool:
         """Keep other launches out and choose the checkpoint to continue from; False if all is there already.
@@ -60,10 +60,10 @@ class Output:
                 path.unlink()
 
     @staticmethod
-    def _run(folder: Path, results: Callable[[], Path | None]) -> utils.Run:
+    def _settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunSettings:
         remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
         remedy += "--overwrite_output_dir True to start anew"
-        return utils.Run(folder / "settings.json", results=results, remedy=remedy)
+        return utils.RunSettings(folder / "settings.json", results=results, remedy=remedy)
 
     def _held(self) -> Path | None:
         held = [*utils.checkpoints(self.folder), *self.folder.glob("*.safetensors"), *self.folder.glob(FINISHED)]
@@ -73,18 +73,18 @@ class Output:
         """Whether all is there, and the checkpoint to continue from."""
         overwrite = self.args.overwrite_output_dir and not utils.restarted()
         checkpoint = named_checkpoint(self.args)
-        self.run.check(self.args.same_run, overwrite=overwrite)
+        self.settings.check(self.args.same_run, overwrite=overwrite)
         if checkpoint:
-            self._run(Path(checkpoint).parent, lambda: Path(checkpoint)).check(self.args.same_run)
+            self._settings(Path(checkpoint).parent, lambda: Path(checkpoint)).check(self.args.same_run)
         elif not overwrite and (self.folder / FINISHED).is_file():
             return True, None
-        self.run.claim(self.args.same_run, overwrite=overwrite)
+        self.settings.claim(self.args.same_run, overwrite=overwrite)
         if not overwrite:
             checkpoint = checkpoint or utils.last_complete_checkpoint(self.folder)
         if checkpoint and not [*Path(checkpoint).glob("optimizer*"), *Path(checkpoint).glob("global_step*")]:
             raise ValueError(
                 f"{checkpoint}: saved without its optimizer (--save_only_model), which training cannot continue from; "
-                f"{self.run.remedy}"
+                f"{self.settings.remedy}"
             )
         return False, checkpoint
 
@@ -100,7 +100,7 @@ class Output:
             for name, dataset in datasets.items()
             if dataset
         }
-        self.run.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
+        self.settings.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
 
 
 # --- the data and the models ---------------------------------------------------------------------------------------
@@ -233,11 +233,9 @@ def set_up(argv: list[str]) -> SPAGTrainer | None:
     Raises ValueError and OSError for bad input.
     """
     args = parse_arguments(argv)
-    if args.show_examples:
-        args.resume_from_checkpoint = None
-    elif not Output(args).claim():
-        return None
     try:
+        if not args.show_examples and not Output(args).claim():
+            return None
         return build_trainer(args)
     except BaseException:
         utils.unlock()  # nothing of a start that fails stays

@@ -343,13 +343,13 @@ def model_fingerprint(folder: Path) -> str:
 # --- finished work -------------------------------------------------------------------------------------------------
 
 
-class Run:
+class RunSettings:
     """Results in a folder: what they were made with, and the lock that keeps a second launch out.
 
-    `settings_path` holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
+    The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing; `upgrade(stored, now)` brings settings of an
-    earlier version to today's names.
+    ends the message of a refused start, which has written nothing. `upgrade(stored, now)` gives settings of an
+    earlier version their present names.
     """
 
     def __init__(
@@ -360,9 +360,8 @@ class Run:
         remedy: str,
         upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
     ):
-        self.settings_path, self.results, self.remedy = Path(settings_path), results, remedy
-        self.upgrade = upgrade
-        self.lock_path = self.settings_path.with_name(f".{self.settings_path.stem}.lock")
+        self.path, self.results, self.remedy, self.upgrade = Path(settings_path), results, remedy, upgrade
+        self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
         """Keep other launches out from now on; ValueError as in `check`, with `overwrite` for another launch only."""
@@ -370,29 +369,38 @@ class Run:
         lock(self.lock_path)
         self.check(settings, overwrite=overwrite)  # another launch may have ended in between
 
+    @contextmanager
+    def claimed(self, settings: Mapping, *, overwrite: bool = False) -> Iterator[None]:
+        """`claim` for as long as the block runs."""
+        self.claim(settings, overwrite=overwrite)
+        try:
+            yield
+        finally:
+            unlock(self.lock_path)
+
     def check(self, settings: Mapping, *, overwrite: bool = False) -> None:
         """Raise ValueError if another launch is at work here, or if the results were made with other settings."""
         if is_locked(self.lock_path):
-            raise ValueError(LOCKED.format(self.settings_path))
+            raise ValueError(LOCKED.format(self.path))
         if overwrite or (found := self.results()) is None:
             return
-        if not self.settings_path.is_file():
-            raise ValueError(f"{found}: no {self.settings_path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.upgrade(self.stored(), settings), settings):
-            raise ValueError(f"{self.settings_path}: made with other settings ({'; '.join(different)}); {self.remedy}")
+        if not self.path.is_file():
+            raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
+        if different := differences(self.upgrade(self.read(), settings), settings):
+            raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
-    def stored(self, name: str = "settings"):
+    def read(self, name: str = "settings"):
         """One entry of the settings file; ValueError if it has none."""
         try:
-            return json.loads(self.settings_path.read_text(encoding="utf-8"))[name]
+            return json.loads(self.path.read_text(encoding="utf-8"))[name]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.settings_path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
+                f"{self.path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
             ) from None
 
     def write(self, settings: Mapping, **more) -> None:
         """Write the settings file."""
-        write_json(self.settings_path, {"settings": settings, **more})
+        write_json(self.path, {"settings": settings, **more})
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
@@ -406,7 +414,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Files as `Run` compares them."""
+    """Files as `RunSettings` compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 
@@ -649,7 +657,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
     """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import random
 import re
 import subprocess
@@ -15,6 +16,7 @@ from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
+from tools.selfplay import rows as rows_room
 from tools.selfplay.rewards import Games, message_shares, paid_rows
 from tools.selfplay.rows import judge_files, read_records
 from utils import parse_flags, read_json_or_jsonl, run_program
@@ -223,10 +225,10 @@ def write(path, records):
 def run(tmp_path, monkeypatch, capsys):
     """Run the program in this process on files of a fresh folder; gives the rows it wrote and what it printed."""
 
-    def run_once(*flags, inputs=(EPISODES,), output="rows.json"):
+    def run_once(*flags, inputs=(EPISODES,), output="rows.json", overwrite=True):
         paths = [write(tmp_path / f"episodes{number}.jsonl", records) for number, records in enumerate(inputs)]
         command = ["assign_rewards.py", "--input_data_path", *paths, "--output_data_path", str(tmp_path / output)]
-        monkeypatch.setattr(sys, "argv", [*command, *map(str, flags)])
+        monkeypatch.setattr(sys, "argv", [*command, "--overwrite", str(overwrite), *map(str, flags)])
         capsys.readouterr()
         program.main()
         return read_json_or_jsonl(tmp_path / output), json.loads(capsys.readouterr().out)
@@ -274,8 +276,10 @@ def test_several_inputs_make_one_set_of_rows(run):
 def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     _, printed = run("--match", "word", "--seed", 7, "--decay_weight", 0.9)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
-    assert saved["settings"] | {"match": "word", "seed": 7, "decay_weight": 0.9} == saved["settings"]
-    assert saved["settings"]["templates_sha256"] == prompts.templates_digest(prompts.default_templates(GAME))
+    assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
+    assert saved["settings"]["game"]["options"] == {"match": "word"}
+    default = prompts.templates_digest(prompts.default_templates(GAME))
+    assert saved["settings"]["prompt_templates"]["sha256"] == default
     assert printed == {key: saved[key] for key in ("games", "rows", "weights")}
     assert printed["games"] == {
         "episodes": 4,
@@ -326,7 +330,7 @@ def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
     rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
     assert rows == rows_of(EPISODES, templates=templates)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
-    assert saved["settings"]["templates_sha256"] == prompts.templates_digest(templates)
+    assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +488,47 @@ def test_a_failed_run_leaves_the_rows_of_the_last_one(run, tmp_path):
         run("--sft_data_path", path)
     assert read_json_or_jsonl(tmp_path / "rows.json") == before
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, capsys, monkeypatch):
+    _, printed = run("--outcomes", tmp_path / "outcomes.json", overwrite=False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if "episodes" not in path.name}
+    assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_room, "judge_files", None)  # no episode is judged again
+        program.main()
+    again = capsys.readouterr()
+    assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    (tmp_path / "rows.json").unlink()  # or never written, since a kill came first
+    assert run(overwrite=False)[1] == printed
+
+
+def test_rows_of_other_settings_or_episodes_are_refused_unless_they_may_be_overwritten(run, tmp_path):
+    rows, _ = run()
+    sft = write(tmp_path / "sft.jsonl", [{"query": "q", "target": "t"}])
+    for flags, inputs, message in (
+        (["--decay_weight", 0.5, "--match", "word"], [EPISODES], "decay_weight: 0.8 then, 0.5 now"),
+        (["--sft_data_path", sft], [EPISODES], "sft_data_path: None then, "),
+        ([], [EPISODES[:-1]], r"input_data_path: .*episodes0.jsonl \(sha256 \w*\) then"),
+    ):
+        with pytest.raises(ValueError, match=f"rows_rewards_settings.json: made with other settings .*{message}"):
+            run(*flags, inputs=inputs, overwrite=False)
+        assert read_json_or_jsonl(tmp_path / "rows.json") == rows
+    assert run("--decay_weight", 0.5)[0] != rows
+    (tmp_path / "rows_rewards_settings.json").unlink()
+    with pytest.raises(ValueError, match="rows.json: no rows_rewards_settings.json beside it says how it was made"):
+        run(overwrite=False)
+
+
+def test_a_kill_while_rows_are_written_leaves_no_rows_under_settings_that_are_not_theirs(run, tmp_path, monkeypatch):
+    run()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            run("--decay_weight", 0.5)
+    rows, _ = run("--decay_weight", 0.5, overwrite=False)
+    assert rows == rows_of(EPISODES, decay_weight=0.5)
 
 
 def test_a_decay_of_the_command_line_is_checked(refuse):

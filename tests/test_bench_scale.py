@@ -17,7 +17,7 @@ def test_the_programs_get_whole_games_in_the_order_of_the_words(tmp_path):
     words = read_words(tmp_path / "words.txt")
     assert len(set(words)) == 7
     assert EpisodeFiles(tmp_path, bench_scale.STEM, words).finished().missing(range(7)) == []
-    bench_scale.merge(tmp_path)
+    bench_scale.merge(str(tmp_path))
     games = read_json_or_jsonl(tmp_path / "bench_results.json")
     assert [game["target_word"] for game in games] == words
     assert json.loads((tmp_path / "bench_summary.json").read_text())["games"] == 7
@@ -36,12 +36,12 @@ def test_every_program_has_its_line():
 def test_the_peak_is_that_of_the_program_alone():
     held = b"x" * (600 * 2**20)  # by the program that measures
     statement = "held = b'x' * (300 * 2**20); import time; time.sleep(0.2)"
-    seconds, peak = bench_scale.measure("timeit", "-n", 1, "-r", 1, statement)
+    seconds, peak = bench_scale.measure("-c", statement)
     assert 300 / 1024 < peak < 400 / 1024 < len(held) / 2**30
     assert 0.2 < seconds < 60
 
 
 def test_a_program_that_fails_is_an_error(tmp_path, capfd):
-    with pytest.raises(ValueError, match="tools.report ended with status 2; its messages stand above"):
-        bench_scale.measure("tools.report", "--episodes", tmp_path / "none.json", "--output", tmp_path / "report.html")
+    with pytest.raises(ValueError, match="json.tool ended with status 2; its messages stand above"):
+        bench_scale.measure("-m", "json.tool", tmp_path / "none.json")
     assert "none.json" in capfd.readouterr().err

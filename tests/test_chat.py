@@ -135,8 +135,9 @@ def rewards(folder: str, tmp_path: Path, monkeypatch, *flags: str) -> list[dict]
     """The rows of all messages of the games."""
     files = ["--input_data_path", str(tmp_path / "out" / "m_testing_w_results.json")]
     files += ["--output_data_path", str(tmp_path / "rows.json")]
-    chat = ["--chat_template", "True", "--tokenizer", folder, "--prompt_templates", str(PROMPTS)]
-    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, "--messages", "all", *chat, *flags])
+    how = ["--messages", "all", "--overwrite", "True", "--prompt_templates", str(PROMPTS)]
+    chat = ["--chat_template", "True", "--tokenizer", folder]
+    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *how, *chat, *flags])
     run_program(assign_rewards.main)
     return read_json_or_jsonl(tmp_path / "rows.json")
 
@@ -172,7 +173,7 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if family == "headers":
         tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", f"'{DAY}'")
-    prompts = iter(watch.prompts)
+    shown = iter(watch.prompts)
     for game in games:
         for place in range(len(game["history"])):
             system, *said = conversation(game["history"][:place], 2, prompts.load_templates(PROMPTS, GAME))
@@ -181,7 +182,7 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
             else:
                 said.insert(0, system)
             expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
-            assert next(prompts) == expected  # with one BOS where the template writes it, and none where it does not
+            assert next(shown) == expected  # with one BOS where the template writes it, and none where it does not
             assert expected.count(tokenizer.bos_token_id) == (family != "chatml")
 
 
@@ -283,7 +284,7 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     encoded = encode_example(first, tokenizer)
     assert encoded["is_sft"] and tokenizer.decode(encoded["input_ids"]) == first["query"] + first["target"]
     settings = json.loads((tmp_path / "rows_rewards_settings.json").read_text(encoding="utf-8"))["settings"]
-    assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["chat_template_sha256"])
+    assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["tokenizer"]["sha256"])
 
 
 def test_the_documented_row_is_what_the_program_writes(tmp_path, monkeypatch):

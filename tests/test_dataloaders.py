@@ -54,11 +54,22 @@ def test_the_collator_pads_ids_labels_and_mask_on_the_right(tokenizer):
     assert "ref_logprobs" not in batch
 
 
-def test_reference_logprobs_and_roles_reach_the_batch(tokenizer):
+def test_reference_logprobs_reach_the_batch(tokenizer):
     row = {"query": "q", "target": "t", "role": "defender", "ref_logprob": -1.5}
     batch = SPAGCollator(tokenizer)([encode_example(row, tokenizer)] * 2)
     assert batch["ref_logprobs"].tolist() == [-1.5, -1.5]
-    assert batch["roles"].tolist() == [dataloaders.ROLES["defender"]] * 2
+
+
+def test_roles_of_game_rows_are_numbered_in_the_order_of_their_names(tokenizer, tmp_path):
+    rows = [{"query": "q", "target": "t", "role": role} for role in ("seller", "buyer", "")]
+    rows.append({"query": "q", "target": "t", "role": "teacher", "type": "sft"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = RowDataset(*encode_rows(load_rows([str(path)], str(tmp_path)), tokenizer))
+    assert dataset.role_names == ["buyer", "seller"]
+    assert SPAGCollator(tokenizer)(dataset.__getitems__([0, 1, 2, 3]))["roles"].tolist() == [2, 1, 0, 0]
+    dataset.number_roles(["answerer", "buyer", "seller"])  # as train.py does with those of evaluation rows
+    assert [dataset[index]["role"] for index in range(4)] == [3, 2, 0, 0]
 
 
 def test_an_empty_batch_is_an_error(tokenizer):

@@ -121,7 +121,7 @@ def expected_games(pairs, seeds=(0, 1), games_per_word=2):
 def assert_complete(folder, pairs):
     """Every game once, and in every row of the matches just its games."""
     games = games_of(folder)
-    played = Counter((*(game[field] for field in Match._fields), game["target_word"]) for game in games)
+    played = Counter((*(game[field] for field in Match.keys(GAME)), game["target_word"]) for game in games)
     assert played == expected_games(pairs)
     assert [game["index"] for game in games] == list(range(len(games)))
     for game in games:
@@ -323,7 +323,7 @@ class TestOneProcess:
             ({"against": "b"}, "--against b is none of the --players a"),
             ({"task_type": "testing"}, "--task_type testing plays a word alike each time"),
             ({"temperature": 0}, "--temperature is 0.0"),
-            ({"seed": 1}, "unrecognized arguments: --seed 1"),
+            ({"seed": 1}, "unknown flag --seed; did you mean --seeds?"),
         ],
     )
     def test_bad_input_ends_with_one_line_before_a_model_is_loaded(

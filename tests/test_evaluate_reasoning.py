@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from forks import python
+from test_finished_work import hold
 
 from tools import evaluate_reasoning
 from tools.evaluate_reasoning import HARNESS_VERSION, parse_args
@@ -134,7 +135,7 @@ def test_results_of_other_settings_are_refused(evaluated, call, capsys, changes,
     with pytest.raises(SystemExit):
         call(*flags, *changes)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert str(folder / "base" / "parity.json") in error and f"other settings ({named})" in error
+    assert str(folder / "base" / "parity.json") in error and f"other settings ({named}: " in error
 
 
 def test_another_model_or_another_task_file_under_the_same_name_is_refused(evaluated, tmp_path, call, capsys):
@@ -144,11 +145,11 @@ def test_another_model_or_another_task_file_under_the_same_name_is_refused(evalu
     ]
     with pytest.raises(SystemExit):
         call(*swapped)
-    assert "other settings (model)" in capsys.readouterr().err
+    assert "other settings (model: " in capsys.readouterr().err
     (tmp_path / "parity.yaml").write_text(GROUP + "metadata: {version: 2}\n")
     with pytest.raises(SystemExit):
         call(*flags, "--include_path", str(tmp_path))
-    assert "other settings (own_tasks)" in capsys.readouterr().err
+    assert "other settings (own_tasks: " in capsys.readouterr().err
 
 
 # --- around it -----------------------------------------------------------------------------------------------------
@@ -253,6 +254,18 @@ def test_overwrite_runs_again_only_what_other_settings_made(fake_harness, call, 
     call(*flags, "--tasks", "PIQA", "ARC-e")
     call(*flags, "--tasks", "PIQA", "ARC-e:5", "--overwrite", "True")
     assert ran == ["base on PIQA", "base on ARC-e", "base on ARC-e"]
+
+
+def test_a_second_launch_into_one_folder_is_refused(fake_harness, call, capsys, tmp_path, tiny_model):
+    ran, _ = fake_harness
+    owner = hold(tmp_path / evaluate_reasoning.LOCK)
+    assert owner.stdout.readline() == "locked\n"
+    with pytest.raises(SystemExit):
+        call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA")
+    owner.kill()
+    owner.communicate()
+    assert "another process is writing to this run; end that one first" in capsys.readouterr().err
+    assert ran == [] and [path.name for path in tmp_path.iterdir()] == [evaluate_reasoning.LOCK]
 
 
 def test_own_tasks_leave_the_results_of_the_eight_as_they_are(fake_harness, call, own_tasks, tmp_path, tiny_model):

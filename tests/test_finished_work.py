@@ -15,7 +15,7 @@ import utils
 
 
 def make_run(folder, results=None):
-    return utils.Run(folder / "settings.json", results=lambda: results, remedy="use another folder")
+    return utils.RunSettings(folder / "settings.json", results=lambda: results, remedy="use another folder")
 
 
 def test_the_same_settings_pass_and_others_are_named_by_content(tmp_path):
@@ -31,7 +31,7 @@ def test_the_same_settings_pass_and_others_are_named_by_content(tmp_path):
     with pytest.raises(ValueError) as refused:
         run.check({"seed": 2, "sides": ["left", "right"], "words": changed, "new": None})
     difference = f"seed: 1 then, 2 now; words: {shown[0]} then, {shown[1]} now"
-    assert str(refused.value) == f"{run.settings_path}: made with other settings ({difference}); use another folder"
+    assert str(refused.value) == f"{run.path}: made with other settings ({difference}); use another folder"
     run.check({"seed": 2}, overwrite=True)
 
 
@@ -39,7 +39,7 @@ def test_settings_bind_nobody_before_there_are_results_and_results_without_them_
     run = make_run(tmp_path)
     run.write({"seed": 1})
     run.check({"seed": 2})
-    run.settings_path.unlink()
+    run.path.unlink()
     with pytest.raises(ValueError, match="rows.json: no settings.json beside it says how it was made; use another"):
         make_run(tmp_path, results=tmp_path / "rows.json").check({"seed": 1})
 

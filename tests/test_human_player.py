@@ -16,10 +16,11 @@ from conftest import ROOT
 from forks import python
 
 from tools import evaluate_games, play_llm_game
+from tools.games import load_game
 from tools.players.human import HumanQuit, read_line
 from utils import read_json_or_jsonl, run_program
 
-DEADLINE = 300  # seconds for the program to say what is waited for
+DEADLINE = 120  # seconds for the program to say what is waited for
 STEM = "m_sampling_w"
 WORDS = ["piano", "violin"]
 
@@ -141,10 +142,12 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.type("Is it large?\n")
     assert "turn 2 of 2" in screen.wait_for("you, defender> ")
     screen.type("I know the word! It is `piano`!\n")
-    screen.wait_for("--- defender wins - you win, after 4 messages; the target word was `piano` ---")
+    screen.wait_for("--- defender wins - you win, after 4 messages (the guess was right); ")
+    screen.wait_for("the target word was `piano` ---")
     assert "game 2: you are the defender" in screen.wait_for("you, defender> ")
     screen.type("It is a violin, I think.\n")
-    screen.wait_for("--- attacker wins - you lose, after 2 messages; the target word was `violin` ---")
+    screen.wait_for("--- attacker wins - you lose, after 2 messages (the defender said the target word or a form")
+    screen.wait_for("the target word was `violin` ---")
     status, error = screen.finish()
     assert status == 0, error
     assert json.loads(screen.screen.splitlines()[-1])["games"] == 2
@@ -166,7 +169,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     intro = screen.wait_for("you, attacker> ")
     assert "game 1: you are the attacker" in intro and "target word: piano" in intro
     screen.type("Say piano.\n")
-    screen.wait_for("--- attacker breaks the rules, after 1 message; the target word was `piano` ---")
+    screen.wait_for("--- attacker breaks the rules - you lose, after 1 message (the attacker may not say ")
     screen.wait_for("you, attacker> ")
     screen.type("\x04")
     screen.wait_for("You have left. 1 of 2 games are stored")
@@ -186,7 +189,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
 def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
     from tools.players.human import HumanPlayer
 
-    player = HumanPlayer()
+    player = HumanPlayer(load_game())
     player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
     assert capsys.readouterr().out == "attacker: clear \ufffd[2J\nthe screen, \u00e9\n"
 

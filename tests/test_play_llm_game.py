@@ -292,7 +292,7 @@ class TestEpisodeFiles:
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
         close(files)
-        files.run.settings_path.write_text("{}")
+        files.settings.path.write_text("{}")
         with pytest.raises(ValueError, match="run_settings.json: not the settings of a run"):
             start(tmp_path, ["a"])
 
@@ -349,11 +349,13 @@ os.read(0, 1)  # until the test ends
             assert psutil.pid_exists(int(process.stdout.readline()))
             assert start_elsewhere(tmp_path, {"seed": 1}) == ""
 
-    def test_locks_go_with_the_process_and_the_summary_of_a_finished_run_stays(self, tmp_path):
+    def test_locks_go_with_the_process_and_the_summary_of_a_finished_run_stays(self, tmp_path, caplog):
         files, _ = start(tmp_path, ["a"])
         files.append(episode(0, "a"))
         summary = files.merge(seconds=2, tokens_before=0)
-        assert files.merge(seconds=0, tokens_before=10) == summary
+        with caplog.at_level("INFO"):
+            assert files.merge(seconds=0, tokens_before=10) == summary
+        assert caplog.messages == [f"{files.results_path}: all is there"]
         utils.unlock()
         assert not list(tmp_path.glob(".*"))
 

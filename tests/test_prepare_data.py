@@ -79,7 +79,7 @@ def test_the_prompt_file_plays_as_the_released_literals_say(convert):
             "utils.py:5: GAME_RULE_PROMPTS is computed",
         ),
         (CODE.replace("no slot here\\n", "no newline"), "rules[6] must be a text that ends in a newline"),
-        (CODE.replace("GAME_RULE_PROMPTS = [", "GAME_RULE_PROMPTS = 5, ["), "'rules' must be a list of 8 texts"),
+        (CODE.replace("GAME_RULE_PROMPTS = [", "GAME_RULE_PROMPTS = 5, ["), "rules[0] must be a text that ends in a"),
         (CODE.replace(": Defend.", ": Beware."), "tell the defender different things"),
         (
             CODE.replace('"defender": "Defend."', '"judge": ""'),

@@ -21,7 +21,7 @@ PYTHON = r"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
   *version_info\[*) echo "${VERSION#3.}" ;;
-  *loop/support.py*) exec "$REAL_PYTHON" "$@" ;;
+  *loop/stop.py*) exec "$REAL_PYTHON" "$@" ;;
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *"config list"*) echo "$PIP_SETTINGS" ;;
   *"$FAILING"*) echo "$SAYING"; exit 1 ;;
@@ -30,8 +30,8 @@ esac
 LOOP = '#!/bin/bash\necho "loop $PYTHON $*" >>"$CALLS"\nsleep "$LOOP_SECONDS"\n'
 
 
-COPIED = ("requirements.txt", "tests/requirements.txt", "utils.py", "tools/loop/support.py")
-COPIED += ("tools/quickstart.sh", "tools/test.sh", "tools/loop/environment.sh", "tools/loop/stages.sh")
+COPIED = ("requirements.txt", "tests/requirements.txt", "tools/loop/stop.py", "tools/loop/run.sh")
+COPIED += ("tools/quickstart.sh", "tools/test.sh", "tools/loop/environment.sh")
 
 
 class Start:
@@ -108,12 +108,12 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart"
     assert show == "-m tools.tiny_world show outputs/quickstart"
     assert loop == (
-        f"loop {start.folder}/.venv/bin/python --settings configs/tiny.yaml --model outputs/quickstart/base "
+        f"loop {start.folder}/.venv/bin/python --settings configs/tiny.sh --model outputs/quickstart/base "
         "--output outputs/quickstart --imitation_data outputs/quickstart/data/imitation.json "
         "--sft_data outputs/quickstart/data/facts.json --words outputs/quickstart/data/words.txt --eval_words "
         "played=outputs/quickstart/data/words.txt held_out=outputs/quickstart/data/held_out.txt --seed 3"
     )
-    assert "all of it took 0:00:0" in out
+    assert "all of it took 0 min " in out
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(start):
@@ -246,8 +246,8 @@ def test_a_failing_pip_ends_it_in_one_clear_line(start, saying, message):
 
 
 def test_a_failing_world_or_loop_ends_it(start):
-    status, _, err = start.run(FAILING="tiny_world build", SAYING="no lexicon")
-    assert status == 1 and "no lexicon" in err and not start.calls()[-1].startswith("loop")
+    status, out, _ = start.run(FAILING="tiny_world build", SAYING="no lexicon")
+    assert status == 1 and "no lexicon" in out and not start.calls()[-1].startswith("loop")
     start.program("../checkout/tools/run_spag.sh", "#!/bin/sh\nexit 3\n")
     assert start.run()[0] == 3 and "show" not in start.calls()[-1]
 
@@ -275,8 +275,8 @@ def test_a_signal_ends_the_loop_too(start):
 
 
 def test_a_signal_while_the_world_is_built_ends_what_the_build_has_started(start):
-    build = '*"tiny_world build"*) sleep 60 & echo $! >"$CALLS.started"; wait ;;\n  *loop/support'
-    start.program("python3", PYTHON.replace("*loop/support", build))
+    build = '*"tiny_world build"*) sleep 60 & echo $! >"$CALLS.started"; wait ;;\n  *loop/stop'
+    start.program("python3", PYTHON.replace("*loop/stop", build))
     process = start.start()
     started_path = Path(f"{start.calls_path}.started")
     deadline = time.monotonic() + 30

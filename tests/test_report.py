@@ -1,5 +1,7 @@
 """The report: its numbers and its games, from whole and from partial folders, and the page in a real browser."""
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -9,20 +11,27 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from forks import python
+from plotly.offline import get_plotlyjs
 
 from tools import report
-from tools.games import taboo
+from tools.games import load_game
+from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches.stats import count_matches, result_rows
-from tools.pages.games import CUT_OFF, EMPTY, GameTally, marked, mean_estimate, share_estimate
+from tools.pages import contents
+from tools.pages.charts import outcome_colours, play_charts
+from tools.pages.games import GameSample, marked, mean_estimate, share_estimate
+from tools.pages.page import html
 from utils import write_json, write_records
 
+TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
+
+OUTCOMES = [outcome.name for outcome in TABOO.outcomes]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 &lt; 'lemon'"
 
@@ -40,22 +49,22 @@ QUESTIONS = ["Is it something you hold?", "Do I have one at home?", "Could a chi
 def make_game(index: int, rng: random.Random, skill: float, max_turns: int = 5) -> dict:
     """A game with clues and questions that ends in one of all ways; more `skill`, fewer breaches and empty replies."""
     word = rng.choice(sorted(CLUES))
-    history, ending = [], rng.choices(taboo.OUTCOMES, weights=[0.3, 0.3 + 0.2 * skill, 0.25 * (1 - skill), 0.15])[0]
-    last = 2 * max_turns if ending == taboo.TIED else 2 * rng.randint(1, max_turns)
-    last -= ending == taboo.ATTACKER_BREAKS
+    history, ending = [], rng.choices(OUTCOMES, weights=[0.3, 0.3 + 0.2 * skill, 0.25 * (1 - skill), 0.15])[0]
+    last = 2 * max_turns if ending == TIED else 2 * rng.randint(1, max_turns)
+    last -= ending == ATTACKER_BREAKS
     for place in range(last):
-        role = taboo.ROLES[place % 2]
-        text = rng.choice(CLUES[word] if role == taboo.ATTACKER else QUESTIONS)
+        role = TABOO.roles[place % 2]
+        text = rng.choice(CLUES[word] if role == ATTACKER else QUESTIONS)
         history.append({"role": role, "content": "" if rng.random() < 0.08 * (1 - skill) else text})
     other = rng.choice(sorted(set(CLUES) - {word}))
     endings = {
-        taboo.ATTACKER_WINS: rng.choice([f"I know the word! It is `{other}`!", f"Do you mean a {word.upper()}?"]),
-        taboo.DEFENDER_WINS: f"I know the word! It is `{word}`! That was easy.",
-        taboo.ATTACKER_BREAKS: f"People love {word}s.",
+        ATTACKER_WINS: rng.choice([f"I know the word! It is `{other}`!", f"Do you mean a {word.upper()}?"]),
+        DEFENDER_WINS: f"I know the word! It is `{word}`! That was easy.",
+        ATTACKER_BREAKS: f"People love {word}s.",
     }
-    if ending != taboo.TIED:
+    if ending != TIED:
         history[-1]["content"] = endings[ending]
-    outcome, length = taboo.judge(history, word, max_turns)
+    outcome, length = TABOO.judge(history, word, max_turns)
     replies = [{"finish_reason": rng.choice(["stop"] * 19 + ["length"]), "tokens": 9, "prompt_cut": False}] * last
     game = {"index": index, "target_word": word, "max_turns": max_turns, "history": history, "outcome": outcome}
     return game | {"length": length, "replies": replies}
@@ -87,7 +96,7 @@ def make_match(folder: Path, player: str, games: int, rng: random.Random) -> Non
         for index in range(games)
     ]
     write_records(folder / "games_results.json", played)
-    results = {"settings": {"seeds": [0, 1]}, "results": list(result_rows(count_matches(played)))}
+    results = {"settings": {"seeds": [0, 1]}, "results": list(result_rows(count_matches(played, TABOO)))}
     write_json(folder / "matches.json", results | {"games_path": "games_results.json"})
 
 
@@ -114,11 +123,11 @@ def output(tmp_path_factory) -> Path:
     return make_output(tmp_path_factory.mktemp("loop") / "demo")
 
 
-def of_run(folder: Path, games: int = 20) -> report.Report:
-    return report.report_of_run(folder, partial(GameTally, games))
+def of_run(folder: Path, games: int = 20) -> contents.Report:
+    return contents.report_of_run(folder, TABOO, games)
 
 
-def chart_named(made: report.Report, title: str, section: str | None = None) -> dict:
+def chart_named(made: contents.Report, title: str, section: str | None = None) -> dict:
     (found,) = (chart for chart in made.charts if chart["title"] == title and section in (None, chart["section"]))
     return found
 
@@ -138,14 +147,16 @@ def run_report(*arguments) -> subprocess.CompletedProcess:
 
 
 class Scripts(HTMLParser):
-    """The script elements of a page and what stands in them, and all attributes that load something."""
+    """The script elements of a page and what stands in them, its policy, and all attributes that load something."""
 
     def __init__(self, page: str):
         super().__init__()
-        self.scripts, self.loaded, self.inside = [], [], False
+        self.scripts, self.loaded, self.policy, self.inside = [], [], {}, False
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
+        if ("http-equiv", "Content-Security-Policy") in attrs:
+            self.policy = dict(part.strip().split(" ", 1) for part in dict(attrs)["content"].split(";"))
         self.inside = tag == "script"
         if self.inside:
             self.scripts.append("")
@@ -169,18 +180,22 @@ def data_of(path: Path) -> dict:
 
 def test_a_tally_counts_games_messages_and_faults():
     games = [make_game(index, random.Random(index), 0.2) for index in range(300)]
-    tally = GameTally(10)
+    sample = GameSample(TABOO, 10)
     for game in games:
-        tally.add(game)
-    assert tally.outcomes == Counter(game["outcome"] for game in games)
-    lengths = [game["length"] for game in games if game["outcome"] == taboo.TIED]
-    assert tally.mean_length(taboo.TIED)[0] == pytest.approx(sum(lengths) / len(lengths))
-    assert tally.mean_length()[0] == pytest.approx(sum(game["length"] for game in games) / 300)
-    said = [message for game in games for message in game["history"] if message["role"] == taboo.ATTACKER]
+        sample.add(game)
+    assert sample.outcomes == Counter(game["outcome"] for game in games)
+    lengths = [game["length"] for game in games if game["outcome"] == TIED]
+    assert sample.length(TIED)[0] == pytest.approx(sum(lengths) / len(lengths))
+    assert sample.length()[0] == pytest.approx(sum(game["length"] for game in games) / 300)
+    said = [message for game in games for message in game["history"] if message["role"] == ATTACKER]
     empty = sum(not message["content"] for message in said)
-    assert empty and tally.fault_share(taboo.ATTACKER, EMPTY)[0] == pytest.approx(empty / len(said))
+    assert empty and (sample.empty_replies[ATTACKER], sample.messages[ATTACKER]) == (empty, len(said))
     cut = sum(reply["finish_reason"] == "length" for game in games for reply in game["replies"])
-    assert cut and sum(tally.faults[role, CUT_OFF] for role in taboo.ROLES) == cut
+    assert cut and sample.cut_off_replies.total() == cut
+    charts = {chart["title"]: chart for chart in play_charts([("all", sample)], "file")}
+    faults = points(charts["Empty replies and replies cut off at the token limit"])
+    assert faults["empty, attacker"][0][:2] == [0, pytest.approx(empty / len(said))]
+    assert list(faults) == [f"{fault}, {role}" for fault in ("empty", "cut off") for role in ("defender", "attacker")]
 
 
 def test_intervals_are_wilsons_and_the_normal_one_of_a_mean():
@@ -195,34 +210,34 @@ def test_intervals_are_wilsons_and_the_normal_one_of_a_mean():
 def test_an_episode_without_a_stored_outcome_is_judged_and_a_stored_one_is_kept():
     history = [{"role": "attacker", "content": "Hello!"}, {"role": "defender", "content": "We start."}]
     game = {"history": history, "target_word": "art", "max_turns": 1}
-    for match, outcome in ((taboo.SUBSTRING, taboo.ATTACKER_WINS), (taboo.WHOLE_WORD, taboo.TIED)):
-        tally = GameTally(1, match=match)
-        tally.add(game)
-        tally.add(game | {"outcome": taboo.DEFENDER_WINS, "length": 2})
-        assert tally.outcomes == {outcome: 1, taboo.DEFENDER_WINS: 1}
+    for match, outcome in (("substring", ATTACKER_WINS), ("word", TIED)):
+        sample = GameSample(load_game("taboo", match=match), 1)
+        sample.add(game)
+        sample.add(game | {"outcome": DEFENDER_WINS, "length": 2})
+        assert sample.outcomes == {outcome: 1, DEFENDER_WINS: 1}
 
 
 def test_the_sample_holds_all_outcomes_and_is_drawn_from_all_games():
-    tally, numbers = GameTally(40), []
+    sample = GameSample(TABOO, 40)
     history = [{"role": "attacker", "content": "Hello!"}]
     for number in range(2000):
-        outcome = taboo.ATTACKER_WINS if number % 500 == 250 else taboo.TIED
-        tally.add({"history": history, "target_word": "art", "max_turns": 1, "outcome": outcome, "length": 1})
-    sample = tally.sampled()
-    assert Counter(game["outcome"] for game in sample) == {taboo.ATTACKER_WINS: 4, taboo.TIED: 36}
-    numbers = [game["number"] for game in sample]
+        outcome = ATTACKER_WINS if number % 500 == 250 else TIED
+        sample.add({"history": history, "target_word": "art", "max_turns": 1, "outcome": outcome, "length": 1})
+    shown = sample.sampled()
+    assert Counter(game["outcome"] for game in shown) == {ATTACKER_WINS: 4, TIED: 36}
+    numbers = [game["number"] for game in shown]
     assert numbers == sorted(numbers) and {250, 750, 1250, 1750} < set(numbers)
     assert 700 < sum(numbers) / 40 < 1300  # uniform: 1000 with a standard error of 91
 
 
-def test_a_page_about_ten_times_the_games_is_no_larger(tmp_path):
+def test_the_data_of_ten_times_the_games_are_no_larger(tmp_path):
     sizes = []
     for games in (300, 3000):
         path = tmp_path / f"{games}.jsonl"
         write_records(path, (make_game(index, random.Random(index), 0.2) for index in range(games)))
-        made = report.report_of_episodes([path], partial(GameTally, 20))
+        made = contents.report_of_episodes([path], TABOO, 20)
         assert made.sources == [{"group": path.name, "kind": "self-play", "games": games, "sampled": 20}]
-        sizes.append(len(report.page(made)))
+        sizes.append(len(json.dumps(made.data())))
     assert sizes[1] < 1.1 * sizes[0]
 
 
@@ -234,16 +249,16 @@ def test_a_page_about_ten_times_the_games_is_no_larger(tmp_path):
     [
         ("Hello!", "art", [("", "Hello!")]),
         ("", "art", []),
-        ("ART, started", "art", [("word", "ART"), ("", ", st"), ("word", "arted")]),
-        ("Many cities.", "city", [("", "Many "), ("word", "cities"), ("", ".")]),
-        ("C++ or c?", "c++", [("word", "C++"), ("", " or c?")]),
+        ("ART, started", "art", [("secret", "ART"), ("", ", st"), ("secret", "arted")]),
+        ("Many cities.", "city", [("", "Many "), ("secret", "cities"), ("", ".")]),
+        ("C++ or c?", "c++", [("secret", "C++"), ("", " or c?")]),
         ("I know the word! It is `cat`! Yes.", "dog", [("guess", "I know the word! It is `cat`!"), ("", " Yes.")]),
-        ("I know the word! It is a dog", "dog", [("guess", "I know the word! It is a "), ("word guess", "dog")]),
+        ("I know the word! It is a dog", "dog", [("guess", "I know the word! It is a "), ("secret guess", "dog")]),
         ("I know the word.", "dog", [("", "I know the word.")]),  # not the sentence that the judge reads
     ],
 )  # fmt: skip
 def test_the_target_word_and_guesses_are_marked(text, word, pieces):
-    assert marked(text, word) == [list(piece) for piece in pieces]
+    assert marked(TABOO, word, text) == [list(piece) for piece in pieces]
 
 
 # --- a folder ------------------------------------------------------------------------------------------------------
@@ -398,10 +413,19 @@ def test_the_page_is_self_contained_and_escapes_what_players_wrote(tmp_path):
     write_records(tmp_path / "games.jsonl", [game, make_game(1, random.Random(1), 1)])
     made = run_report("--episodes", tmp_path / "games.jsonl", "--output", tmp_path / "page.html", "--games", "5")
     assert made.returncode == 0, made.stderr
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    parsed = Scripts(page)
-    assert len(parsed.scripts) == 2 and parsed.loaded == ["data:,"]
-    assert not re.findall(r"https?://(?!www\.w3\.org/)", page)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    parsed = Scripts(text)
+    assert len(parsed.scripts) == 3 and parsed.loaded == ["data:,"]
+    assert parsed.scripts[1] == get_plotlyjs()
+    assert not re.findall(r"https?://", text.replace(parsed.scripts[1], ""))
+    digests = [hashlib.sha256(script.encode()).digest() for script in parsed.scripts[1:]]
+    assert parsed.policy == {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+    }
+    assert f"page.html: {(tmp_path / 'page.html').stat().st_size / 2**20:.1f} MiB" in made.stdout
     shown = next(game for game in data_of(tmp_path / "page.html")["games"] if game["number"] == 0)
     assert "".join(text for _, text in shown["messages"][0]["parts"]) == NASTY
     assert shown["word"] == "lemon</script>"
@@ -433,7 +457,10 @@ def test_files_in_the_released_form_and_of_play_under_way_are_reported(tmp_path)
         ([], "give either OUTPUT"),
         (["{folder}", "--episodes", "x.json"], "give either OUTPUT"),
         (["--episodes", "x.json"], "--episodes needs --output"),
-        (["--episodes", "{folder}/bad.jsonl", "--output", "{folder}/page.html"], "bad.jsonl:1: 'target_word' is None"),
+        (
+            ["--episodes", "{folder}/bad.jsonl", "--output", "{folder}/page.html"],
+            "bad.jsonl:1: 'target_word' is missing",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_one_line(tmp_path, arguments, message, monkeypatch, capsys):
@@ -443,6 +470,68 @@ def test_bad_input_is_refused_with_one_line(tmp_path, arguments, message, monkey
         report.run_program(report.main)
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+# --- another game --------------------------------------------------------------------------------------------------
+
+
+def question_game(outcome: str, *texts: str) -> dict:
+    history = [{"role": TWENTY_QUESTIONS.roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    game = {"game": "twenty_questions", "target_word": "tea", "max_turns": 20, "history": history}
+    return game | {"outcome": outcome, "length": len(texts)}
+
+
+QUESTION_GAMES = [
+    question_game("found", "Is it hot?", "Yes.", "Is it `tea`?"),
+    question_game("answerer says the word", "Is it hot?", "Yes, it is tea."),
+    question_game("no answer", "Is it hot?", "Perhaps."),
+    question_game("not found", "Is it hot?", "No!"),
+]
+
+
+def test_games_of_another_game_are_reported_under_its_roles_and_outcomes(tmp_path):
+    write_records(tmp_path / "games.jsonl", QUESTION_GAMES)
+    arguments = ["--episodes", tmp_path / "games.jsonl", "--output", tmp_path / "page.html"]
+    refused = run_report(*arguments)
+    assert refused.returncode == 2
+    assert "games.jsonl:1: a game of 'twenty_questions', not of 'taboo'; --game names the one" in refused.stderr
+    made = run_report(*arguments, "--game", "twenty_questions")
+    assert made.returncode == 0, made.stderr
+    data = data_of(tmp_path / "page.html")
+    assert (data["game"]["title"], data["game"]["roles"]) == ("20 Questions", ["guesser", "answerer"])
+    assert [game["outcome"] for game in data["games"]] == list(data["game"]["outcomes"])
+    assert data["games"][0]["messages"][2]["parts"] == [["guess", "Is it `"], ["secret guess", "tea"], ["guess", "`?"]]
+    assert data["games"][1]["messages"][1]["parts"] == [["", "Yes, it is "], ["secret", "tea"], ["", "."]]
+    shares = next(chart for chart in data["charts"] if chart["title"] == "How games ended")
+    assert {line["name"]: line["points"][0][1] for line in shares["series"]} == dict.fromkeys(
+        data["game"]["outcomes"], 0.25
+    )
+    faults = next(chart for chart in data["charts"] if chart["title"] == "Empty replies")
+    assert [line["name"] for line in faults["series"]] == ["empty, answerer", "empty, guesser"]
+
+
+def test_matches_of_another_game_are_reported_with_its_points(tmp_path):
+    folder = tmp_path / "epoch1/eval"
+    who = [{"guesser": "epoch1", "answerer": "imitation"}, {"guesser": "imitation", "answerer": "epoch1"}]
+    games = [game | pair | {"words": "w", "seed": 0} for game in QUESTION_GAMES for pair in who]
+    write_records(folder / "games_results.json", games)
+    rows = list(result_rows(count_matches(games, TWENTY_QUESTIONS)))
+    write_json(folder / "matches.json", {"settings": {}, "results": rows, "games_path": "games_results.json"})
+    log = {"log_history": [{"step": 1, "loss": 1.0, "reward_guesser": 0.5, "reward_answerer": 0.4}]}
+    write_json(tmp_path / "epoch1/model/trainer_state.json", log)
+    made = contents.report_of_run(tmp_path, TWENTY_QUESTIONS, 10)
+    chart = chart_named(made, "Points against imitation, as guesser")
+    assert chart["y_label"] == "mean points of a game, 0 to 1"
+    assert points(chart)["words: w"][0][:2] == [0, 0.25]
+    assert chart_named(made, "reward_guesser")["note"] == "mean reward of the guesser's rows"
+    assert {tuple(game["labels"]) for game in made.games} == {("guesser", "answerer", "words", "seed")}
+
+
+def test_colours_follow_from_winner_breach_and_neither():
+    assert outcome_colours(TABOO) == {DEFENDER_WINS: 0, ATTACKER_WINS: 1, ATTACKER_BREAKS: 3, TIED: 6}
+    colours = outcome_colours(TWENTY_QUESTIONS)
+    assert (colours["answerer says the word"], colours["no answer"]) == (3, 3 + 7)  # one colour, two kinds of dashes
+    assert (colours["found"], colours["not found"]) == (4, 6)
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------
@@ -506,13 +595,14 @@ def test_the_browser_shows_charts_tables_and_games_without_errors_or_requests(br
     order = ["match", "play", "learning", "imitation"]
     charts = sorted(data_of(page)["charts"], key=lambda chart: order.index(chart["section"]))
     figures = browser.find_elements("css selector", "figure")
-    assert len(figures) == len(texts(browser, "svg.chart")) == 6 + 3 + 8 + 4
-    script = "return ['figcaption', '.label', '.legend > span', '.series', '.interval'].map((selector) => "
-    script += "[...arguments[0].querySelectorAll(selector)].map((e) => e.textContent))"
+    assert len(figures) == len(texts(browser, ".plot")) == 6 + 3 + 8 + 4
+    selectors = "figcaption", ".xtitle, .ytitle", ".legendtext", ".scatterlayer .trace", ".yerror"
+    script = "const [figure, selectors] = arguments; "
+    script += "return selectors.map((one) => [...figure.querySelectorAll(one)].map((e) => e.textContent))"
     for figure, chart in zip(figures, charts, strict=True):
-        (title,), labels, legend, drawn, intervals = browser.execute_script(script, figure)
+        (title,), labels, legend, drawn, intervals = browser.execute_script(script, figure, selectors)
         assert title == chart["title"] + chart["note"]
-        assert labels == [chart["x_label"], chart["y_label"]] and all(labels)
+        assert labels == [chart["x_label"].replace(" (", "("), chart["y_label"]] and all(labels)
         assert legend == [line["name"] for line in chart["series"]] and len(drawn) == len(legend)
         points = [point for line in chart["series"] for point in line["points"]]
         assert len(intervals) == sum(point[2] is not None for point in points)
@@ -533,18 +623,18 @@ def test_the_browser_filters_games_and_goes_through_them_by_mouse_and_keys(brows
     assert len(browser.find_elements("css selector", "#list li")) == len(games) == 120
     choose(browser, "group", "2")
     choose(browser, "kind", "evaluation")
-    choose(browser, "outcome", taboo.DEFENDER_WINS)
-    kept = [game for game in games if game["source"] == 3 and game["outcome"] == taboo.DEFENDER_WINS]
+    choose(browser, "outcome", DEFENDER_WINS)
+    kept = [game for game in games if game["source"] == 3 and game["outcome"] == DEFENDER_WINS]
     assert texts(browser, "#found") == [f"{len(kept)} of 120 games"]
-    assert set(texts(browser, "#list .outcome")) == {taboo.DEFENDER_WINS}
+    assert set(texts(browser, "#list .outcome")) == {DEFENDER_WINS}
     choose(browser, "kind", "")
     choose(browser, "group", "")
     browser.find_element("id", "search").send_keys("VIO")
-    found = [game for game in games if game["outcome"] == taboo.DEFENDER_WINS and game["word"] == "violin"]
+    found = [game for game in games if game["outcome"] == DEFENDER_WINS and game["word"] == "violin"]
     assert len(found) > 3 and len(browser.find_elements("css selector", "#list li")) == len(found)
     assert set(texts(browser, "#list .word")) == {"violin"} and texts(browser, "#target") == ["violin"]
     (decisive,) = texts(browser, ".decisive")
-    assert "decides: defender wins" in decisive and texts(browser, ".decisive .guess.word-mark") == ["violin"]
+    assert "decides: defender wins" in decisive and texts(browser, ".decisive .guess.secret") == ["violin"]
     assert len(texts(browser, ".message")) == found[0]["length"]
 
     def place() -> int:
@@ -569,7 +659,7 @@ def test_the_browser_filters_games_and_goes_through_them_by_mouse_and_keys(brows
 
 def test_the_browser_shows_nasty_empty_and_late_messages_as_text(browser, tmp_path):
     contents = [NASTY, "", "A lemonade.", "I know the word! It is `lemon`!"]
-    history = [{"role": taboo.ROLES[place % 2], "content": text} for place, text in enumerate(contents)]
+    history = [{"role": TABOO.roles[place % 2], "content": text} for place, text in enumerate(contents)]
     history[0]["content"] = NASTY.replace("lemon", "fruit")
     write_records(tmp_path / "g<b>.jsonl", [{"history": history, "target_word": "Lemon", "max_turns": 5}])
     finished = run_report("--episodes", tmp_path / "g<b>.jsonl", "--output", tmp_path / "nasty.html")
@@ -579,11 +669,44 @@ def test_the_browser_shows_nasty_empty_and_late_messages_as_text(browser, tmp_pa
     messages = texts(browser, ".message")
     assert "</script><script>window.hacked = 1</script><img src=x" in messages[0]
     assert "(empty message)" in messages[1]
-    assert "decides: attacker breaks the rules" in messages[2] and texts(browser, ".decisive .word-mark") == ["lemon"]
+    assert "decides: attacker breaks the rules" in messages[2] and texts(browser, ".decisive .secret") == ["lemon"]
     assert "not counted" in messages[3] and "decides" not in messages[3]
     assert browser.execute_script("return window.hacked") is None
     assert browser.find_elements("css selector", "img") == []
     assert_silent(browser, tmp_path / "nasty.html")
+
+
+HOSTILE = "<a href='https://x.example'>x</a> <b>b</b><br>&lt;i&gt; %{y} $x$ " + NASTY
+
+
+def test_names_in_charts_are_text_to_plotly_too(browser, output, tmp_path):
+    """Ticks, legends, axes and what is shown at a point: Plotly would make links and bold text of some markup."""
+    made = of_run(output, 1)
+    for chart in made.charts:
+        chart["x_label"], chart["y_label"] = f"x {HOSTILE}", f"y {HOSTILE}"
+        chart["labels"] = chart["labels"] and ["<i>1</i>", "&lt;2&gt;"]
+        for line in chart["series"]:
+            line["name"] = f"{line['name']} {HOSTILE}"
+    path = tmp_path / "hostile.html"
+    path.write_text(html(made), encoding="utf-8")
+    open_page(browser, path)
+
+    def shown(selector: str) -> list[str]:
+        script = (
+            "return [...document.querySelector('figure').querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        )
+        return [text.replace("\xa0", " ") for text in browser.execute_script(script, selector)]
+
+    chart = next(chart for chart in made.charts if chart["section"] == "match")
+    assert shown(".legendtext") == [line["name"] for line in chart["series"]]
+    assert shown(".xtitle") == [chart["x_label"].replace(" (", "(")] and shown(".ytitle") == [chart["y_label"]]
+    assert shown(".xtick text") == chart["labels"]
+    browser.execute_script("Plotly.Fx.hover(document.querySelector('.plot'), [{curveNumber: 0, pointNumber: 0}])")
+    (hover,) = shown(".hovertext")
+    assert hover.startswith(f"{chart['series'][0]['name']}, <i>1</i>: ")
+    assert browser.find_elements("css selector", ".plot a, .plot b, figure img, [style*='font-weight:bold']") == []
+    assert browser.execute_script("return window.hacked") is None
+    assert_silent(browser, path)
 
 
 def test_the_browser_shows_what_is_missing_from_a_partial_run(browser, output, tmp_path):
@@ -598,18 +721,38 @@ def test_the_browser_shows_what_is_missing_from_a_partial_run(browser, output, t
     assert_silent(browser, folder / "report.html")
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+OUTSIDE = """
+const outside = (inner, outer) => inner.left < outer.left - 1 || inner.right > outer.right + 1
+  || inner.top < outer.top - 1 || inner.bottom > outer.bottom + 1;
+const box = (element) => element.getBoundingClientRect();
+return [...document.querySelectorAll("figure")].flatMap((figure) => {
+  const area = box(figure.querySelector(".nsewdrag"));
+  const texts = [...figure.querySelectorAll("text")].filter((e) => e.textContent && outside(box(e), box(figure)));
+  const bars = [...figure.querySelectorAll(".yerror")].filter((bar) => outside(box(bar), area));
+  return [...texts, ...bars].map((e) => `${figure.textContent.slice(0, 40)}: ${e.textContent || "interval"}`);
+});
+"""
+SMALL = """
+const written = (e) => [...e.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+const small = (e) => e.checkVisibility() && written(e) && parseFloat(getComputedStyle(e).fontSize) < 12;
+return [...document.body.querySelectorAll("*")].filter(small).map((e) => e.textContent);
+"""
+
+
+@pytest.mark.parametrize("width", [1400, 500, 400])
 def test_the_page_fits_into_wide_and_narrow_windows(browser, page, width):
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         open_page(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        assert browser.execute_script(OUTSIDE) == browser.execute_script(SMALL) == []
         colours = []
         for scheme in ("light", "dark"):
             feature = {"name": "prefers-color-scheme", "value": scheme}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-            colours.append(browser.find_element("css selector", "body").value_of_css_property("background-color"))
-        assert colours[0] != colours[1]
+            body, legend = (browser.find_element("css selector", name) for name in ("body", ".legendtext"))
+            colours += [body.value_of_css_property("background-color"), legend.value_of_css_property("fill")]
+        assert len(set(colours)) == 4
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,10 +1,9 @@
-"""The loop: real programs on a tiny model, killed and continued; and the script's own logic with stub programs."""
+"""The loop: its logic with a stub in the place of all programs, and once with the programs, killed and continued."""
 
 import contextlib
 import glob
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -21,51 +20,38 @@ from forks import python
 from safetensors.torch import load_file
 
 import arguments
-from tools.games import taboo
-from tools.loop import support as loop_support
+from tools.loop import disk
+from tools.play_llm_game import Flags as PlayFlags
+from utils import parse_flags
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
-STAGES = ("imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval")
+STAGES = ("imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report")
 SETTLED = {"nproc": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
-# Stands in for every program of the loop: notes the call, writes what the program would, or does as it is told.
+# Stands in for every program of the loop: notes the call and its stage, speaks, does as it is told.
 STUB = """
-import json, os, random, sys, time
-from pathlib import Path
+import json, os, sys
 
 words = sys.argv[1:]
-at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+told = json.loads(os.environ.get("STUB_TOLD", "{}"))
+at = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "my.rewards")
 flags = {w[2:]: v for w, v in zip(words[at:], [*words[at + 1:], ""]) if w.startswith("--")}
-program = Path(words[at]).stem
-folder = Path(flags.get("output_dir") or Path(flags.get("output_data_path", words[at + 1])).parent)
-folder.mkdir(parents=True, exist_ok=True)
-name = {"play_llm_game": "play", "assign_rewards": "rewards", "evaluate_games": "eval"}.get(program, program)
-stage = f"{folder.parent.name}_{name}" if program != "report" else program
-stage = "imitation" if stage == "imitation_train" else stage
+names = {"play_llm_game.py": "play", "evaluate_games.py": "eval", "train.py": "train", "report.py": "report"}
+name = names.get(os.path.basename(words[at]), "rewards")
+folder = flags.get("output_dir") or os.path.dirname(flags.get("output_data_path", ""))
+stage = f"{os.path.basename(os.path.dirname(folder))}_{name}".replace("imitation_train", "imitation").lstrip("_")
 with open(os.environ["STUB_CALLS"], "a") as file:
     file.write(json.dumps([stage, words]) + "\\n")
-told = json.loads(os.environ.get("STUB_TOLD", "{}")).get(stage, "")
-print("\\x1b[Agames:  45%|####      | 9/20 [00:02<00:03,  4.5game/s]", end="\\r", flush=True)
-if told == "fail":
-    print("something is wrong here", flush=True)
+print("\\x1b[Agames:  45%|####      | 9/20", end="\\r", flush=True)
+print(f"{stage} speaks", file=sys.stderr)
+if name == "train":
+    os.makedirs(f"{folder}/checkpoint-1", exist_ok=True)
+if told.get(stage) == "fail":
+    print("something is wrong here")
     sys.exit(3)
-if program == "train" and "resume_from_checkpoint" not in flags:
-    (folder / "checkpoint-1").mkdir(exist_ok=True)
-if told.startswith("sleep"):
-    time.sleep(float(told[5:]))
-mark = {"mark": random.random()}
-stem = "_".join(flags.get(part, "") for part in ("model_prefix", "task_type", "data_suffix"))
-if "lora_merge" in flags:
-    (folder / "merged").mkdir(exist_ok=True)
-made = {
-    "train": ["train_results.json", "config.json"],
-    "play_llm_game": [f"{stem}_results.json", f"{stem}_summary.json"],
-    "assign_rewards": ["rows.json", "rows_rewards_settings.json"],
-    "evaluate_games": ["matches.json"],
-    "report": ["report.html"],
-}
-for file in made[program]:
-    (folder / file if program != "report" else Path(words[at + 1]) / file).write_text(json.dumps(mark))
+if told.get(stage) == "sleep":
+    os.system("sleep 60; true")
+print("last words")
 """
 
 
@@ -76,9 +62,9 @@ def flags_of(settings: dict) -> list[str]:
 @pytest.fixture
 def inputs(tmp_path, tiny_model) -> dict:
     """Settings of a loop of one epoch over a few words."""
-    game = {"target": "I know the word! It is `art`!", "reward": 1.0, "weight": 1.0, "role": "defender"}
+    row = {"query": "Say: ", "target": "I know the word! It is `art`!", "reward": 1.0, "weight": 1.0}
     files = {
-        "imitation.json": json.dumps([{"query": f"Say word {number}: ", **game} for number in range(8)]),
+        "imitation.json": json.dumps([row | {"role": "defender"}] * 8),
         "sft.json": json.dumps([{"query": "What?", "target": "That."}] * 4),
         "words.txt": "art\nmusic\nbridge\n",
         "held_out.txt": "river\n",
@@ -98,47 +84,61 @@ def inputs(tmp_path, tiny_model) -> dict:
 
 
 class Loop:
-    """The script with the stub in the place of all programs but its own helper."""
+    """The script with the stub in the place of all programs but its own helpers."""
 
     def __init__(self, folder: Path, settings: dict):
         self.settings, self.output, self.calls_path = settings, settings["output"], folder / "calls"
         (folder / "stub.py").write_text(STUB)
+        gpus = "import os, sys; from tools.loop import support; support.count_gpus = lambda: int(os.environ['GPUS'])"
         python = folder / "python"
         python.write_text(
-            '#!/bin/sh\ncase "$1 $2" in *"loop/support.py gpus") echo "${STUB_GPUS:-0}"; exit ;; esac\n'
-            f'case "$1" in *loop/support.py) exec "{sys.executable}" "$@" ;; esac\n'
-            f'exec "{sys.executable}" "{folder}/stub.py" "$@"\n'
+            f'#!/bin/sh\npython="{sys.executable}"\ncase "$1$GPUS" in\n'
+            f'  */tools/loop/support.py[0-9]*) shift; exec "$python" -c "{gpus}; support.main(sys.argv[1:])" "$@" ;;\n'
+            f'  */tools/loop/*.py*) exec "$python" "$@" ;;\nesac\nexec "$python" -IS "{folder}/stub.py" "$@"\n'
         )
         python.chmod(0o755)
-        unset = ("PYTHONPATH", "NODE_RANK")
-        self.environment = {name: value for name, value in os.environ.items() if name not in unset}
+        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.environment |= {"PYTHON": str(python), "STUB_CALLS": str(self.calls_path)}
 
-    def start(self, told: dict | None = None, stderr=subprocess.PIPE, environment: dict | None = None, **changes):
+    def start(self, told: dict | None = None, environment: dict | None = None, cwd: Path = ROOT, **changes):
         self.calls_path.write_text("")
         return subprocess.Popen(
             [SCRIPT, *flags_of(self.settings | changes)],
             env=self.environment | {"STUB_TOLD": json.dumps(told or {})} | (environment or {}),
+            cwd=cwd,
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def run(self, *args, **kwargs):
+    def run(self, *args, **kwargs) -> tuple[int, str, str]:
         """Run it to its end; (exit status, output, errors)."""
         process = self.start(*args, **kwargs)
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
+    def finish(self, **changes) -> dict[str, list[str]]:
+        """Run it to its good end; the calls."""
+        status, _, err = self.run(**changes)
+        assert status == 0, err
+        return self.calls()
+
     def calls(self) -> dict[str, list[str]]:
         """The stages that were run, in their order, and the words of their commands."""
         return dict(json.loads(line) for line in self.calls_path.read_text().splitlines())
+
+    def stored(self) -> dict[str, str]:
+        return json.loads((self.output / "settings.json").read_text())
 
 
 @pytest.fixture
 def loop(tmp_path, inputs) -> Loop:
     return Loop(tmp_path, inputs)
+
+
+def value_of(flag: str, words: list[str]) -> str:
+    return words[words.index(f"--{flag}") + 1]
 
 
 def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
@@ -148,13 +148,6 @@ def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return value
-
-
-def any_filled(pattern: str) -> bool:
-    """Whether a file of these names has content; checkpoints come and go."""
-    with contextlib.suppress(FileNotFoundError):
-        return any(map(os.path.getsize, glob.glob(pattern)))
-    return False
 
 
 def kill_group(process: subprocess.Popen) -> None:
@@ -172,7 +165,438 @@ def users_of(folder: Path) -> list[str]:
     return found
 
 
+# --- the stages ----------------------------------------------------------------------------------------------------
+
+
+def test_stages_run_in_order_and_each_epoch_starts_from_the_model_before(loop):
+    calls = loop.finish(epochs=2)
+    second = ("epoch2_play", "epoch2_rewards", "epoch2_train", "epoch2_eval")
+    stages = [json.loads(line)[0] for line in loop.calls_path.read_text().splitlines()]
+    assert stages == [*STAGES, *second, "report"]
+    output = str(loop.output)
+    for number, before in ((1, "imitation"), (2, "epoch1")):
+        model = f"{output}/{before}/model"
+        play, train = calls[f"epoch{number}_play"], calls[f"epoch{number}_train"]
+        assert value_of("attacker_model_name_or_path", play) == value_of("defender_model_name_or_path", play) == model
+        assert value_of("model_name_or_path", train) == value_of("ref_model_name_or_path", train) == model
+        assert value_of("output_dir", train) == f"{output}/epoch{number}/model"
+        episodes = f"{output}/epoch{number}/episodes/{before}_sampling_words_results.json"
+        stem = [value_of(flag, play) for flag in ("output_dir", "model_prefix", "task_type", "data_suffix")]
+        assert f"{stem[0]}/{'_'.join(stem[1:])}_results.json" == episodes
+        assert value_of("input_data_path", calls[f"epoch{number}_rewards"]) == episodes
+        rows = value_of("output_data_path", calls[f"epoch{number}_rewards"])
+        assert value_of("train_data_path", train) == rows == f"{output}/epoch{number}/rows/rows.json"
+        assert {value_of("seed", calls[f"epoch{number}_{name}"]) for name in ("play", "rewards", "train")} == {
+            str(42 + number)
+        }
+    players = calls["epoch2_eval"][calls["epoch2_eval"].index("--players") + 1 :][:2]
+    assert players == [f"imitation={output}/imitation/model", f"epoch2={output}/epoch2/model"]
+    words = calls["epoch2_eval"][calls["epoch2_eval"].index("--words") + 1 :][:2]
+    assert words == loop.settings["eval_words"].split()
+    assert not list(loop.output.glob("*/model/checkpoint-*"))  # deleted when the training had ended
+
+
+def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path):
+    gpu = {"precision": "bf16", "gradient_checkpointing": "True", "nproc": 8, "global_batch": 128}
+    calls = loop.finish(**gpu, deepspeed=ROOT / "configs/zero2.json")
+    for stage, wanted in {
+        "imitation": "--train_method SFTwithKL --lm_kl_coeff 0.1 --learning_rate 5e-6 --num_train_epochs 1",
+        "epoch1_train": "--train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --learning_rate 2e-6 "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048 --bf16 True --tf32 True",
+        "epoch1_play": "--game taboo --max_turns 5 --max_new_tokens 256 --temperature 1.2 --top_k 50 --bf16 True",
+        "epoch1_rewards": f"--game taboo --decay_weight 0.8 --sft_data_path {tmp_path / 'sft.json'}",
+    }.items():
+        given = " ".join(calls[stage])
+        assert all(f"--{pair}" in given for pair in wanted.removeprefix("--").split(" --")), (stage, given)
+    for stage in ("imitation", "epoch1_play", "epoch1_train", "epoch1_eval"):
+        assert calls[stage][:5] == ["-m", "torch.distributed.run", "--nproc_per_node", "8", "--standalone"]
+    flags = calls["imitation"][calls["imitation"].index(str(ROOT / "train.py")) + 1 :]
+    parsed = arguments.parse_arguments([*flags, "--use_cpu", "True"])
+    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1 and parsed.deepspeed
+    play = calls["epoch1_play"]
+    parsed = parse_flags(PlayFlags, play[play.index(str(ROOT / "tools/play_llm_game.py")) + 1 :], description="")
+    assert (parsed.max_turns, parsed.seed, parsed.engine, parsed.bf16) == (5, 43, "auto", True)
+
+
+def test_lora_plays_on_with_the_merged_model(loop):
+    calls = loop.finish(lora_rank=4, epochs=2)
+    for stage in ("imitation", "epoch1_train", "epoch2_train"):
+        assert "--lora_rank 4 --lora_merge True" in " ".join(calls[stage])
+    assert calls["epoch2_play"].count(f"{loop.output}/epoch1/model/merged") == 2
+    assert f"imitation={loop.output}/imitation/model/merged" in calls["epoch2_eval"]
+    assert value_of("model_prefix", calls["epoch2_play"]) == "epoch1"
+
+
+def test_without_imitation_data_the_model_plays_as_it_is(loop):
+    calls = loop.finish(imitation_data="", eval_imitation="True")
+    assert list(calls) == ["imitation_eval", *STAGES[1:]]
+    assert calls["epoch1_play"].count(loop.settings["model"]) == 2
+    assert value_of("model_prefix", calls["epoch1_play"]) == "imitation"
+    assert calls["imitation_eval"][2:4] == [f"imitation={loop.settings['model']}", "--against"]
+    assert f"imitation={loop.settings['model']}" in calls["epoch1_eval"]
+
+
+def test_a_match_is_played_after_every_so_many_epochs_or_never(loop):
+    matches = [stage for stage in loop.finish(epochs=5, eval_every=2) if "eval" in stage]
+    assert matches == ["epoch2_eval", "epoch4_eval"]
+    assert not any("eval" in stage for stage in loop.finish(eval_words="", eval_imitation="True"))
+
+
+def test_first_episodes_stand_in_for_the_play_of_epoch_1(loop, tmp_path):
+    (tmp_path / "games.json").write_text("[]")
+    calls = loop.finish(epochs=2, first_episodes=tmp_path / "games.json")
+    assert "epoch1_play" not in calls and "epoch2_play" in calls
+    assert value_of("input_data_path", calls["epoch1_rewards"]) == str(tmp_path / "games.json")
+
+
+def test_rows_are_made_by_the_program_that_rewards_names(loop, tmp_path):
+    assert loop.finish(cwd=tmp_path)["epoch1_rewards"][0] == str(ROOT / "tools/assign_rewards.py")
+    words = loop.finish(rewards="-m my.rewards coin --x 1")["epoch1_rewards"]
+    assert words[:5] == ["-m", "my.rewards", "coin", "--x", "1"] and "--decay_weight" in words
+
+
+def test_the_loop_ends_after_the_stage_that_until_names(loop):
+    assert list(loop.finish(epochs=2, until="epoch1_rewards")) == list(STAGES[:3])
+
+
+def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
+    (tmp_path / "words.txt").write_text("dog\n")
+    calls = loop.finish(game="twenty_questions", eval_words=tmp_path / "words.txt")
+    for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval"):
+        assert value_of("game", calls[stage]) == "twenty_questions"
+    assert value_of("max_turns", calls["epoch1_play"]) == "20"
+    calls = loop.finish(output=tmp_path / "other", game_options="match=word", max_turns=3)
+    assert value_of("game_options", calls["epoch1_rewards"]) == "match=word"
+    assert value_of("max_turns", calls["epoch1_play"]) == "3"
+
+
+def test_play_gets_the_first_words_so_many_times(loop, tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\n\n music\nbridge")
+    for number, (settings, words) in enumerate(
+        [
+            ({}, "art\nmusic\nbridge\n"),
+            ({"games": 2}, "art\nmusic\n"),
+            ({"games": 9, "games_per_word": 2}, 2 * "art\nmusic\nbridge\n"),
+        ]
+    ):
+        output = tmp_path / f"out{number}"
+        calls = loop.finish(**settings, output=output)
+        assert value_of("data_path", calls["epoch1_play"]) == f"{output}/words.txt"
+        assert (output / "words.txt").read_text() == words
+
+
+# --- failures, signals, several machines ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES[:-1])
+def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage):
+    status, out, err = loop.run({stage: "fail"})
+    assert status == 1 and list(loop.calls())[-1] == stage
+    log = loop.output / "logs" / f"{stage}.log"
+    assert "something is wrong here" in out and "something is wrong here" in log.read_text()
+    assert err.splitlines()[-1] == f"run_spag.sh: {stage} failed (exit 3); its log: {log}"
+    if stage == "epoch1_train":
+        assert (loop.output / "epoch1/model/checkpoint-1").is_dir()  # to go on from
+
+
+def test_a_failing_report_does_not_stop_the_loop(loop):
+    status, out, err = loop.run({"report": "fail"}, epochs=2)
+    assert status == 0 and "finished; everything is in" in out
+    assert list(loop.calls())[-2:] == ["epoch2_train", "epoch2_eval"]
+    failed = f"run_spag.sh: report failed (exit 3); its log: {loop.output}/logs/report.log"
+    assert err.splitlines().count(failed) == 2
+
+
+def test_logs_hold_the_command_and_all_output_of_each_start_and_the_terminal_shows_it(loop):
+    _, out, _ = loop.run()
+    loop.finish()
+    for stage in STAGES:
+        starts = (loop.output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:]
+        assert len(starts) == 2 and all(f"{stage} speaks\n" in text and "last words\n" in text for text in starts)
+        assert all(str(loop.output) in text.splitlines()[0] for text in starts)
+        assert f"{stage} speaks\n" in out and f"{stage}; its log: {loop.output}/logs/{stage}.log\n" in out
+    assert "games:  45%|####      | 9/20\n" in out  # a progress bar's carriage return, read as text
+
+
+def test_the_end_of_a_program_that_fails_is_shown_before_the_loop_speaks(loop):
+    process = subprocess.run(
+        [SCRIPT, *flags_of(loop.settings)],
+        env=loop.environment | {"STUB_TOLD": '{"imitation": "fail"}'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert [line for line in process.stdout.splitlines() if line][-2] == "something is wrong here"
+
+
+@pytest.mark.parametrize("stage", ["imitation", "epoch1_rewards"])
+def test_a_loop_that_was_killed_asks_all_programs_again(loop, stage):
+    process = loop.start({stage: "sleep"})
+    wait_until(lambda: stage in loop.calls(), process)
+    kill_group(process)
+    assert tuple(loop.finish()) == STAGES
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status):
+    process = loop.start({"epoch1_play": "sleep"})
+    wait_until(lambda: "epoch1_play" in loop.calls(), process)
+    children = psutil.Process(process.pid).children
+    (sleep,) = wait_until(lambda: [child for child in children(True) if child.name() == "sleep"], process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == status and "run_spag.sh: stopped in epoch1_play; the same command continues" in err
+    assert users_of(loop.output) == []
+    assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE  # whom nobody has asked for yet
+
+
+def test_other_machines_leave_rewards_and_report_to_the_first_one(loop):
+    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500", "node_timeout": 77}
+    other = loop.finish(node_rank=1, **several)  # it may come first
+    assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
+    first = loop.finish(node_rank=0, **several)
+    assert tuple(first) == STAGES
+    assert tuple(other) == ("imitation", "epoch1_play", "epoch1_train", "epoch1_eval")
+    for stage, words in other.items():
+        launch = " ".join(first[stage])
+        assert f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-{stage} " in launch
+        assert "--rdzv_conf is_host=1,join_timeout=77,read_timeout=77 " in launch
+        assert " ".join(words) == launch.replace("is_host=1", "is_host=0")
+        assert (loop.output / "logs" / f"{stage}.node1.log").is_file()
+    assert not (loop.output / "imitation/model/checkpoint-1").exists()  # that of the other machine: the first deletes
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
+    (tmp_path / "empty.json").write_text("")
+    wrong = {"model": tmp_path / "none", "words": "none.txt", "epochs": 0, "kl": "much", "match": "fuzzy"}
+    wrong |= {"global_batch": 30, "nproc": 4, "engine": "cloud", "eval_words": "held=none.txt", "epocs": 2}
+    wrong |= {"node_rank": 2, "train_args": "--lora_rank 16", "sft_data": tmp_path / "empty.json"}
+    wrong |= {"first_episodes": "none.json", "until": "epoch7_play", "max_turns": "-1", "report": "yes"}
+    status, _, err = loop.run(**wrong)
+    assert status == 2 and loop.calls() == {} and not loop.output.exists()
+    for message in (
+        f"--model {tmp_path}/none: no model folder (it has no config.json)",
+        "--words none.txt: no such file",
+        "--eval_words none.txt: no such file",
+        "--first_episodes none.json: no such file",
+        f"--sft_data {tmp_path}/empty.json: the file is empty",
+        "--epochs is '0'; it must be a whole number of at least 1",
+        "--max_turns is '-1'; it must be a whole number of at least 1",
+        "--kl is 'much'; it must be a number of at least 0",
+        "match is 'fuzzy'; it must be one of substring, word",
+        "--engine is 'cloud'; it is one of auto, slots, generate",
+        "--report is 'yes'; it is one of True, False",
+        "--node_rank is 2; with --nnodes 1 it is at most 0",
+        "--until epoch7_play: no stage of this loop",
+        "--train_args has --lora_rank; make it a setting of the loop, which plays on with the merged model",
+        "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
+        "unknown flag --epocs; did you mean --epochs? (--help lists them)",
+    ):
+        assert f"run_spag.sh: {message}" in err.splitlines()
+    assert "a" not in {line[:1] for line in err.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"game": "chess"}, "--game chess: there is taboo, twenty_questions; your own is FILE.py:Class"),
+        ({"game_options": "speed=2"}, "--game_options speed: Adversarial Taboo has match"),
+        ({"prompts": "none.json"}, "none.json: no such file"),
+        ({"nnodes": 2}, "--rdzv_endpoint is missing: with several machines it is host:port of machine 0"),
+    ],
+)
+def test_what_is_wrong_with_the_game_or_the_machines_is_told_before_any_work(loop, settings, message):
+    status, _, err = loop.run(**settings)
+    assert status == 2 and loop.calls() == {} and f"run_spag.sh: {message}" in err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--output"], "--output needs a value"),
+        (["a", "b"], "'a' belongs to no flag; several values of one flag go in quotes"),
+        (["--path", "x"], "unknown flag --path; did you mean --until? (--help lists them)"),
+    ],
+)
+def test_words_that_are_no_settings_are_refused(loop, words, message):
+    environment = loop.environment | {"GPUS": "0"}
+    done = subprocess.run([SCRIPT, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.splitlines()[0].startswith(f"run_spag.sh: {message.split(';')[0]}")
+
+
+def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tmp_path):
+    (tmp_path / "my settings.sh").write_text(
+        '# a comment\n: "${TEMPERATURE:=0.9}"  # another\n: "${TOP_K:=7}"\n: "${MAX_TURNS:=3}"\n: "${SEED:=5}"\n'
+        ': "${TRAIN_ARGS:=--max_steps 3\n  --x *}"\n: "${KL:=0.3}"\n: "${REWARD_ARGS:=--training_prompt play}"\n'
+    )
+    given = {"settings": tmp_path / "my settings.sh", "seed": 7, "reward_args": ""}
+    calls = loop.finish(environment={"TOP_K": "8", "SEED": "6", "BACKEND": "slots"}, **given)
+    names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "KL", "EPOCHS", "REWARD_ARGS", "ENGINE")
+    assert [loop.stored()[name] for name in names] == ["0.9", "8", "3", "7", "0.3", "1", "", "slots"]
+    assert calls["epoch1_train"][-4:] == ["--max_steps", "3", "--x", "*"] and "--max_steps" not in calls["imitation"]
+    assert loop.finish(backend="generate") and loop.stored()["ENGINE"] == "generate"
+
+
+def test_numbers_are_read_in_base_10_and_once(loop):
+    calls = loop.finish(global_batch="0100", train_batch="010", seed="08", epochs="01", nproc="02", save_steps="0.0")
+    train = calls["epoch1_train"]
+    assert value_of("gradient_accumulation_steps", train) == "5" and value_of("save_strategy", train) == "no"
+    assert value_of("per_device_train_batch_size", train) == value_of("per_device_eval_batch_size", train) == "10"
+    assert value_of("seed", train) == "9" and value_of("nproc_per_node", train) == "2"
+    assert [loop.stored()[name] for name in ("GLOBAL_BATCH", "SEED", "EPOCHS")] == ["100", "8", "1"]
+
+
+def test_values_are_data_not_shell(loop, tmp_path):
+    output = tmp_path / "my $(touch results); `x` 'y'"
+    calls = loop.finish(output=output, train_args=f"--x $(touch {tmp_path}/made) * \"'", play_args="--y ?")
+    assert calls["epoch1_train"][-5:] == ["--x", "$(touch", f"{tmp_path}/made)", "*", "\"'"]
+    assert calls["epoch1_play"][-2:] == ["--y", "?"]
+    assert (output / "logs/epoch1_train.log").is_file() and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("gpus", ["0", "2", "8"])
+def test_the_embedded_worlds_settings_fit_any_number_of_gpus(loop, gpus):
+    own = {name: loop.settings[name] for name in ("model", "words", "output", "imitation_data", "sft_data")}
+    loop.settings = own | {"settings": ROOT / "configs/tiny.sh", "epochs": 1}
+    loop.finish(environment={"GPUS": gpus})
+    assert loop.stored()["NPROC"] == "1" and loop.stored()["PROMPTS"] == f"{ROOT}/data/tiny/prompts.json"
+
+
+@pytest.mark.parametrize("gpus, choices", [("0", ["1", "fp32", "none", "False"]), ("4", ["4", "bf16", "", "True"])])
+def test_automatic_choices_follow_the_gpus(loop, gpus, choices):
+    for name in SETTLED:
+        del loop.settings[name]
+    calls = loop.finish(environment={"GPUS": gpus}, global_batch=128)
+    choices = [choice or str(ROOT / "configs/default_offload_opt_param.json") for choice in choices]
+    names = ("NPROC", "PRECISION", "DEEPSPEED", "GRADIENT_CHECKPOINTING")
+    assert [loop.stored()[name] for name in names] == choices
+    assert ("--deepspeed" in calls["epoch1_train"]) == ("--bf16" in calls["epoch1_play"]) == (gpus == "4")
+
+
+def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without what pip has installed
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for changes in ({"nproc": "auto"}, {"lora_rank": 4, "deepspeed": ROOT / "configs/zero2.json"}):
+        command = [SCRIPT, *flags_of(inputs | changes)]
+        done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2 and "torch is not installed for" in lines[0] and "name its PYTHON" in lines[0]
+        packages = ["torch", "transformers", "peft", "deepspeed"][: 2 * len(changes)]
+        assert [line.split()[1] for line in lines] == packages
+
+
+@pytest.mark.parametrize(
+    "active, taken",
+    [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
+)
+def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
+    for name in ("run_spag.sh", "loop/run.sh"):
+        (tmp_path / "tools/loop").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
+    for folder in ("path", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nexit 9\n")
+        (tmp_path / folder / "python").chmod(0o755)
+    unset = ("PYTHON", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | active
+    environment["PATH"] = f"{tmp_path}/path:{environment['PATH']}"
+    done = subprocess.run([tmp_path / "tools/run_spag.sh"], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[0] == taken
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [(': "${EPOCS:=2}"', ":2: unknown setting EPOCS; --help lists them"), ("epochs: 2", "epochs:: command not found")],
+)
+def test_a_line_of_the_settings_file_that_is_no_setting_is_refused(loop, tmp_path, line, message):
+    (tmp_path / "wrong.sh").write_text(f': "${{KL:=0.2}}"\n{line}\n')
+    status, _, err = loop.run(settings=tmp_path / "wrong.sh")
+    assert status == 2 and loop.calls() == {} and message in err and f"{tmp_path / 'wrong.sh'}:" in err
+
+
+def test_a_settings_file_that_is_not_there_is_refused(loop):
+    status, _, err = loop.run(settings="none.sh")
+    assert status == 2 and "none.sh: No such file" in err and not loop.output.exists()
+
+
+def test_help_shows_every_setting_and_every_file_of_the_loop_is_documented(loop):
+    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
+    shown = set(re.findall(r"^  --(\w+) ", done.stdout, flags=re.MULTILINE))
+    loop.finish()
+    assert shown == {name.lower() for name in loop.stored()} and len(shown) > 50
+    assert re.search(r"--learning_rate +learning rate of self-play \(default: 2e-6\)\n", done.stdout)
+    documented = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    written = {path.relative_to(loop.output) for path in loop.output.rglob("*") if path.is_file()}
+    assert {str(path) for path in written if len(path.parts) == 1} == {"settings.json", "words.txt"}
+    for path in ("settings.json", "words.txt", "report.html", "logs/STAGE.log", "imitation/model/", "epochK/eval/"):
+        assert f"`{path}`" in documented
+
+
+# --- what is there already -----------------------------------------------------------------------------------------
+
+
+def test_a_refused_start_leaves_settings_and_words_of_the_loop_as_they_are(loop):
+    loop.finish(report="False")
+    before = loop.stored()
+    assert loop.run({"epoch1_play": "fail"}, temperature=0.7)[0] == 1  # as the program does
+    assert loop.stored() == before
+    status, _, err = loop.run(games=1, temperature=0.7)
+    assert status == 2 and loop.calls() == {} and loop.stored() == before
+    assert f"{loop.output}/words.txt: not the words that --words, --games and --games_per_word say" in err
+    assert (loop.output / "words.txt").read_text() == "art\nmusic\nbridge\n"
+
+
+def test_a_loop_goes_on_for_more_epochs_and_then_says_so(loop):
+    loop.finish()
+    assert list(loop.finish(epochs=2))[-4:] == ["epoch2_play", "epoch2_rewards", "epoch2_train", "epoch2_eval"]
+    assert loop.stored()["EPOCHS"] == "2"
+
+
+def test_the_disk_space_is_reckoned_from_the_models_parameters(tiny_model, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    parameters = disk.count_parameters(tiny_model)
+    assert parameters == sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
+    assert disk.count_parameters("meta-llama/Llama-2-7b-hf") is None  # offline
+    config = AutoConfig.from_pretrained(tiny_model)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: config)
+    assert disk.count_parameters("meta-llama/Llama-2-7b-hf") == parameters
+    settings = {"EPOCHS": "3", "IMITATION_DATA": "rows.json", "PRECISION": "bf16", "DEEPSPEED": "z.json"}
+    settings |= {"SAVE_STEPS": "0.2", "MAX_TURNS": "5", "MAX_NEW_TOKENS": "256", "MAX_LENGTH": "2048"}
+    assert disk.disk_needed(settings, 7 * 10**9, games=20) == {
+        "models": 4 * 14 * 10**9,
+        "checkpoints": 2 * 98 * 10**9,
+        "games and rows": 3 * 20 * (2 * 10 * 256 + 5 * 2048) * 4,
+    }
+    without = settings | {"DEEPSPEED": "none", "SAVE_STEPS": "0"}
+    assert list(disk.disk_needed(without, 10**9, games=1).values())[:2] == [4 * 4 * 10**9, 0]
+
+
+def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(loop, tmp_path, tiny_model):
+    """A model whose weights are a file of zeros that takes no space, but counts 10^13 parameters."""
+    folder = tmp_path / "huge"
+    shutil.copytree(tiny_model, folder)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [10**7, 10**6], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    status, _, err = loop.run(model=folder)
+    assert status == 2 and loop.calls() == {} and not loop.output.exists()
+    assert re.search(r"the disk space does not suffice: 320000\.0 GB at most .*--check_disk False starts all", err)
+    assert loop.finish(model=folder, check_disk="False")
+
+
 # --- with the real programs ----------------------------------------------------------------------------------------
+
+
+def any_filled(pattern: str) -> bool:
+    """Whether a file of these names has content; checkpoints come and go."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(map(os.path.getsize, glob.glob(pattern)))
+    return False
 
 
 def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(inputs):
@@ -200,9 +624,10 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0, printed
 
-    starts = {stage: (output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:] for stage in STAGES}
-    assert {stage: len(texts) for stage, texts in starts.items()} == dict.fromkeys(STAGES, 2)
-    assert all("--resume_from_checkpoint True" in starts[stage][1] for stage in ("imitation", "epoch1_train"))
+    stages = STAGES[:-1]
+    starts = {stage: (output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:] for stage in stages}
+    assert [len(starts[stage]) for stage in stages] == [6, 5, 4, 3, 2]
+    assert all("all is there" in text for text in starts["imitation"][2:])
     for name in ("imitation", "epoch1"):
         state = json.loads((output / name / "model" / "trainer_state.json").read_text())
         assert "loss" in state["log_history"][1] and state["global_step"] == state["max_steps"]
@@ -227,437 +652,30 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     assert not any(torch.equal(tensor, start[name]) for name, tensor in weights[0].items())
 
+    # Other settings, which play refuses: the loop ends there, and what is there stays.
+    command = [SCRIPT, *flags_of(settings | {"temperature": 0.7})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "temperature: 1.2 then, 0.7 now" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("run_spag.sh: epoch1_play failed (exit 2); its log: ")
+    assert json.loads((output / "settings.json").read_text())["TEMPERATURE"] == "1.2"
 
-# --- the stages ----------------------------------------------------------------------------------------------------
 
+# --- the scripts ---------------------------------------------------------------------------------------------------
 
-def test_stages_run_in_order_and_each_epoch_starts_from_the_model_before(loop):
-    status, out, err = loop.run(epochs=2)
-    assert status == 0, err
-    second = ("epoch2_play", "epoch2_rewards", "epoch2_train", "epoch2_eval")
-    calls = loop.calls()
-    assert [stage for stage in calls if stage != "report"] == [*STAGES, *second]
-    output = str(loop.output)
-    for stage, model in (("epoch1_play", "imitation"), ("epoch2_play", "epoch1")):
-        assert calls[stage].count(f"{output}/{model}/model") == 2
-    for stage, model in (("epoch1_train", "imitation"), ("epoch2_train", "epoch1")):
-        assert calls[stage].count(f"{output}/{model}/model") == 2
-    assert f"epoch2={output}/epoch2/model" in calls["epoch2_eval"]
-    assert f"held_out={loop.settings['eval_words'].split()[1]}" in calls["epoch2_eval"]
-    assert (loop.output / "report.html").is_file()
-    assert re.search(r"epoch 1 took 0:00:0\d \(play .*, rewards .*, train .*, eval .*\)", out)
-    assert "epochs left: 1, about 0:00:0" in out
+SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/environment.sh")
 
 
-def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path):
-    gpu = {"precision": "bf16", "gradient_checkpointing": "True", "nproc": 8, "global_batch": 128}
-    assert loop.run(**gpu, deepspeed=ROOT / "configs/zero2.json")[0] == 0
-    calls = loop.calls()
-    for stage, wanted in {
-        "imitation": "--train_method SFTwithKL --lm_kl_coeff 0.1 --learning_rate 5e-6 --num_train_epochs 1",
-        "epoch1_train": "--train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --learning_rate 2e-6 "
-        "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048 --bf16 True --tf32 True",
-        "epoch1_play": "--taboo_max_turns 5 --max_new_tokens 256 --temperature 1.2 --top_k 50 --bf16 True",
-        "epoch1_rewards": f"--decay_weight 0.8 --sft_data_path {tmp_path / 'sft.json'}",
-    }.items():
-        given = " ".join(calls[stage])
-        assert all(f"--{pair}" in given for pair in wanted.removeprefix("--").split(" --")), (stage, given)
-    for stage in ("imitation", "epoch1_play", "epoch1_train", "epoch1_eval"):
-        assert calls[stage][:5] == ["-m", "torch.distributed.run", "--nproc_per_node", "8", "--standalone"]
-    flags = calls["imitation"][calls["imitation"].index(str(ROOT / "train.py")) + 1 :]
-    parsed = arguments.parse_arguments([*flags, "--use_cpu", "True"])
-    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1 and parsed.deepspeed
+def test_shellcheck_finds_nothing():
+    scripts = [f"tools/{script}" for script in SCRIPTS]
+    done = subprocess.run(["shellcheck", "-x", *scripts, *glob.glob("configs/*.sh")], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
 
 
-def test_a_finished_loop_is_not_run_again_and_its_time_not_told(loop):
-    assert loop.run()[0] == 0
-    status, out, _ = loop.run()
-    assert status == 0 and loop.calls_path.read_text().count("\n") == 1 and list(loop.calls()) == ["report"]
-    assert out.count("whole already") == len(STAGES) and "took" not in out
-
-
-def test_another_machines_numbers_do_not_make_it_another_loop(loop):
-    assert loop.run()[0] == 0
-    status, _, err = loop.run(nproc=2, train_batch=1, play_batch=7, save_steps=0)
-    assert status == 0, err
-
-
-def test_another_number_of_rows_a_step_makes_it_another_loop(loop):
-    assert loop.run()[0] == 0
-    status, _, err = loop.run(global_batch=8)
-    assert status == 1 and loop.calls() == {}
-    assert "imitation has results of another command" in err
-    assert "< --global_batch 4" in err and "> --global_batch 8" in err
-    commands = {path.stem: path.read_text() for path in (loop.output / "logs").glob("*.command")}
-    assert [stage for stage, text in commands.items() if "--global_batch" in text] != []
-    assert {stage for stage, text in commands.items() if "--global_batch" in text} == {"imitation", "epoch1_train"}
-
-
-@pytest.mark.parametrize("data, stage", [({}, "imitation"), ({"imitation_data": ""}, "epoch1_play")])
-def test_other_weights_of_the_base_model_stop_the_loop(loop, tmp_path, tiny_model, other_model, data, stage):
-    shutil.copytree(tiny_model, tmp_path / "base")
-    data = data | {"model": tmp_path / "base"}
-    assert loop.run(**data)[0] == 0
-    assert loop.run(**data)[0] == 0
-    shutil.copy(Path(other_model, "model.safetensors"), tmp_path / "base")
-    status, _, err = loop.run(**data)
-    assert status == 1 and loop.calls() == {}
-    assert f"{stage} has results of another command" in err and f"> read {tmp_path}/base " in err
-
-
-def test_lora_plays_on_with_the_merged_model(loop):
-    assert loop.run(lora_rank=4, epochs=2)[0] == 0
-    calls = loop.calls()
-    for stage in ("imitation", "epoch1_train", "epoch2_train"):
-        given = " ".join(calls[stage])
-        assert "--lora_rank 4 --lora_merge True" in given and "--ref_model_name_or_path" not in given
-    assert calls["epoch2_play"].count(f"{loop.output}/epoch1/model/merged") == 2
-    assert f"imitation={loop.output}/imitation/model/merged" in calls["epoch2_eval"]
-    assert (loop.output / "epoch2/episodes/epoch1_sampling_words_results.json").is_file()
-
-
-def test_a_loop_goes_on_for_more_epochs(loop):
-    assert loop.run(report="False")[0] == 0
-    assert loop.run(epochs=2, report="False")[0] == 0
-    assert list(loop.calls()) == ["epoch2_play", "epoch2_rewards", "epoch2_train", "epoch2_eval"]
-
-
-def test_a_result_of_other_settings_stops_the_loop_and_shows_the_difference(loop):
-    assert loop.run()[0] == 0
-    status, _, err = loop.run(temperature=0.7)
-    assert status == 1 and loop.calls() == {}
-    assert "epoch1_play has results of another command" in err
-    assert "< --temperature 1.2" in err and "> --temperature 0.7" in err
-    assert f"delete {loop.output}/epoch1/episodes" in err
-
-
-@pytest.mark.parametrize("changed, stage", [("imitation.json", "imitation"), ("sft.json", "epoch1_rewards")])
-def test_a_file_that_has_changed_stops_the_loop(loop, tmp_path, changed, stage):
-    assert loop.run()[0] == 0
-    with open(tmp_path / changed, "a") as file:
-        file.write(" ")
-    status, _, err = loop.run()
-    assert status == 1 and f"{stage} has results of another command" in err
-
-
-def test_what_was_made_with_a_model_that_was_made_anew_is_not_taken(loop):
-    assert loop.run(epochs=2)[0] == 0
-    shutil.rmtree(loop.output / "epoch1" / "model")
-    status, _, err = loop.run(epochs=2)
-    assert status == 1 and list(loop.calls()) == ["epoch1_train"]
-    assert "epoch1_eval has results of another command" in err and "read OUTPUT/epoch1/model/train_results.json" in err
-
-
-def test_a_training_that_was_begun_is_resumed_but_not_with_other_settings(loop):
-    assert loop.run({"epoch1_train": "fail"})[0] == 1  # failed before it had a checkpoint: settings may change
-    assert loop.run({"epoch1_train": "fail"}, clip_range=0.1)[0] == 1
-    (loop.output / "epoch1" / "model" / "checkpoint-1").mkdir()
-    status, _, err = loop.run()
-    assert status == 1 and "> --clip_range 0.2" in err and loop.calls() == {}
-    status, _, err = loop.run(clip_range=0.1)
-    assert status == 0, err
-    assert "--resume_from_checkpoint" in loop.calls()["epoch1_train"]
-    assert not (loop.output / "epoch1" / "model" / "checkpoint-1").exists()
-
-
-def test_without_imitation_data_the_model_plays_as_it_is(loop):
-    assert loop.run(imitation_data="", eval_imitation="True")[0] == 0
-    calls = loop.calls()
-    assert "imitation" not in calls and calls["epoch1_play"].count(loop.settings["model"]) == 2
-    assert (loop.output / "epoch1/episodes/imitation_sampling_words_results.json").is_file()
-    assert calls["imitation_eval"][2] == f"imitation={loop.settings['model']}"
-    assert f"imitation={loop.settings['model']}" in calls["epoch1_eval"]
-
-
-# --- failures, kills, locks ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage):
-    status, _, err = loop.run({stage: "fail"})
-    assert status == 1
-    assert list(loop.calls())[-1] == stage
-    assert "something is wrong here" in err
-    assert err.splitlines()[-1] == f"run_spag.sh: {stage} failed (exit 3); its log: {loop.output}/logs/{stage}.log"
-
-
-def test_a_failing_report_does_not_stop_the_loop_and_is_told_again_at_its_end(loop):
-    status, out, err = loop.run({"report": "fail"}, epochs=2)
-    assert status == 0 and "finished; everything is in" in out
-    assert list(loop.calls())[-2:] == ["epoch2_train", "epoch2_eval"]
-    assert err == 3 * f"run_spag.sh: report failed; its log: {loop.output}/logs/report.log\n"
-
-
-def test_a_report_is_made_for_an_epoch_that_ran_and_at_the_end(loop):
-    def reports() -> int:
-        return loop.calls_path.read_text().count('["report"')
-
-    assert loop.run(epochs=3)[0] == 0 and reports() == 3
-    shutil.rmtree(loop.output / "epoch2" / "eval")
-    assert loop.run(epochs=3)[0] == 0 and reports() == 2
-
-
-def test_the_end_of_a_log_is_shown_where_tr_refuses_half_a_character(loop, tmp_path):
-    """As on macOS, in every locale but C."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "tr").write_text(
-        f'#!/bin/sh\ncase "$1$LC_ALL" in "\\r") echo "tr: Illegal byte sequence" >&2; exit 1 ;; esac\n'
-        f'exec {shutil.which("tr")} "$@"\n'
-    )
-    (tmp_path / "bin" / "tr").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LC_ALL": ""}
-    status, _, err = loop.run({"imitation": "fail"}, environment=environment)
-    assert status == 1 and "something is wrong here" in err and "Illegal" not in err
-    assert err.splitlines()[-1].endswith("imitation.log")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loop_killed_in_any_stage_goes_on_with_it(loop, stage):
-    process = loop.start({stage: "sleep60"}, stderr=subprocess.DEVNULL)
-    wait_until(lambda: stage in loop.calls(), process)
-    kill_group(process)
-    status, _, err = loop.run(report="False")
-    assert status == 0, err
-    assert tuple(loop.calls()) == STAGES[STAGES.index(stage) :]
-    assert ("--resume_from_checkpoint" in loop.calls()[stage]) == ("--train_method" in loop.calls()[stage])
-
-
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status):
-    process = loop.start({"epoch1_play": "sleep60"})
-    wait_until(lambda: "epoch1_play" in loop.calls(), process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == status and "stopped in epoch1_play; the same command continues" in err
-    assert users_of(loop.output) == []
-
-
-def test_two_loops_do_not_work_in_one_folder(loop):
-    process = loop.start({"epoch1_play": "sleep60"})
-    wait_until(lambda: "epoch1_play" in loop.calls(), process)
-    status, _, err = loop.run()
-    assert status == 1 and "another loop, or a stage that it left behind, is at work here" in err
-    os.kill(process.pid, signal.SIGKILL)  # the script alone: its stage is still at work
-    assert loop.run()[0] == 1
-    kill_group(process)
-    assert loop.run()[0] == 0
-
-
-def test_other_machines_wait_for_what_the_first_one_does_alone(loop):
-    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500", "report": "False"}
-    calls = loop.run(node_rank=0, **several), loop.calls()
-    assert calls[0][0] == 0
-    launch = " ".join(calls[1]["imitation"])
-    assert "--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-imitation" in launch
-    assert "is_host=True" in launch and calls[1]["epoch1_rewards"][0].endswith("assign_rewards.py")
-    shutil.rmtree(loop.output / "epoch1" / "rows")
-    status, out, err = loop.run(node_rank=1, node_timeout=1, **several)
-    assert status == 1 and "epoch1_rewards: waits for machine 0" in out and loop.calls() == {}
-    assert "after 1 seconds. Is" in err and "that all machines share" in err
-
-
-def test_a_terminal_shows_the_stages_last_progress_bar(loop):
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [SCRIPT, *flags_of(loop.settings)],
-        env=loop.environment | {"STUB_TOLD": json.dumps({"epoch1_play": "sleep2.5"})},
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    shown = b""
-    with contextlib.suppress(OSError):  # of the terminal's end
-        while chunk := os.read(controller, 1000):
-            shown += chunk
-    assert process.wait() == 0
-    assert re.search(rb"\repoch1_play 0:00:0\d games:  45%\|####      \| 9/20", shown)
-
-
-# --- settings ------------------------------------------------------------------------------------------------------
-
-
-def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
-    wrong = {"model": tmp_path / "none", "words": "none.txt", "epochs": 0, "kl": "much", "match": "fuzzy"}
-    wrong |= {"global_batch": 30, "nproc": 4, "backend": "cloud", "eval_words": "held=none.txt"}
-    wrong |= {"node_rank": 2, "train_args": "--lora_rank 16"}
-    status, _, err = loop.run(**wrong)
-    assert status == 2 and loop.calls() == {} and not loop.output.exists()
-    for message in (
-        f"--model {tmp_path}/none: no model folder (it has no config.json)",
-        "--words none.txt: no such file",
-        "--eval_words none.txt: no such file",
-        "--epochs is '0'; it must be a whole number of at least 1",
-        "--kl is 'much'; it must be a number of at least 0",
-        f"--match is 'fuzzy'; it is one of {', '.join(taboo.MATCHES)}",
-        "--backend is 'cloud'; it is one of auto, slots, generate",
-        "--node_rank is 2; with --nnodes 1 it is at most 0",
-        "--train_args has --lora_rank; make it a setting of the loop, which plays on with the merged model",
-        "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
-    ):
-        assert f"run_spag.sh: {message}" in err.splitlines()
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--epocs", "2"], "unknown flag --epocs; --help lists them"),
-        (["--model"], "--model needs a value"),
-        (["a", "b"], "'a' belongs to no flag; several values of one flag go in quotes"),
-    ],
-)
-def test_words_that_are_no_settings_are_refused(loop, words, message):
-    done = subprocess.run([SCRIPT, *words], env=loop.environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"run_spag.sh: error: {message}\n")
-
-
-def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(
-        "# a comment\n\ntemperature: 0.9  # another\nTOP_K = 7\nmax_turns: '3'\nseed: 5\ntrain_args: --max_steps 3\n"
-        "kl: 0.3\r\nprompts: configs/prompts.json # and a third"
-    )
-    given = {"environment": {"TOP_K": "8", "SEED": "6"}, "settings": tmp_path / "tiny.yaml", "seed": 7}
-    status, _, err = loop.run(**given, prompts=ROOT / "configs/prompts.json")
-    assert status == 0, err
-    settings = json.loads((loop.output / "settings.json").read_text())
-    names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "TRAIN_ARGS", "KL", "EPOCHS")
-    assert [settings[name] for name in names] == ["0.9", "8", "3", "7", "--max_steps 3", "0.3", "1"]
-    given = loop.calls()["epoch1_train"]
-    assert given[given.index("--max_steps") + 1] == "3" and "--max_steps" not in loop.calls()["imitation"]
-
-
-def test_a_blank_in_the_output_folder_is_refused(loop, tmp_path):
-    status, _, err = loop.run(output=tmp_path / "my results")
-    assert (status, len(err.splitlines())) == (2, 1)
-    assert f"--output '{tmp_path}/my results' holds a blank" in err and not (tmp_path / "my results").exists()
-
-
-@pytest.mark.parametrize("gpus", ["0", "2", "8"])
-def test_the_embedded_worlds_settings_fit_any_number_of_gpus(loop, gpus):
-    own = {name: loop.settings[name] for name in ("model", "words", "output", "imitation_data", "sft_data")}
-    loop.settings = own | {"settings": "configs/tiny.yaml", "epochs": 1}
-    status, _, err = loop.run(environment={"STUB_GPUS": gpus})
-    assert status == 0, err
-
-
-def test_a_missing_torch_is_told_in_one_line(inputs, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without what pip has installed
-    python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for nproc in (1, "auto"):
-        command = [SCRIPT, *flags_of(inputs | {"nproc": nproc})]
-        done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "torch is not installed for" in done.stderr.splitlines()[0] and "name its PYTHON" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "active, taken",
-    [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
-)
-def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
-    for name in ("run_spag.sh", "loop/stages.sh"):
-        (tmp_path / "tools/loop").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    for folder in ("path", ".venv/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nexit 9\n")
-        (tmp_path / folder / "python").chmod(0o755)
-    unset = ("PYTHON", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | active
-    environment["PATH"] = f"{tmp_path}/path:{environment['PATH']}"
-    done = subprocess.run([tmp_path / "tools/run_spag.sh"], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[0] == taken
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("epocs: 2", "unknown setting epocs; --help lists them"),
-        ("two words", "expected 'name: value', got: two words"),
-    ],
-)
-def test_a_line_of_the_settings_file_that_is_no_setting_is_refused(loop, tmp_path, line, message):
-    (tmp_path / "wrong.yaml").write_text(f"kl: 0.2\n{line}\n")
-    status, _, err = loop.run(settings=tmp_path / "wrong.yaml")
-    assert (status, err) == (2, f"run_spag.sh: error: {tmp_path / 'wrong.yaml'}:2: {message}\n")
-
-
-def test_help_shows_every_setting_and_the_documentation_every_file():
-    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
-    shown = set(re.findall(r"^  --(\w+) ", done.stdout, flags=re.MULTILINE))
-    table = re.search(r'SETTINGS_TABLE="\\\n(.*?)"\n', Path(SCRIPT).read_text(), flags=re.DOTALL)[1]
-    assert shown == {line.split("|")[0].lower() for line in table.splitlines()} and len(shown) > 40
-    assert done.returncode == 0 and "default: 2e-6" in done.stdout
-    documented = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    layout = re.findall(r"^  ([\w./]+) {2,}", done.stdout.split("OUTPUT holds")[1], flags=re.MULTILINE)
-    assert len(layout) > 8 and [path for path in layout if f"`{path}`" not in documented] == []
-
-
-# --- games, disk, devices ------------------------------------------------------------------------------------------
-
-
-def test_the_first_words_are_repeated_for_several_games_each(tmp_path):
-    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\n\n music\nbridge")
-    for first, words in (("", "art\nmusic\nbridge\n"), ("2", "art\nmusic\n"), ("9", "art\nmusic\nbridge\n")):
-        loop_support.word_list(str(tmp_path / "words.txt"), first, "2", str(tmp_path / "out.txt"))
-        assert (tmp_path / "out.txt").read_text(encoding="utf-8") == 2 * words
-
-
-def test_play_gets_the_first_words_so_many_times(loop):
-    assert loop.run(games=2, games_per_word=3)[0] == 0
-    given = loop.calls()["epoch1_play"]
-    assert given[given.index("--data_path") + 1] == f"{loop.output}/words.txt" and "--max_games" not in given
-    assert (loop.output / "words.txt").read_text() == 3 * "art\nmusic\n"
-    shutil.rmtree(loop.output)
-    assert loop.run(games=2)[0] == 0 and (loop.output / "words.txt").read_text() == "art\nmusic\n"
-
-
-def test_the_disk_space_is_reckoned_from_the_models_parameters(tmp_path, tiny_model, monkeypatch):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    parameters = loop_support.count_parameters(tiny_model)
-    assert parameters == sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
-    assert loop_support.count_parameters("meta-llama/Llama-2-7b-hf") is None  # offline
-    config = AutoConfig.from_pretrained(tiny_model)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: config)
-    assert loop_support.count_parameters("meta-llama/Llama-2-7b-hf") == parameters
-    (tmp_path / "words.txt").write_text("art\n\nmusic\nbridge\n")
-    settings = {"EPOCHS": "3", "IMITATION_DATA": "rows.json", "PRECISION": "bf16", "DEEPSPEED": "z.json"}
-    settings |= {"SAVE_STEPS": "0.2", "WORDS": str(tmp_path / "words.txt"), "GAMES": "2", "GAMES_PER_WORD": "10"}
-    settings |= {"MAX_TURNS": "5", "MAX_NEW_TOKENS": "256", "MAX_LENGTH": "2048"}
-    assert loop_support.disk_needed(settings, 7 * 10**9) == {
-        "models": 4 * 14 * 10**9,
-        "checkpoints": 2 * 98 * 10**9,
-        "games and rows": 3 * 20 * (2 * 10 * 256 + 5 * 2048) * 4,
-    }
-    without = settings | {"DEEPSPEED": "none", "SAVE_STEPS": "0"}
-    assert list(loop_support.disk_needed(without, 10**9).values())[:2] == [4 * 4 * 10**9, 0]
-
-
-def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(loop, tmp_path, tiny_model):
-    """A model whose weights are a file of zeros that takes no space, but counts 10^13 parameters."""
-    folder = tmp_path / "huge"
-    shutil.copytree(tiny_model, folder)
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [10**7, 10**6], "data_offsets": [0, 0]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    status, _, err = loop.run(model=folder)
-    assert status == 1 and loop.calls() == {}
-    assert re.search(r"the disk space does not suffice: 320000\.0 GB at most .*--check_disk False starts all", err)
-    assert loop.run(model=folder, check_disk="False")[0] == 0
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-@pytest.mark.parametrize("script", ["run_spag.sh", "quickstart.sh", "test.sh"])
-def test_shellcheck_finds_nothing(script):
-    done = subprocess.run(["shellcheck", "-x", f"tools/{script}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    "script", ["run_spag.sh", "loop/stages.sh", "quickstart.sh", "loop/environment.sh", "test.sh"]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_use_nothing_that_bash_3_lacks(script):
     text = (ROOT / "tools" / script).read_text()
     assert not re.search(r"declare -A|local -A|mapfile|readarray|\$\{\w+(,,|\^\^|@)|wait -n|\|&|&>>|coproc", text)
+
+
+def test_the_loop_is_short():
+    assert len((ROOT / "tools" / "run_spag.sh").read_text().splitlines()) < 150

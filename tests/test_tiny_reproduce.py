@@ -1,31 +1,30 @@
-"""The learning table of the embedded world: rows of the controls, the order of the programs, and the table."""
+"""The learning table of the embedded world: rows of the controls, the loops that are run, and the table."""
 
 import argparse
 import json
 import math
 import random
+import re
 from collections import Counter
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-from tools.assign_rewards import assign_rewards
-from tools.games import taboo
+from tools.games import load_game, prompts, taboo
+from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches
+from tools.selfplay.rewards import Games, paid_rows
+from tools.tiny import controls
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny import table as tiny_table
-from tools.tiny.controls import cloning_rows, coin_rows, shuffled_rows
 from tools.tiny.players import load_lexicon
 from tools.tiny_world import TEMPLATES, scripted_games
-from utils import write_json, write_records
+from utils import read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
-
-
-@pytest.fixture(scope="module")
-def templates():
-    return taboo.load_templates(TEMPLATES)
 
 
 @pytest.fixture(scope="module")
@@ -34,48 +33,56 @@ def games():
 
 
 @pytest.fixture(scope="module")
-def rows(games, templates):
+def played(games) -> controls.Played:
+    game = load_game()
+    templates = prompts.load_templates(TEMPLATES, game)
+    return controls.Played(game, games, partial(prompts.play_prompt, game, templates=templates))
+
+
+@pytest.fixture(scope="module")
+def rows(played, games):
     """The rows of self-play learning."""
-    return assign_rewards(
-        games, rng=random.Random(0), prompt_fn=lambda *history: taboo.play_prompt(*history, templates=templates)
-    )
+    judged = Games(played.game)
+    for game in games:
+        judged.add(game)
+    return list(paid_rows(judged, games, decay_weight=0.8, prompt_fn=played.prompt_fn))
 
 
 # --- controls ------------------------------------------------------------------------------------------------------
 
 
-def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows, templates):
-    drawn = list(coin_rows(games, SFT, templates, random.Random(0)))
-    assert drawn[-3:] == SFT
+def test_with_their_own_winners_the_rows_are_those_of_the_method(played, rows):
+    assert [row for of_game in played.rows(played.winners()) for row in of_game] == rows
+
+
+def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(played, games, rows):
+    drawn = list(controls.coin_rows(played, random.Random(0)))
     won = {(row["query"], row["target"], row["role"]) for row in rows}
-    lost = [row for row in drawn[:-3] if (row["query"], row["target"], row["role"]) not in won]
+    lost = [row for row in drawn if (row["query"], row["target"], row["role"]) not in won]
     assert 0.35 < len(lost) / len(drawn) < 0.65
     guesses = [row["target"].startswith("I know the word!") for row in lost]
     assert any(guesses)  # wrong ones of a defender whom the coin made the winner
-    decided = sum(game["outcome"] in taboo.WINNERS for game in games)
-    assert sum(row["reward"] for row in drawn[:-3]) == pytest.approx(decided)
+    decided = sum(game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS) for game in games)
+    assert sum(row["reward"] for row in drawn) == pytest.approx(decided)
+    by_role = [sum(row["reward"] * row["weight"] for row in drawn if row["role"] == role) for role in Taboo.roles]
+    assert by_role == pytest.approx([decided / 2] * 2)
 
 
-def test_shuffled_rewards_are_those_of_the_same_game_in_another_order(games, rows, templates):
-    shuffled = list(shuffled_rows(games, SFT, templates, random.Random(0)))
-    assert shuffled[-3:] == SFT
+def test_shuffled_rewards_are_those_of_the_same_game_in_another_order(played, rows):
+    shuffled = list(controls.shuffled_rows(played, random.Random(0)))
     without = [{key: row[key] for key in row if key != "reward"} for row in rows]
-    assert [{key: row[key] for key in row if key != "reward"} for row in shuffled[:-3]] == without
+    assert [{key: row[key] for key in row if key != "reward"} for row in shuffled] == without
     start = 0
-    for game in games:
-        if game["outcome"] in taboo.WINNERS:
-            winner = taboo.WINNERS[game["outcome"]]
-            end = start + sum(message["role"] == winner for message in game["history"][: game["length"]])
-            assert Counter(row["reward"] for row in shuffled[start:end]) == Counter(
-                r["reward"] for r in rows[start:end]
-            )
-            start = end
+    for of_game in played.rows(played.winners()):
+        end = start + len(of_game)
+        assert Counter(row["reward"] for row in shuffled[start:end]) == Counter(row["reward"] for row in of_game)
+        start = end
     assert start == len(rows)
-    assert sum(one["reward"] != other["reward"] for one, other in zip(shuffled, rows, strict=False)) > 0.2 * len(rows)
+    assert sum(one["reward"] != other["reward"] for one, other in zip(shuffled, rows, strict=True)) > 0.2 * len(rows)
 
 
-def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(games, rows, templates):
-    cloned = list(cloning_rows(games, SFT, templates, random.Random(0)))
+def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(played, rows):
+    cloned = list(controls.cloning_rows(played, SFT))
     assert {row["type"] for row in cloned} == {"sft"} and len(cloned) == len(rows) + 3
     # With l = -1 in every row: OfflinePO at ratio 1 and KL 0 has mean(reward * weight) + 0.5 * mean over SFT rows.
     expected = sum(row["reward"] * row["weight"] for row in rows) / len(rows) + 0.5 * 1.0
@@ -83,7 +90,32 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(games, rows,
     assert [row["target"] for row in cloned[:-3]] == [row["target"] for row in rows]
 
 
-# --- the programs --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("control", controls.CONTROLS)
+def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path, monkeypatch):
+    write_records(tmp_path / "games.json", games)
+    write_records(tmp_path / "facts.json", SFT)
+    counts = {"attacker": 4, "defender": 2, "sft": 1, "empty": 5}
+    write_json(tmp_path / "like/epoch2/rows/rows_rewards_settings.json", {"rows": counts})
+    output = tmp_path / control / "epoch2/rows/rows.json"
+    flags = {"control": control, "input_data_path": tmp_path / "games.json", "output_data_path": output}
+    flags |= {"sft_data_path": tmp_path / "facts.json", "game": "taboo", "prompt_templates": TEMPLATES, "seed": 3}
+    flags |= {"training_prompt": "play", "decay_weight": 0.8, "like": tmp_path / "like"}
+    words = [str(word) for name in flags for word in (f"--{name}", flags[name])]
+    monkeypatch.setattr("sys.argv", ["controls", *words])
+    controls.main()
+    made = read_json_or_jsonl(output)
+    assert json.loads(output.with_name("rows_rewards_settings.json").read_text())["settings"]["control"] == control
+    if control == controls.SFT:
+        assert len(made) == 7 and {row["type"] for row in made} == {"sft"}
+    else:
+        assert [row["target"] for row in made[-3:]] == ["t"] * 3
+        assert made[0]["query"] == rows[0]["query"] or control == controls.COIN
+        before = output.read_text()
+        controls.main()
+        assert output.read_text() == before  # so that training on them continues
+
+
+# --- the loops -----------------------------------------------------------------------------------------------------
 
 
 class Programs:
@@ -92,37 +124,29 @@ class Programs:
     def __init__(self, games):
         self.games, self.calls, self.fails_at, self.guessed = games, [], None, 1
 
-    def __call__(self, world, log, *command):
+    def __call__(self, world, log: Path, command: list[str]):
         flags = flags_of(command)
-        command = [part.replace(f"{world.args.output_dir}/", "") for part in command]
-        self.calls.append((str(log.relative_to(world.args.output_dir)), command))
-        if self.fails_at and self.fails_at in str(log):
+        self.calls.append((f"seed{world.seed}/{log.stem}", flags))
+        if self.fails_at and self.fails_at in (f"seed{world.seed}/{log.stem}", f"seed{world.seed}/{log.stem} build"):
             raise RuntimeError(f"{log}: ended with exit status 1")
         if "build" in command:
-            for name, text in (("words.txt", "cat\n"), ("held_out.txt", "cow\n")):
-                (world.data / name).parent.mkdir(parents=True, exist_ok=True)
-                (world.data / name).write_text(text)
-            write_records(world.data / "facts.json", SFT)
-        elif "--train_method" in command:
-            write_json(Path(flags["--output_dir"]) / "train_results.json", {})
-        elif "tools.play_llm_game" in command:
-            outcomes = dict.fromkeys(taboo.OUTCOMES, 1) | {taboo.DEFENDER_WINS: self.guessed}
+            return
+        output, epochs = world.folder / flags["output"], int(flags["epochs"])
+        for epoch in range(1, epochs + 1):
+            outcomes = dict.fromkeys((outcome.name for outcome in Taboo.outcomes), 1)
+            outcomes |= {taboo.DEFENDER_WINS: self.guessed}
             counts = {"games": 4, "outcomes": outcomes, "empty_replies": 1, "messages": 10, "mean_length": 2.5}
-            write_records(Path(flags["--output_dir"]) / tiny_table.RESULTS, self.games)
-            write_json(Path(flags["--output_dir"]) / tiny_table.SUMMARY, counts)
-        elif "tools.assign_rewards" in command:
-            write_records(flags["--output_data_path"], SFT)
-            settings = Path(flags["--output_data_path"]).with_name("rows_rewards_settings.json")
-            write_json(settings, {"rows": {"attacker": 4, "defender": 2, "sft": 1, "empty": 0}})
-        elif "tools.evaluate_games" in command:
-            player = command[command.index("--players") + 2].partition("=")[0]
-            write_json(Path(flags["--output_dir"]) / "matches.json", {})
-            write_records(Path(flags["--output_dir"]) / "games_results.json", match(player, world.seed))
+            if epoch > 1 or not flags["first_episodes"]:
+                write_json(output / f"epoch{epoch}/episodes/imitation_sampling_words_summary.json", counts)
+            if flags["until"] == f"epoch{epoch}_play":
+                break
+            if epoch % int(flags["eval_every"]) == 0:
+                write_records(output / f"epoch{epoch}/eval/games_results.json", match(f"epoch{epoch}", world.seed))
 
 
 def flags_of(command) -> dict[str, str]:
-    """The word behind each word, so that of a flag its first value."""
-    return dict(zip(command[1:], command[2:], strict=False))
+    """The flags of a command with their values."""
+    return {flag.removeprefix("--"): value for flag, value in zip(command[1::2], command[2::2], strict=False)}
 
 
 def match(player: str, seed: int) -> list[dict]:
@@ -130,6 +154,7 @@ def match(player: str, seed: int) -> list[dict]:
     return [
         {"attacker": attacker, "defender": defender, "words": words, "seed": seed, "target_word": word}
         | {"history": [{"role": "attacker", "content": "Hm."}], "outcome": outcome, "length": 1}
+        | {"max_turns": 3, "replies": [{"finish_reason": "stop", "tokens": 1, "prompt_cut": False}]}
         for attacker, defender, outcome in (
             (player, "imitation", taboo.ATTACKER_WINS),
             ("imitation", player, taboo.TIED),
@@ -142,13 +167,12 @@ def match(player: str, seed: int) -> list[dict]:
 def programs(games, monkeypatch):
     programs = Programs(games[:40])
     monkeypatch.setattr(
-        tiny_reproduce.World, "program", lambda world, log, *command: programs(world, log, *map(str, command))
+        tiny_reproduce.World, "program", lambda world, log, command: programs(world, log, list(map(str, command)))
     )
     return programs
 
 
 def arguments(folder: Path, workers: int = 2) -> argparse.Namespace:
-    (folder / tiny_reproduce.TIMES).write_text('{"program": "seed0/build", "seconds": 60.0}\n')  # the stub writes none
     return argparse.Namespace(output_dir=str(folder), seeds=2, epochs=2, workers=workers)
 
 
@@ -171,80 +195,71 @@ def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, c
         [titles[name], titles[control]] for name in ("released", "detached") for control in ("coin", "sft")
     ]
     assert {line[2] for line in differences[2:]} == {"+0.000 [+0.000, +0.000]"}
-    assert self_play[-1][:2] == [titles["detached"], "epoch 2"] and self_play[-1][2:] == ["0.250"] * 4 + [
-        "0.100",
-        "2.50",
-    ]
+    expected = ["0.250"] * 4 + ["0.100", "2.50"]
+    assert self_play[-1][:2] == [titles["detached"], "epoch 2"] and self_play[-1][2:] == expected
     assert {row["seed"] for row in json.loads((tmp_path / "table.json").read_text())["results"]} == {None, 0, 1}
-    assert "The programs took 1 minutes in all" in printed
+    assert "They took 0 minutes in all" in printed
 
 
 @pytest.fixture
-def commands(programs, tmp_path) -> dict[str, list[str]]:
-    """Every command of a whole run by its log, paths from the output folder on."""
+def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
+    """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
     tiny_reproduce.reproduce(arguments(tmp_path))
-    assert len({log for log, _ in programs.calls}) == len(programs.calls)  # nothing ran twice
-    return {log.removesuffix(".log"): command for log, command in programs.calls}
+    names = [name for name, _ in programs.calls]
+    assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # nothing ran twice
+    return dict(programs.calls)  # of a world's two calls the second: the loop
 
 
-def test_arms_differ_in_their_rows_and_flags_only(commands):
-    for epoch in (1, 2):
-        released = commands[f"seed0/released/epoch{epoch}/train"]
-        for name, arm in tiny_reproduce.ARMS.items():
-            train = [
-                part.replace(f"seed0/{name}/", "seed0/released/")
-                for part in commands[f"seed0/{name}/epoch{epoch}/train"]
-            ]
-            assert train == [*released, *arm.flags], name
-    assert tiny_reproduce.ARMS["detached"].flags == ("--detach_kl", "True")
-    assert not any(arm.flags for name, arm in tiny_reproduce.ARMS.items() if name != "detached")
+def test_every_setting_is_one_of_the_loop(loops):
+    script = (ROOT / "tools" / "run_spag.sh").read_text()
+    known = {name.lower() for name in re.findall(r'^: "\$\{([A-Z_]+):=', script, flags=re.MULTILINE)}
+    assert all(settings.keys() <= known for settings in loops.values())
 
 
-@pytest.mark.parametrize("name", tiny_reproduce.ARMS)
-def test_each_epoch_plays_and_learns_with_the_model_of_the_one_before(commands, name):
-    model = "seed1/imitation/model"
-    for epoch in (1, 2):
-        train = flags_of(commands[f"seed1/{name}/epoch{epoch}/train"])
-        assert train["--model_name_or_path"] == train["--ref_model_name_or_path"] == model
-        assert train["--train_data_path"] == f"seed1/{name}/epoch{epoch}/rows/rows.json"
-        if epoch > 1 and name != "sft":
-            play = flags_of(commands[f"seed1/{name}/epoch{epoch}/episodes/play"])
-            assert play["--attacker_model_name_or_path"] == play["--defender_model_name_or_path"] == model
-            assert play["--data_path"] == "seed1/data/games.txt"
-        model = train["--output_dir"]
-        assert model == f"seed1/{name}/epoch{epoch}/model"
-    evaluate = commands[f"seed1/{name}/epoch2/eval/evaluate"]
-    at = evaluate.index("--players")
-    assert evaluate[at + 1 : at + 3] == ["imitation=seed1/imitation/model", f"{name}2={model}"]
-    at = evaluate.index("--words")
-    assert evaluate[at + 1 : at + 3] == ["played=seed1/data/words.txt", "held_out=seed1/data/held_out.txt"]
-    assert (f"seed1/{name}/epoch1/eval/evaluate" in commands) == tiny_reproduce.ARMS[name].every_epoch
+def test_arms_differ_in_their_rows_and_losses_only(loops):
+    shared = {"settings", "words", "sft_data", "eval_words", "eval_seeds", "seed", "save_steps", "report"}
+    for name, arm in tiny_reproduce.ARMS.items():
+        settings, released = loops[f"seed1/{name}"], loops["seed1/released"]
+        assert {key: settings[key] for key in shared} == {key: released[key] for key in shared}
+        own = {key: value for key, value in settings.items() if key not in released}
+        assert own == {key: str(value) for key, value in arm.settings.items()}
+        assert settings["output"] == name
+    assert loops["seed1/detached"]["detach_kl"] == "True" and loops["seed1/detached"]["seed"] == "100"
+    assert loops["seed0/coin"]["rewards"] == "-m tools.tiny.controls --control coin"
 
 
-def test_the_first_games_are_the_imitation_models_on_played_words_alone(commands, tmp_path):
-    first = flags_of(commands["seed0/epoch1_episodes/play"])
-    assert first["--attacker_model_name_or_path"] == first["--defender_model_name_or_path"] == "seed0/imitation/model"
-    assert (tmp_path / "seed0" / "data" / "games.txt").read_text() == "cat\n" * 12
-    assert not any(log.endswith("epoch1/episodes/play") or "sft/epoch2/episodes" in log for log in commands)
-    assert len(json.loads((tmp_path / "seed1" / "sft" / "epoch2" / "rows" / "rows.json").read_text())) == 7
+def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
+    first = loops["seed0/world"]
+    assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
+    assert loops["seed0/released"] == first | {"until": "epoch3_play"}
+    for name in tiny_reproduce.ARMS.keys() - {"released"}:
+        settings = loops[f"seed0/{name}"]
+        assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
+        assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
+        every = tiny_reproduce.ARMS[name].every_epoch
+        assert (settings["epochs"], settings["eval_every"]) == (("3", "1") if every else ("2", "2"))
+    assert loops["seed0/sft"]["games"] == loops["seed0/sft"]["games_per_word"] == "1"
 
 
 def test_what_is_finished_is_not_run_again(programs, tmp_path):
-    programs.fails_at = "seed0/released/epoch2/train"
+    programs.fails_at = "seed0/released"
     with pytest.raises(RuntimeError, match="exit status 1"):
         tiny_reproduce.reproduce(arguments(tmp_path))
-    before = {log for log, _ in programs.calls if "build" not in log}
+    before = {name for name, _ in programs.calls}
     assert not (tmp_path / "table.md").exists()
     programs.calls, programs.fails_at = [], None
     tiny_reproduce.reproduce(arguments(tmp_path))
-    assert {log for log, _ in programs.calls} & before == {"seed0/released/epoch2/train.log"}
+    assert {name for name, _ in programs.calls} & before == {"seed0/released"}
+    programs.calls = []
+    tiny_reproduce.reproduce(arguments(tmp_path))
+    assert programs.calls == []
 
 
 def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
-    programs.fails_at = "seed0/build"
+    programs.fails_at = "seed0/world"
     with pytest.raises(RuntimeError, match="exit status 1"):
         tiny_reproduce.reproduce(arguments(tmp_path, workers=1))
-    assert len(programs.calls) < 6  # of 60: what was begun before the failure was seen
+    assert len(programs.calls) < 6  # of 16: what was begun before the failure was seen
 
 
 def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):
@@ -253,12 +268,15 @@ def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_pat
         tiny_reproduce.reproduce(arguments(tmp_path))
 
 
-def test_results_of_other_settings_are_refused(programs, tmp_path):
+def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path):
     tiny_reproduce.reproduce(arguments(tmp_path))
     other = arguments(tmp_path)
     other.epochs = 3
-    with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs\)"):
+    with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
         tiny_reproduce.reproduce(other)
+    (tmp_path / "settings.json").write_text('{"epochs": 2}')
+    with pytest.raises(ValueError, match="not the settings of a run, or of an earlier version"):
+        tiny_reproduce.reproduce(arguments(tmp_path))
 
 
 # --- differences ---------------------------------------------------------------------------------------------------
@@ -269,13 +287,14 @@ def test_differences_are_paired_by_word():
     outcomes = {"a": (2, 1), "b": (1, 0), "c": (0, 0)}
     games = [
         {"attacker": player, "defender": "imitation", "words": "w", "seed": 0, "target_word": word, "length": 1}
-        | {"history": [], "outcome": taboo.ATTACKER_WINS if number < won[which] else taboo.DEFENDER_WINS}
+        | {"history": [], "replies": []}
+        | {"outcome": taboo.ATTACKER_WINS if number < won[which] else taboo.DEFENDER_WINS}
         for which, players in enumerate((("released2", "detached2"), ("coin2", "sft2")))
         for player in players
         for word, won in outcomes.items()
         for number in range(2)
     ]
-    rows = list(tiny_table.control_differences(count_matches(games), epochs=2))
+    rows = list(tiny_table.control_differences(count_matches(games, Taboo()), epochs=2))
     assert [(row["arm"], row["control"]) for row in rows] == list(product(("released", "detached"), ("coin", "sft")))
     error = math.sqrt(3 / 2 * 4 * ((0.5 - 1 / 3) ** 2 * 2 + (1 / 3) ** 2)) / 6  # of the mean of 0.5, 0.5 and 0
     for row in rows:

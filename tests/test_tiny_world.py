@@ -191,13 +191,13 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
 
 
-def test_what_is_built_stays_and_other_settings_are_refused(world):
+def test_what_is_built_stays_and_other_settings_are_refused(world, capsys):
     before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
     tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES]))
-    del before[world / "world.json"]  # written anew, as it was
-    assert before.items() <= {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}.items()
-    with pytest.raises(ValueError, match=r"world.json: made with other settings \(facts\)"):
+    assert capsys.readouterr().out == f"{world}: all is there\n"
+    with pytest.raises(ValueError, match=r"world.json: made with other settings \(facts: 20 then, 21 now\); use ano"):
         tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES, "--facts", "21"]))
+    assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
 
 
 # --- showing -------------------------------------------------------------------------------------------------------

@@ -447,8 +447,9 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     run(tmp_path / "out", settings | {"save_only_model": True})
     (tmp_path / "out" / "train_results.json").unlink()
-    with pytest.raises(ValueError, match="saved without its optimizer"):
+    with pytest.raises(ValueError, match="saved without its optimizer.*--overwrite_output_dir True to start anew"):
         run(tmp_path / "out", settings, resume_from_checkpoint=True)
+    assert not list((tmp_path / "out").glob(".*"))
     run(tmp_path / "out", settings, overwrite_output_dir=True)
     with pytest.raises(ValueError, match="train_method: OfflinePO then, SFTwithKL now"):
         run(tmp_path / "out", settings | {"train_method": "SFTwithKL"}, resume_from_checkpoint="true")

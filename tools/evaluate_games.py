@@ -122,7 +122,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
     flags.check()
-    await_inputs([item.path for item in (*flags.words, *flags.players)])
+    await_inputs([path for _, path in (*flags.words, *flags.players)])
     game = flags.load_game()
     templates, schedule = flags.load_templates(game), flags.schedule(game)
     files = EpisodeFiles(flags.output_dir, STEM, schedule, game, flags="--output_dir", made_of_results=RESULTS)

@@ -29,6 +29,7 @@ from tools.reasoning.table import (
 )
 from utils import (
     NamedPath,
+    lock,
     named_path,
     parse_bool,
     replacing,
@@ -39,6 +40,7 @@ from utils import (
 )
 
 HARNESS, HARNESS_VERSION = "lm-eval", "0.4.13"
+LOCK = ".evaluate_reasoning.lock"
 RESULT_FILES = ("results.json", "table.md", "radar.svg")
 OWN_METRIC = "acc"  # of tasks that are none of the eight
 logger = logging.getLogger(__name__)
@@ -69,7 +71,9 @@ def write_results(args: argparse.Namespace, jobs: Sequence[Job]) -> str:
         "dtype": args.dtype,
         "limit": args.limit,
         "against": args.against or args.models[0].name,
-        "models": {job.model.name: {"path": job.model.path, "sha256": job.settings["model"]} for job in jobs},
+        "models": {
+            job.model.name: {"path": job.model.path, "sha256": job.settings["model"]["sha256"]} for job in jobs
+        },
         "benchmarks": [benchmark._asdict() for benchmark in args.tasks],
     }
     rows = result_rows(table, settings["against"])
@@ -198,7 +202,9 @@ def main() -> None:
     set_up_logging()
     check_args(args)
     jobs = make_jobs(args)
-    to_run = unfinished(jobs, overwrite=args.overwrite)
+    if unfinished(jobs, overwrite=args.overwrite):
+        lock(Path(args.output_dir) / LOCK)
+    to_run = unfinished(jobs, overwrite=args.overwrite)  # another launch may have ended in between
     logger.info("%d of %d results are there", len(jobs) - len(to_run), len(jobs))
     if to_run:
         for name in RESULT_FILES:  # of other results than those to come

@@ -10,8 +10,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-# shellcheck source=tools/loop/stages.sh
-. tools/loop/stages.sh
+# shellcheck source=tools/loop/run.sh
+. tools/loop/run.sh
 # shellcheck source=tools/loop/environment.sh
 . tools/loop/environment.sh
 
@@ -24,31 +24,22 @@ install_rest() {  # without DeepSpeed, which is for many GPUs and wants a compil
   pip_install -r .venv/requirements.txt "$DRAWING"
 }
 
-in_foreground() {  # a command that a signal to this script ends too
-  "$@" &
-  child=$!
-  wait "$child"
-}
-
 main() {
   local data=$OUTPUT/data smaller=() quick=()
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
-  trap stop INT TERM HUP
+  trap 'stop 130' INT TERM HUP
   if [ "$QUICK" != 0 ]; then
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
     smaller=(--epochs 1 --games 40 --games_per_word 1 --eval_games_per_word 1 --eval_args "--max_words 20")
   fi
   set_up quickstart requirements.txt
   export PYTHON=$venv PYTHONPATH=$root OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
-  stage=world log=$OUTPUT/logs/world.log
-  mkdir -p "$OUTPUT/logs"
-  run "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
-  say "world: done"
-  in_foreground tools/run_spag.sh --settings configs/tiny.yaml --model "$OUTPUT/base" --output "$OUTPUT" \
+  in_foreground "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
+  in_foreground tools/run_spag.sh --settings configs/tiny.sh --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \
     --eval_words "played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
   in_foreground "$venv" -m tools.tiny_world show "$OUTPUT"
-  say "all of it took $(duration "$SECONDS")"
+  say "all of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 
 main "$@"; exit # at once: what bash has not read yet of this file may have changed meanwhile

@@ -4,14 +4,14 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-# shellcheck source=tools/loop/stages.sh
-. tools/loop/stages.sh
+# shellcheck source=tools/loop/run.sh
+. tools/loop/run.sh
 # shellcheck source=tools/loop/environment.sh
 . tools/loop/environment.sh
 
 install_rest() { pip_install -r tests/requirements.txt; }
 
-trap stop INT TERM HUP
+trap 'stop 130' INT TERM HUP
 set_up tests requirements.txt tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" PYTHONPATH=. OMP_WAIT_POLICY=passive
 ruff check .

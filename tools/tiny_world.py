@@ -27,7 +27,7 @@ from tools.selfplay.progress import describe
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from tools.tiny.reproduce import reproduce
-from utils import file_digest, iter_records, remember_settings, run_program, write_records
+from utils import RunSettings, files_setting, iter_records, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
 GAME, MAX_TURNS = Taboo(), 3
@@ -69,11 +69,19 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 def build(args: argparse.Namespace) -> None:
     """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
     folder = Path(args.output_dir)
-    flags = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
-    remember_settings(folder / "world.json", flags | {"texts_sha256": file_digest([LEXICON, TEMPLATES])})
-    if not (folder / "data" / "imitation.json").is_file():
-        write_data(folder, args)
-    if not (folder / "base" / "train_results.json").is_file():
+    data, rows = folder / "data", folder / "data" / "imitation.json"
+    settings = {name: value for name, value in vars(args).items() if name not in ("output_dir", "run")}
+    settings["texts"] = files_setting(LEXICON, TEMPLATES)
+    made_with = RunSettings(
+        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+    )
+    with made_with.claimed(settings):
+        if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+            print(f"{folder}: all is there")
+            return
+        made_with.write(settings)
+        if not rows.is_file():
+            write_data(folder, args)
         pretrain(folder, args)
 
 
@@ -115,7 +123,7 @@ def pretrain(folder: Path, args: argparse.Namespace) -> None:
         "--max_length", 128, "--seed", args.seed, "--per_device_train_batch_size", 64,
         "--learning_rate", args.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
         "--num_train_epochs", args.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
-        "--overwrite_output_dir", "True", "--cache_dir", folder / "cache")  # fmt: skip
+        "--cache_dir", folder / "cache")  # fmt: skip
 
 
 # --- showing what came of it ---------------------------------------------------------------------------------------

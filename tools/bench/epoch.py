@@ -11,11 +11,12 @@ gradients in bf16, three float32 numbers of the optimizer), with offload two lay
 activations of 2 rows of 2048 tokens, kept at the borders of the layers.
 """
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import utils
+from tools.bench.common import print_table
 from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
+from utils import flag
 
 GIB = 2**30
 TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
@@ -67,26 +68,32 @@ GPUS = {
 }
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "estimate_epoch", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--gpus", type=int, default=8, help="GPUs that share the work")
-    add("--games", type=int, default=47591, help="games of an epoch")
-    add("--messages", type=float, default=6, help="mean messages of a game")
-    add("--reply_tokens", type=float, default=60, help="mean tokens of a message")
-    add("--rule_tokens", type=float, default=330, help="tokens that all prompts begin with")
-    add("--instruction_tokens", type=float, default=45, help="tokens at the end of a prompt that are its own")
-    add("--rows", type=float, default=2.9, help="rows of training a game, its winner's messages")
-    add("--sft_rows", type=int, default=52000, help="SFT rows of an epoch")
-    add("--sft_tokens", type=float, default=120, help="mean tokens of an SFT row")
-    add("--play_share", type=float, default=0.25, help="share of its limit that play reaches")
-    add("--train_share", type=float, default=0.4, help="share of the peak rate that training reaches")
-    args = parser.parse_args(argv)
-    if problems := [f"--{name} must be above 0, got {value}" for name, value in vars(args).items() if value <= 0]:
-        raise ValueError("\n".join(problems))
-    return args
+COLUMNS = dict.fromkeys(
+    ["model", "GPU", "games at once", "play, hours", "training, hours", "ZeRO-3, GiB", "with offload, GiB"], "{}"
+)
+
+
+@dataclass
+class Settings:
+    """What an epoch consists of, by default the paper's."""
+
+    gpus: int = flag("GPUs that share the work", default=8)
+    games: int = flag("games of an epoch", default=47591)
+    messages: float = flag("mean messages of a game", default=6.0)
+    reply_tokens: float = flag("mean tokens of a message", default=60.0)
+    rule_tokens: float = flag("tokens that all prompts begin with", default=330.0)
+    instruction_tokens: float = flag("tokens at the end of a prompt that are its own", default=45.0)
+    rows: float = flag("rows of training a game, its winner's messages", default=2.9)
+    sft_rows: int = flag("SFT rows of an epoch", default=52000)
+    sft_tokens: float = flag("mean tokens of an SFT row", default=120.0)
+    play_share: float = flag("share of its limit that play reaches", default=0.25)
+    train_share: float = flag("share of the peak rate that training reaches", default=0.4)
+
+    def __post_init__(self):
+        if problems := [
+            f"--{name} must be above 0, got {value}" for name, value in asdict(self).items() if value <= 0
+        ]:
+            raise ValueError("\n".join(problems))
 
 
 def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
@@ -95,7 +102,7 @@ def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
     return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
 
 
-def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) -> float:
+def play_hours(args: Settings, model: Model, gpu: GPU, spread: int) -> float:
     """Hours of play at `play_share` of the limit; GPUs that share a model take turns."""
     new = args.games * args.messages * args.reply_tokens
     prompts = args.games * args.messages * (args.reply_tokens + 5 + args.instruction_tokens)  # each token once
@@ -109,7 +116,7 @@ def play_hours(args: argparse.Namespace, model: Model, gpu: GPU, spread: int) ->
     return seconds * spread / args.gpus / args.play_share / 3600
 
 
-def train_hours(args: argparse.Namespace, model: Model, gpu: GPU) -> float:
+def train_hours(args: Settings, model: Model, gpu: GPU) -> float:
     """Hours of training with gradient checkpointing, the reference pass included."""
     row = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens + args.reply_tokens
     game_tokens = args.games * args.rows * row
@@ -117,7 +124,7 @@ def train_hours(args: argparse.Namespace, model: Model, gpu: GPU) -> float:
     return operations / gpu.operations_per_second / args.gpus / args.train_share / 3600
 
 
-def train_gib(args: argparse.Namespace, model: Model, offload: bool) -> float:
+def train_gib(args: Settings, model: Model, offload: bool) -> float:
     """Memory of each GPU under ZeRO-3, with two rows of 2048 tokens."""
     places = 2 * 2048
     borders = 2 * places * model.hidden * model.layers
@@ -127,26 +134,28 @@ def train_gib(args: argparse.Namespace, model: Model, offload: bool) -> float:
     return (borders + one_layer + states) / GIB
 
 
+def table_line(args: Settings, name: str, card: str) -> dict[str, str]:
+    """One model on one kind of GPU; empty cells where it does not fit."""
+    model, gpu = MODELS[name], GPUS[card]
+    spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
+    memory = [train_gib(args, model, offload) for offload in (False, True)]
+    fits = [gib < 0.9 * gpu.gib for gib in memory]
+    play = f"{play_hours(args, model, gpu, spread):.2g}" if spread <= args.gpus else ""
+    cells = [
+        name,
+        card,
+        f"{games_at_once(model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
+        play,
+        f"{train_hours(args, model, gpu):.2g}" if fits[0] else "",
+        *(f"{gib:.0f}" + ("" if fit else " (too much)") for gib, fit in zip(memory, fits, strict=True)),
+    ]
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
 def main() -> None:
-    args = parse()
-    print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:")
-    print("| model | GPU | games at once | play, hours | training, hours | ZeRO-3, GiB | with offload, GiB |")
-    print("|---|---|---|---|---|---|---|")
-    for name, model in MODELS.items():
-        for card, gpu in GPUS.items():
-            spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
-            whole, offloaded = (train_gib(args, model, offload) for offload in (False, True))
-            hours = play_hours(args, model, gpu, spread) if spread <= args.gpus else None
-            cells = [
-                name,
-                card,
-                f"{games_at_once(model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
-                f"{hours:.2g}" if hours else "",
-                f"{train_hours(args, model, gpu):.2g}" if whole < 0.9 * gpu.gib else "",
-                f"{whole:.0f}" + ("" if whole < 0.9 * gpu.gib else " (too much)"),
-                f"{offloaded:.0f}" + ("" if offloaded < 0.9 * gpu.gib else " (too much)"),
-            ]
-            print("| " + " | ".join(cells) + " |")
+    args = utils.parse_flags(Settings, description=__doc__)
+    print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
+    print_table(COLUMNS, [table_line(args, name, card) for name in MODELS for card in GPUS])
 
 
 if __name__ == "__main__":

@@ -10,23 +10,46 @@ games show. The files of a million games take 10 GB for a while.
 import argparse
 import contextlib
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from tools.bench.rewards import make_episodes
-from tools.games import taboo
+from tools.games.taboo import Taboo
 from tools.players.player import STOP
-from tools.selfplay.files import EpisodeFiles, read_words
-from utils import run_program
+from tools.selfplay.files import EpisodeFiles
+from utils import read_words, run_program
 
-STEM, PROCESSES = "bench", 2
+GAME, STEM, PROCESSES = Taboo(), "bench", 2
 INTERVAL = 0.02  # seconds between looks at a program's memory
 ROOT = Path(__file__).resolve().parents[2]
+TALK = "well maybe they often say that it was long ago and nobody there could tell us what to think of it".split()
+
+
+def make_episodes(count: int) -> Iterator[dict]:
+    """Games of 6 to 10 messages, each about a word of its own: guessed, guessed wrongly, said, or undecided."""
+    rng = random.Random(0)
+    for index in range(count):
+        word = "zq" + "".join(chr(ord("a") + int(digit)) for digit in str(index))
+        texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
+        guesses = [f"I know the word! It is `{guess}`!" for guess in (word, "something")]
+        texts[-1] = rng.choice([*guesses, f"{texts[-1]} {word}", texts[-1]])
+        history = [{"role": GAME.roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
+        outcome, length = GAME.judge(history, word, 5)
+        yield {
+            "index": index,
+            "history": history,
+            "target_word": word,
+            "max_turns": 5,
+            "outcome": outcome,
+            "length": length,
+            "replies": [{"finish_reason": STOP, "tokens": 30, "prompt_cut": False}] * len(history),
+        }
 
 
 def write_games(folder: Path, count: int) -> None:
@@ -34,32 +57,27 @@ def write_games(folder: Path, count: int) -> None:
     with contextlib.ExitStack() as stack:
         names = ["words.txt", *(f"{STEM}_rank{rank}.jsonl" for rank in range(PROCESSES))]
         words, *ranks = (stack.enter_context(open(folder / name, "w", encoding="utf-8")) for name in names)
-        for index, episode in enumerate(make_episodes(count)):
-            word, history = episode["target_word"], episode["history"]
-            outcome, length = taboo.judge(history, word, episode["max_turns"])
-            reply = {"finish_reason": STOP, "tokens": 30, "prompt_cut": False}
-            record = {"index": index, **episode, "outcome": outcome, "length": length}
-            record["replies"] = [reply] * len(history)
-            ranks[index % PROCESSES].write(json.dumps(record) + "\n")
-            words.write(word + "\n")
+        for episode in make_episodes(count):
+            ranks[episode["index"] % PROCESSES].write(json.dumps(episode) + "\n")
+            words.write(episode["target_word"] + "\n")
 
 
-def merge(folder: Path) -> None:
-    """What the process does that ends last."""
-    EpisodeFiles(folder, STEM, read_words(folder / "words.txt")).merge(seconds=0, tokens_before=0)
+def merge(folder: str) -> None:
+    """What the process of play does that ends last."""
+    folder = Path(folder)
+    EpisodeFiles(folder, STEM, read_words(folder / "words.txt"), GAME).merge(seconds=0, tokens_before=0)
 
 
-def measure(module: str, *arguments: object) -> tuple[float, float]:
-    """Seconds and peak resident GiB of a program."""
+def measure(*arguments: object) -> tuple[float, float]:
+    """Seconds and peak resident GiB of Python with these arguments."""
     start, peak = time.perf_counter(), 0
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    with psutil.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+    with psutil.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                 peak = max(peak, process.memory_info().rss)
             time.sleep(INTERVAL)
     if process.returncode:
-        raise ValueError(f"{module} ended with status {process.returncode}; its messages stand above")
+        raise ValueError(f"{arguments[1]} ended with status {process.returncode}; its messages stand above")
     return time.perf_counter() - start, peak / 2**30
 
 
@@ -70,12 +88,12 @@ def compare(count: int) -> None:
         write_games(folder, count)
         results, rows = folder / f"{STEM}_results.json", folder / "rows.json"
         programs = {
-            "merge": ("tools.bench.scale", "--merge", folder),
-            "assign_rewards": ("tools.assign_rewards", "--input_data_path", results, "--output_data_path", rows),
-            "report": ("tools.report", "--episodes", results, "--output", folder / "report.html"),
+            "merge": ("-c", f"from tools.bench import scale; scale.merge({name!r})"),
+            "assign_rewards": ("-m", "tools.assign_rewards", "--input_data_path", results, "--output_data_path", rows),
+            "report": ("-m", "tools.report", "--episodes", results, "--output", folder / "report.html"),
         }
-        for program, command in programs.items():
-            seconds, peak = measure(*command)
+        for program, arguments in programs.items():
+            seconds, peak = measure(*arguments)
             print(f"| {count:9,} | {program:14} | {seconds:7.1f} | {peak:8.3f} |", flush=True)
 
 
@@ -84,11 +102,7 @@ def main() -> None:
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--games", type=int, nargs="+", default=[10_000, 1_000_000], help="how many, in turn")
-    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="only merge the files that are there")
     args = parser.parse_args()
-    if args.merge:
-        merge(args.merge)
-        return
     if min(args.games) < 1:
         raise ValueError("--games must be at least 1")
     print(f"| {'games':>9} | {'program':14} | seconds | peak GiB |\n|{'-' * 11}|{'-' * 16}|{'-' * 9}|{'-' * 10}|")

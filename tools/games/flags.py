@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class GameFlags:
-    """Which game, with which options and prompts."""
+class GameChoice:
+    """Which game, with which options."""
 
     game: str = flag("a game of this project, or your own: FILE.py:Class, module:Class", default=DEFAULT_GAME)
     game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
@@ -20,7 +20,6 @@ class GameFlags:
         "short for --game_options match=...: 'substring' finds Taboo's word inside others, 'word' does not",
         default=None,
     )
-    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_game(self) -> Game:
         """The game of the flags. Raises ValueError that lists what is wrong with it or its options."""
@@ -33,6 +32,13 @@ class GameFlags:
         if self.match is not None:
             options["match"] = self.match
         return load_game(self.game, **options)
+
+
+@dataclass(kw_only=True)
+class GameFlags(GameChoice):
+    """Which game, with which options and prompts."""
+
+    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_templates(self, game: Game) -> prompts.Templates:
         """The prompts of the flags. Raises ValueError that lists what is wrong with the file."""

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154,SC2034  # sourced after stages.sh by quickstart.sh and test.sh, from the checkout
+# shellcheck shell=bash disable=SC2154  # sourced after run.sh by quickstart.sh and test.sh, from the checkout
 # How .venv is made: its Python, a PyTorch that suits the machine, and the packages that the script's install_rest asks
 # pip for. PYTHON names the interpreter.
 
@@ -7,7 +7,6 @@ CPU_GB=3 CUDA_GB=12                            # that an environment takes while
 NEWEST_MINOR=13                                # Python's: PyTorch has builds for a newer one only after a while
 NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|name resolution'
 venv=$root/.venv/bin/python
-child='' follower=''
 
 find_python() {  # PYTHON, or the first one that is new enough; one that may be too new for PyTorch only if no other is
   local python minor newer='' found='' candidates=("${PYTHON:-}")
@@ -35,8 +34,7 @@ need_space() {  # need_space GB [what came before]
 }
 
 pip_install() {  # status of pip, whose output goes to the log; Python compiles what is imported, pip would all files
-  : >"$log"
-  run_logged "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@"
+  in_foreground "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1
 }
 
 install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
@@ -59,7 +57,7 @@ install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one 
 
 set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirements already
   local python stamp stamp_file=.venv/$1.txt
-  stage=environment log=$root/.venv/$1.log
+  log=$root/.venv/$1.log
   shift
   stamp=$(cat "$@" | cksum)
   if [ -x "$venv" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
@@ -79,12 +77,4 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
   fi
   printf '%s\n' "$stamp" >"$stamp_file"
   say "environment: done"
-}
-
-stop() {  # with all that was started, which pip's end is enough for while there is no environment yet
-  trap '' INT TERM HUP
-  PYTHON=$venv PYTHONPATH=$root loop_support stop $$ 2>/dev/null ||
-    kill ${child:+"$child"} ${follower:+"$follower"} 2>/dev/null || true
-  warn "stopped; the same command continues"
-  exit 130
 }

@@ -44,17 +44,21 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
     return f"{value:{form}} [{low}, {high}]"
 
 
-def how_counted(game: Game) -> str:
-    """What points, breaches and clean games are in this game."""
+def points_of(game: Game) -> str:
+    """What points are in this game."""
     own = type(game).points is not Game.points or any(outcome.points for outcome in game.outcomes)
-    points = "the mean of what the game gives, from 0 to 1" if own else "(wins + ties/2) / games"
+    return "mean points of a game, 0 to 1" if own else "(wins + ties / 2) / games"
+
+
+def how_counted(game: Game) -> str:
+    """What points, breaches and clean games are, in sentences."""
     breaches = [
         f"{outcome.name} (a win of the {outcome.winner})" if outcome.winner else outcome.name
         for outcome in game.outcomes
         if outcome.breach
     ]
     names = f"Breaches of the rules are games that ended so: {', '.join(breaches)}. " if breaches else ""
-    return f"Points are {points}. {names}Clean games are decided without breach, tie or empty reply."
+    return f"Points are {points_of(game)}. {names}Clean games are decided without breach, tie or empty reply."
 
 
 # --- tables --------------------------------------------------------------------------------------------------------

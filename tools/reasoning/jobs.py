@@ -16,7 +16,7 @@ import torch
 
 from tools.engine import model as models
 from tools.reasoning.table import BENCHMARKS, Benchmark
-from utils import NamedPath, file_digest, model_fingerprint, plain_environment
+from utils import NamedPath, RunSettings, differences, file_digest, model_fingerprint, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 logger = logging.getLogger(__name__)
@@ -42,20 +42,26 @@ class Job(NamedTuple):
         """What the result depends on."""
         return self.request["settings"]
 
-    def finished(self) -> dict | None:
-        """The result, if it is there."""
-        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else None
+    def finished(self) -> dict:
+        """The result."""
+        return json.loads(self.path.read_text(encoding="utf-8"))
 
-    def changed(self) -> list[str]:
-        """The settings that a finished result was made under and are others now."""
-        result = self.finished()
-        return [key for key, value in self.settings.items() if result and result["settings"].get(key) != value]
+    def is_to_run(self, *, overwrite: bool) -> bool:
+        """Whether the result is not there. ValueError for one of other settings, unless it may be run again."""
+        if not self.path.is_file():
+            return True
+        remedy = "use another --output_dir, or --overwrite True to run it again"
+        made_with = RunSettings(self.path, results=lambda: self.path, remedy=remedy)
+        made_with.check(self.settings, overwrite=overwrite)
+        return bool(differences(made_with.read(), self.settings))
 
 
 def make_jobs(args: argparse.Namespace) -> list[Job]:
     """All models on all benchmarks; the models of a benchmark stand side by side."""
     folders = {model.name: models.model_folder(model.path).resolve() for model in args.models}
-    fingerprints = {name: model_fingerprint(folder) for name, folder in folders.items()}
+    fingerprints = {
+        name: {"path": str(folder), "sha256": model_fingerprint(folder)} for name, folder in folders.items()
+    }
     own_tasks = tasks_digest(args.include_path)
     jobs = []
     for benchmark in args.tasks:
@@ -100,14 +106,7 @@ def tasks_digest(include_path: str | None) -> str | None:
 
 def unfinished(jobs: Sequence[Job], *, overwrite: bool) -> list[Job]:
     """The jobs to run. Raises ValueError for a result made under other settings, unless it may be run again."""
-    changed = {job.path: keys for job in jobs if (keys := job.changed())}
-    if changed and not overwrite:
-        path, keys = next(iter(changed.items()))
-        raise ValueError(
-            f"{path}: made with other settings ({', '.join(keys)});"
-            " use another --output_dir, or --overwrite True to run it again"
-        )
-    return [job for job in jobs if job.path in changed or not job.path.is_file()]
+    return [job for job in jobs if job.is_to_run(overwrite=overwrite)]
 
 
 # --- running -------------------------------------------------------------------------------------------------------

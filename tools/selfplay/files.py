@@ -119,9 +119,11 @@ class EpisodeFiles:
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
         self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
-        remedy = f"use another {flags}, or --overwrite True to start anew"  # flags that tell runs apart
-        self.run = utils.Run(
-            self.folder / f"{stem}_settings.json", results=self._bound, remedy=remedy, upgrade=modern_settings
+        self.settings = utils.RunSettings(
+            self.folder / f"{stem}_settings.json",
+            results=self._bound,
+            remedy=f"use another {flags}, or --overwrite True to start anew",  # flags that tell runs apart
+            upgrade=modern_settings,
         )
         self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
         self.shared = True  # whether all ranks of the launch are known to use this folder
@@ -156,12 +158,12 @@ class EpisodeFiles:
         """Claim the folder for all ranks of this launch; the settings, and a word to know the folder by."""
         for path in filter(utils.is_locked, self._rank_locks()):  # of ranks started by hand
             raise ValueError(utils.LOCKED.format(path))
-        self.run.claim(settings, overwrite=overwrite)
+        self.settings.claim(settings, overwrite=overwrite)
         utils.lock(_lock_of(self.own_path))
         if overwrite:
             self._delete()
         first = {"settings": settings, "launch": uuid.uuid4().hex}
-        self.run.write(**first)
+        self.settings.write(**first)
         return first
 
     def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
@@ -179,9 +181,9 @@ class EpisodeFiles:
 
     def _join(self, settings: dict) -> None:
         """Take this rank's file in a folder where ranks do not know of each other."""
-        self.run.check(settings)
+        self.settings.check(settings)
         utils.lock(_lock_of(self.own_path))
-        self.run.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
+        self.settings.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
 
     def append(self, episode: Episode) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -208,6 +210,7 @@ class EpisodeFiles:
             return None
         tokens = games.new_tokens - tokens_before
         if not tokens and (summary := self._merged()):
+            logger.info("%s: all is there", self.results_path)
             return summary
         counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
@@ -236,7 +239,7 @@ class EpisodeFiles:
         return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
 
     def _launch(self) -> str | None:
-        return self.run.stored("launch") if self.run.settings_path.is_file() else None
+        return self.settings.read("launch") if self.settings.path.is_file() else None
 
     def _bound(self) -> Path | None:
         """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
@@ -257,7 +260,7 @@ class EpisodeFiles:
         return [found[number] for number in sorted(found)]
 
     def _delete(self) -> None:
-        for path in (*self._rank_paths(), self.run.settings_path, self.results_path, self.summary_path):
+        for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
             path.unlink(missing_ok=True)
 
 

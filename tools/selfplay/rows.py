@@ -1,26 +1,29 @@
 """Files of episodes to a file of rows, in constant memory; the flags of how messages become rows. No torch."""
 
+import logging
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.games import prompts
 from tools.games.flags import GameFlags
-from tools.games.game import Game
+from tools.games.game import Game, game_setting
 from tools.selfplay.rewards import Games, PromptFn, all_rows, check_decay, paid_rows
 from utils import (
     BadRecordError,
+    RunSettings,
     alpaca_to_row,
+    files_setting,
     flag,
     iter_records,
     log_skipped,
     open_text,
-    write_json,
     write_records,
 )
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -43,6 +47,18 @@ class RowFlags(GameFlags):
     messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
     drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
     skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
+    overwrite: bool = flag("True: write rows of other settings or inputs anew", default=False)
+
+    def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
+        """What rows depend on besides episodes and SFT examples, as runs are compared by it."""
+        elsewhere = {"overwrite", "match", "game_options"}  # the latter two are in the game's setting
+        own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
+        path = str(self.prompt_templates or game.prompt_file)
+        return own | {
+            "game": game_setting(game),
+            "prompt_templates": {"path": path, "sha256": prompts.templates_digest(templates)},
+            "tokenizer": {"path": self.tokenizer, "sha256": chat.sha256} if chat else None,
+        }
 
 
 def judge_files(
@@ -99,42 +115,76 @@ def make_rows(
     """Write the rows of episodes, the SFT rows after them, and OUTPUT_rewards_settings.json beside them.
 
     Returns the counts of games and rows, and the weights; `outcomes` is a file for every game's outcome and length.
+    What is there already, of the same settings and inputs, stays; of others, it is refused (ValueError).
     """
     check_decay(flags.decay_weight)
     game = flags.load_game()
     template_file = flags.prompt_templates or game.prompt_file
-    settings_file = settings_path(output)
-    read, written = [*inputs, *([sft] if sft else []), template_file], [output, settings_file]
-    refuse_overwriting(read, written + ([outcomes] if outcomes else []))
+    read, written = [*inputs, *([sft] if sft else []), template_file], [output, *([outcomes] if outcomes else [])]
+    refuse_overwriting(read, [*written, settings_path(output)])
     templates, chat = flags.load_templates(game), open_chat_template(flags)
+    made_with = RunSettings(
+        settings_path(output),
+        results=lambda: Path(output) if os.path.exists(output) else None,
+        remedy="choose another output, or --overwrite True to make it anew",
+    )
+    settings = flags.settings(game, templates, chat) | {
+        "input_data_path": files_setting(*inputs),
+        "sft_data_path": files_setting(sft) if sft else None,
+    }
+    with made_with.claimed(settings, overwrite=flags.overwrite):
+        if not flags.overwrite and all(map(os.path.exists, written)):
+            logger.info("%s: all is there", output)
+            return {name: made_with.read(name) for name in ("games", "rows", "weights")}
+        files = RowFiles(inputs, sft, output, outcomes)
+        prompt_fn = choose_prompt_fn(flags, game, templates, chat)
+        return write_rows(flags, game, prompt_fn, chat, files, write_settings=partial(made_with.write, settings))
+
+
+class RowFiles(NamedTuple):
+    """What rows are made from and written to; as in `make_rows`."""
+
+    inputs: list[str]
+    sft: str | None
+    output: str
+    outcomes: str | None
+
+
+def write_rows(
+    flags: RowFlags,
+    game: Game,
+    prompt_fn: PromptFn,
+    chat: "ChatTemplate | None",
+    files: RowFiles,
+    *,
+    write_settings: Callable[..., None],
+) -> dict:
+    """Judge the episodes, write outcomes and rows, and the settings with the counts; returns the counts."""
     counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped", "skipped"), 0))
 
     def count_skipped(message: str) -> None:
         log_skipped(message)
         counts["skipped"] += 1
 
-    games = judge_files(game, inputs, skip_bad=flags.skip_bad, on_skip=count_skipped)
-    records = partial(read_records, inputs, skip_bad=flags.skip_bad)
-    prompt_fn = choose_prompt_fn(flags, game, templates, chat)
+    games = judge_files(game, files.inputs, skip_bad=flags.skip_bad, on_skip=count_skipped)
+    results = {"games": {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped")}}
+    records = partial(read_records, files.inputs, skip_bad=flags.skip_bad)
     if flags.messages == ALL:
         rows = all_rows(games, records(), prompt_fn=prompt_fn)
     else:
         rows = paid_rows(games, records(), decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
-    sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
+    sft_rows = read_sft_rows(files.sft, chat.alpaca_to_turn if chat else alpaca_to_row) if files.sft else ()
     rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
-    write_records(output, chat.rows(rows) if chat else rows)
-    if outcomes:
-        write_records(outcomes, outcome_records(games, records()))
-    skipped = counts.pop("skipped")
-    results = {
-        "games": {"episodes": len(games), **games.counts(), "skipped": skipped},
-        "rows": dict(counts),
-        "weights": games.role_weights(),
-    }
-    settings = asdict(flags) | {"templates_sha256": prompts.templates_digest(templates)}
-    if chat:
-        settings["chat_template_sha256"] = chat.sha256
-    write_json(settings_file, {"settings": settings, **results})
+
+    def rows_then_settings() -> Iterator[dict]:
+        yield from chat.rows(rows) if chat else rows
+        Path(files.output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
+        results.update(rows=dict(counts), weights=games.role_weights())
+        write_settings(**results)
+
+    if files.outcomes:
+        write_records(files.outcomes, outcome_records(games, records()))
+    write_records(files.output, rows_then_settings())  # takes its place last: what is there is whole
     return results
 
 

@@ -1,64 +1,93 @@
 """Rows for the control runs of the embedded world: what self-play learning is compared with. No torch.
 
-Each control is trained by the same program with the same settings as SPAG; only its rows differ from those that
-tools/assign_rewards.py makes of the same kind of games.
+    python -m tools.tiny.controls --control coin --input_data_path GAMES.json --output_data_path ROWS.json ...
+
+stands in for tools/assign_rewards.py (the setting REWARDS of tools/run_spag.sh) and takes its flags. Each control is
+trained by the same program with the same settings as SPAG; only its rows differ.
 """
 
+import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import islice
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from tools.assign_rewards import Games, game_rows, judge_games
-from tools.games import taboo
+from tools.games.game import Game
+from tools.selfplay.rewards import Games, PromptFn, message_row, message_shares
+from tools.selfplay.rows import RowFlags, choose_prompt_fn, counted, read_sft_rows, settings_path
+from tools.tiny.players import fact_rows, load_lexicon
+from utils import flag, parse_flags, read_json_or_jsonl, run_program, write_json, write_records
 
-DECAY = 0.8
 SFT_COEFF = 0.5  # of OfflinePO
+COIN, SHUFFLED, CLONING, SFT = CONTROLS = ("coin", "shuffled", "cloning", "sft")
 
 
-def spag_rows(episodes: Sequence[dict], games: Games, templates: taboo.Templates) -> Iterator[dict]:
-    """The rows of self-play learning itself, with the prompts of play."""
-    prompt_fn = partial(taboo.play_prompt, templates=templates)
-    return game_rows(episodes, games, decay_weight=DECAY, prompt_fn=prompt_fn)
+@dataclass(kw_only=True)
+class Flags(RowFlags):
+    """The flags of this program."""
+
+    control: str = flag("how the rows are made", choices=CONTROLS)
+    like: str | None = flag("OUTPUT of the loop that sft has as many rows as, epoch by epoch", default=None)
+    input_data_path: list[str] = flag("files of episodes, JSON or JSONL")
+    output_data_path: str = flag("file of rows to write, in epochK/rows/")
+    sft_data_path: str = flag("file of SFT examples whose rows are appended")
 
 
-def coin_rows(
-    episodes: Sequence[dict], sft_rows: Sequence[dict], templates: taboo.Templates, rng: random.Random
-) -> Iterator[dict]:
+@dataclass
+class Played:
+    """Games with what happened in them and how their prompts are made."""
+
+    game: Game
+    episodes: Sequence[dict]
+    prompt_fn: PromptFn
+    decay_weight: float = 0.8
+
+    def winners(self) -> list[str | None]:
+        """Who was paid for each game, if anybody."""
+        outcomes = [self.game.outcome(verdict.outcome) for _, verdict in self.judged()]
+        return [None if outcome.breach else outcome.winner for outcome in outcomes]
+
+    def judged(self) -> Iterator[tuple[dict, object]]:
+        """The episodes with their verdicts."""
+        games = Games(self.game)
+        for episode in self.episodes:
+            games.add(episode)
+        return games.verdicts(self.episodes)
+
+    def rows(self, winners: Sequence[str | None]) -> Iterator[list[dict]]:
+        """The rows of each game, those of the method if the winners are the games' own."""
+        won = Counter(filter(None, winners))
+        for winner, (episode, verdict) in zip(winners, self.judged(), strict=True):
+            messages = enumerate(episode["history"][: verdict.length])
+            spoken = [index for index, message in messages if message["role"] == winner]
+            weight = won.total() / (2 * won[winner]) if winner else 0.0
+            yield [
+                message_row(episode, index, self.prompt_fn, reward=share, weight=weight)
+                for index, share in zip(spoken, message_shares(len(spoken), self.decay_weight), strict=True)
+            ]
+
+
+def coin_rows(played: Played, rng: random.Random) -> Iterator[dict]:
     """As if a coin had told who won each decided game: the rows may be the loser's."""
-    outcomes = tuple(taboo.WINNERS)
-    games = Games(
-        taboo.Verdict(rng.choice(outcomes) if outcome in outcomes else outcome, length)
-        for outcome, length in judge_games(episodes)
-    )
-    yield from spag_rows(episodes, games, templates)
-    yield from sft_rows
+    for rows in played.rows([winner and rng.choice(played.game.roles) for winner in played.winners()]):
+        yield from rows
 
 
-def shuffled_rows(
-    episodes: Sequence[dict], sft_rows: Sequence[dict], templates: taboo.Templates, rng: random.Random
-) -> Iterator[dict]:
+def shuffled_rows(played: Played, rng: random.Random) -> Iterator[dict]:
     """The rewards of a game dealt out at random among the winner's messages."""
-    games = judge_games(episodes)
-    rows = spag_rows(episodes, games, templates)
-    for episode, (outcome, length) in zip(episodes, games, strict=True):
-        if outcome in taboo.WINNERS:
-            winner = taboo.WINNERS[outcome]
-            won = list(islice(rows, sum(message["role"] == winner for message in episode["history"][:length])))
-            rewards = rng.sample([row["reward"] for row in won], len(won))
-            yield from (row | {"reward": reward} for row, reward in zip(won, rewards, strict=True))
-    yield from sft_rows
+    for rows in played.rows(played.winners()):
+        rewards = rng.sample([row["reward"] for row in rows], len(rows))
+        yield from (row | {"reward": reward} for row, reward in zip(rows, rewards, strict=True))
 
 
-def cloning_rows(
-    episodes: Sequence[dict], sft_rows: Sequence[dict], templates: taboo.Templates, rng: random.Random
-) -> Iterator[dict]:
-    """Filtered behaviour cloning, -reward * weight * l, as SFT rows: no ratio, no clip, no KL. Draws nothing.
+def cloning_rows(played: Played, sft_rows: Sequence[dict]) -> Iterator[dict]:
+    """Filtered behaviour cloning, -reward * weight * l, as SFT rows, the others after them: no ratio, no clip, no KL.
 
     OfflinePO averages game rows and SFT rows apart and multiplies the latter by alpha. Here all are SFT rows in one
     average; the weights give each kind the share in the loss that it has there.
     """
-    rows = list(spag_rows(episodes, judge_games(episodes), templates))
+    rows = [row for of_game in played.rows(played.winners()) for row in of_game]
     total = len(rows) + len(sft_rows)
     for row in rows:
         weight = row["reward"] * row["weight"] / SFT_COEFF * total / len(rows)
@@ -67,4 +96,37 @@ def cloning_rows(
         yield row | {"weight": total / len(sft_rows)}
 
 
-CONTROLS = {"coin": coin_rows, "shuffled": shuffled_rows, "cloning": cloning_rows}
+def as_many_facts(flags: Flags, rng: random.Random) -> Iterator[dict]:
+    """Fact rows alone, as many as the other loop has rows in the same epoch."""
+    output = Path(flags.output_data_path)
+    counts = settings_path(str(Path(flags.like, *output.parts[-3:])))
+    rows = json.loads(counts.read_text(encoding="utf-8"))["rows"]
+    return fact_rows(load_lexicon(), rng, rows["attacker"] + rows["defender"] + rows["sft"])
+
+
+def control_rows(flags: Flags) -> Iterator[dict]:
+    """The rows that the flags ask for."""
+    rng = random.Random(flags.seed)
+    if flags.control == SFT:
+        return as_many_facts(flags, rng)
+    game = flags.load_game()
+    prompt_fn = choose_prompt_fn(flags, game, flags.load_templates(game), None)
+    episodes = [episode for path in flags.input_data_path for episode in read_json_or_jsonl(path)]
+    played = Played(game, episodes, prompt_fn, flags.decay_weight)
+    sft_rows = list(read_sft_rows(flags.sft_data_path))
+    if flags.control == CLONING:
+        return cloning_rows(played, sft_rows)
+    make = {COIN: coin_rows, SHUFFLED: shuffled_rows}[flags.control]
+    return (row for rows in (make(played, rng), sft_rows) for row in rows)
+
+
+def main() -> None:
+    flags = parse_flags(Flags, description="Rows of a control run.")
+    counts = Counter({"empty": 0})
+    write_records(flags.output_data_path, counted(control_rows(flags), counts, drop_empty=False))
+    write_json(settings_path(flags.output_data_path), {"settings": asdict(flags), "rows": counts})
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    run_program(main)

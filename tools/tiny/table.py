@@ -6,7 +6,7 @@ No torch.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.games import taboo
@@ -23,11 +23,10 @@ from tools.matches.stats import (
 from tools.matches.text import with_interval
 from utils import iter_records, replacing, write_json
 
-IMITATION = "imitation"
-FIRST_GAMES = "epoch1_episodes"  # of the imitation model, shared by all arms of a seed
-PREFIX = "self"
-RESULTS, SUMMARY = (f"{PREFIX}_sampling_words_{part}.json" for part in ("results", "summary"))
-MAIN_ARMS, CONTROL_ARMS = ("released", "detached"), ("coin", "sft")
+IMITATION, RELEASED, SFT_ONLY = "imitation", "released", "sft"
+FIRST_GAMES = f"{RELEASED}/epoch1/episodes"  # of the imitation model, shared by all arms of a seed
+MAIN_ARMS, CONTROL_ARMS = (RELEASED, "detached"), ("coin", SFT_ONLY)
+OUTCOMES = [outcome.name for outcome in taboo.Taboo.outcomes]
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,23 @@ class Arm:
 
     name: str
     title: str
-    rows: str | None = None  # a control of tiny_controls.CONTROLS, or sft; None: the rows of tools/assign_rewards.py
-    flags: tuple[str, ...] = ()  # of train.py
+    settings: Mapping[str, object] = field(default_factory=dict)  # of tools/run_spag.sh
     every_epoch: bool = False  # whether the models of all epochs are evaluated, not only the last
+
+
+def read_matches(output_dir: Path, arms: Sequence[Arm], seeds: int) -> Iterator[dict]:
+    """The games of all matches; the model of an epoch is called by its arm and number, as released1."""
+    for seed in range(seeds):
+        for arm in arms:
+            for path in sorted((output_dir / f"seed{seed}" / arm.name).glob("epoch*/eval/games_results.json")):
+                for _, episode in iter_records(path):
+                    players = {role: episode[role].replace("epoch", arm.name) for role in taboo.Taboo.roles}
+                    yield episode | players
 
 
 def write_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: int) -> str:
     """Write table.json and table.md; returns the text."""
-    files = (output_dir / f"seed{seed}" / arm.name for seed in range(seeds) for arm in arms)
-    files = [file for folder in files for file in sorted(folder.glob("epoch*/eval/games_results.json"))]
-    counts = count_matches((episode for path in files for _, episode in iter_records(path)), taboo.Taboo())
+    counts = count_matches(read_matches(output_dir, arms, seeds), taboo.Taboo())
     rows = [row for row in result_rows(counts) if row["opponent"] == IMITATION]
     differences = list(control_differences(counts, epochs))
     lines = [
@@ -72,7 +78,7 @@ def match_table(rows: Sequence[dict], alone: dict, arms: Sequence[Arm], epochs: 
         "| clean games | own breaches as attacker | ties |"
     )
     yield "|---" * 11 + "|"
-    roles = " | ".join(f"{alone[role]:.3f}" for role in taboo.ROLES)
+    roles = " | ".join(f"{alone[role]:.3f}" for role in taboo.Taboo.roles)
     yield f"| imitation against itself | - | 0.500 | | {roles} | | | | {alone['breaches']:.3f} | {alone['ties']:.3f} |"
     chosen = {(row["player"], row["words"], row["role"], row["seed"]): row for row in rows}
     for arm in arms:
@@ -91,7 +97,7 @@ def match_line(chosen: Mapping[tuple, dict], arm: Arm, epoch: int) -> str:
         str(epoch),
         points_cell(whole),
         ", ".join(f"{row['points']:.3f}" for row in by_seed),
-        *(points_cell(chosen[player, ALL, role, None]) for role in taboo.ROLES),
+        *(points_cell(chosen[player, ALL, role, None]) for role in taboo.Taboo.roles),
         *(points_cell(chosen[player, words, BOTH, None]) for words in ("played", "held_out")),
         points_cell(whole["clean"]),
         f"{attacking['rates']['breach']['share']:.3f}",
@@ -109,7 +115,7 @@ def imitation_points(output_dir: Path, seeds: int) -> dict[str, float]:
     """What either role gets when the imitation model plays itself, with its shares of breaches and ties."""
     summaries = [read_summary(output_dir / f"seed{seed}" / FIRST_GAMES) for seed in range(seeds)]
     games = sum(summary["games"] for summary in summaries)
-    shares = {key: sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES}
+    shares = {key: sum(summary["outcomes"][key] for summary in summaries) / games for key in OUTCOMES}
     attacker = shares[taboo.ATTACKER_WINS] + shares[taboo.TIED] / 2
     points = {taboo.ATTACKER: attacker, taboo.DEFENDER: 1 - attacker}
     return points | {"breaches": shares[taboo.ATTACKER_BREAKS], "ties": shares[taboo.TIED]}
@@ -164,7 +170,7 @@ def self_play_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: i
             place = f"{arm.name}/epoch{epoch + 1}/episodes" if epoch else FIRST_GAMES
             summaries = [read_summary(output_dir / f"seed{seed}" / place) for seed in range(seeds)]
             games = sum(summary["games"] for summary in summaries)
-            shares = [sum(summary["outcomes"][key] for summary in summaries) / games for key in taboo.OUTCOMES]
+            shares = [sum(summary["outcomes"][key] for summary in summaries) / games for key in OUTCOMES]
             messages = sum(summary["messages"] for summary in summaries)
             shares.append(sum(summary["empty_replies"] for summary in summaries) / messages)
             length = sum(summary["mean_length"] * summary["games"] for summary in summaries) / games
@@ -174,4 +180,4 @@ def self_play_table(output_dir: Path, arms: Sequence[Arm], seeds: int, epochs: i
 
 def read_summary(folder: Path) -> dict:
     """The summary of the games in a folder."""
-    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    return json.loads(next(folder.glob("*_summary.json")).read_text(encoding="utf-8"))
