@@ -213,7 +213,7 @@ def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
         for words, word in (("played", "cat"), ("held_out", "cow"))
     ]
     (folder / "games_results.json").write_text(json.dumps(games))
-    (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games)))}))
+    (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games, GAME)))}))
 
 
 def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path, capsys):

@@ -26,7 +26,7 @@ from tools.selfplay.play import play_games
 from tools.selfplay.progress import describe
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
-from tools.tiny.reproduce import reproduce
+from tools.tiny.reproduce import ROOT, reproduce
 from utils import RunSettings, files_setting, iter_records, run_program, write_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "tiny" / "prompts.json"
@@ -118,7 +118,7 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
 
 def pretrain(folder: Path, args: argparse.Namespace) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
-    run("train.py", "--train_method", "SFT", "--output_dir", folder / "base",
+    run(ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base",
         "--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json",
         "--max_length", 128, "--seed", args.seed, "--per_device_train_batch_size", 64,
         "--learning_rate", args.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",

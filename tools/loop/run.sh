@@ -17,8 +17,9 @@ read_settings_file() { # read_settings_file FLAGS...: the one that --settings na
     esac
     shift
   done
+  case $SETTINGS in '' | */*) ;; *) SETTINGS=./$SETTINGS ;; esac # else it would be looked for in PATH
   # shellcheck source=configs/tiny.sh
-  [ -z "$SETTINGS" ] || . "$SETTINGS" || exit 2
+  [ -z "$SETTINGS" ] || . "$SETTINGS"
 }
 
 show_help() { # the first lines of the script, and its settings

@@ -10,14 +10,16 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tools.games.game import Game
+from tools.games.prompts import Templates
 from tools.selfplay.rewards import Games, PromptFn, message_row, message_shares
 from tools.selfplay.rows import RowFlags, choose_prompt_fn, counted, read_sft_rows, settings_path
 from tools.tiny.players import fact_rows, load_lexicon
-from utils import flag, parse_flags, read_json_or_jsonl, run_program, write_json, write_records
+from utils import RunSettings, files_setting, flag, parse_flags, read_json_or_jsonl, run_program, write_records
 
 SFT_COEFF = 0.5  # of OfflinePO
 COIN, SHUFFLED, CLONING, SFT = CONTROLS = ("coin", "shuffled", "cloning", "sft")
@@ -96,36 +98,51 @@ def cloning_rows(played: Played, sft_rows: Sequence[dict]) -> Iterator[dict]:
         yield row | {"weight": total / len(sft_rows)}
 
 
-def as_many_facts(flags: Flags, rng: random.Random) -> Iterator[dict]:
-    """Fact rows alone, as many as the other loop has rows in the same epoch."""
-    output = Path(flags.output_data_path)
-    counts = settings_path(str(Path(flags.like, *output.parts[-3:])))
-    rows = json.loads(counts.read_text(encoding="utf-8"))["rows"]
-    return fact_rows(load_lexicon(), rng, rows["attacker"] + rows["defender"] + rows["sft"])
+def other_rows_path(flags: Flags) -> Path:
+    """The counts of the other loop's rows of the same epoch."""
+    if not flags.like:
+        raise ValueError(f"--control {SFT} needs --like, the OUTPUT of the loop that it has as many rows as")
+    return settings_path(str(Path(flags.like, *Path(flags.output_data_path).parts[-3:])))
 
 
-def control_rows(flags: Flags) -> Iterator[dict]:
+def control_rows(flags: Flags, game: Game, templates: Templates) -> Iterator[dict]:
     """The rows that the flags ask for."""
     rng = random.Random(flags.seed)
     if flags.control == SFT:
-        return as_many_facts(flags, rng)
-    game = flags.load_game()
-    prompt_fn = choose_prompt_fn(flags, game, flags.load_templates(game), None)
+        counts = json.loads(other_rows_path(flags).read_text(encoding="utf-8"))["rows"]
+        return fact_rows(load_lexicon(), rng, counts["attacker"] + counts["defender"] + counts["sft"])
     episodes = [episode for path in flags.input_data_path for episode in read_json_or_jsonl(path)]
-    played = Played(game, episodes, prompt_fn, flags.decay_weight)
+    played = Played(game, episodes, choose_prompt_fn(flags, game, templates, None), flags.decay_weight)
     sft_rows = list(read_sft_rows(flags.sft_data_path))
     if flags.control == CLONING:
         return cloning_rows(played, sft_rows)
     make = {COIN: coin_rows, SHUFFLED: shuffled_rows}[flags.control]
-    return (row for rows in (make(played, rng), sft_rows) for row in rows)
+    return chain(make(played, rng), sft_rows)
 
 
 def main() -> None:
     flags = parse_flags(Flags, description="Rows of a control run.")
-    counts = Counter({"empty": 0})
-    write_records(flags.output_data_path, counted(control_rows(flags), counts, drop_empty=False))
-    write_json(settings_path(flags.output_data_path), {"settings": asdict(flags), "rows": counts})
-    print(json.dumps(counts))
+    game, output = flags.load_game(), Path(flags.output_data_path)
+    templates = flags.load_templates(game)
+    settings = flags.settings(game, templates, None) | {
+        "control": flags.control,
+        "input_data_path": files_setting(*flags.input_data_path),
+        "sft_data_path": files_setting(flags.sft_data_path),
+        "like": files_setting(other_rows_path(flags)) if flags.control == SFT else None,
+    }
+    made_with = RunSettings(
+        settings_path(flags.output_data_path),
+        results=lambda: output if output.is_file() else None,
+        remedy="choose another output, or --overwrite True to make it anew",
+    )
+    with made_with.claimed(settings, overwrite=flags.overwrite):
+        if output.is_file() and not flags.overwrite:
+            print(f"{output}: all is there")
+            return
+        counts = Counter({"empty": 0})
+        rows = list(counted(control_rows(flags, game, templates), counts, drop_empty=False))
+        made_with.write(settings, rows=counts)
+        write_records(output, rows)  # last: where rows are, their settings are
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from tools.games.taboo import DEFENDER_WINS
 from tools.tiny.players import LEXICON
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, read_summary, write_table
-from utils import RunSettings, files_setting, unlock, write_json
+from utils import RunSettings, files_setting, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / "configs" / "tiny.sh"
@@ -139,6 +139,18 @@ def submit(pool: ThreadPoolExecutor, worlds: list[World]) -> list[Future]:
     return [*prepared.values(), *runs.values()]
 
 
+def run_all(worlds: list[World], args: argparse.Namespace) -> None:
+    """Run what is missing, so many at a time; after a failure nothing else begins."""
+    args.stop = threading.Event()
+    pool = ThreadPoolExecutor(args.workers)
+    try:
+        for run in as_completed(submit(pool, worlds)):
+            run.result()
+    finally:
+        args.stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
 def reproduce(args: argparse.Namespace) -> None:
     """Run what is missing of all seeds and arms, and make the table."""
     args.output_dir = Path(args.output_dir)
@@ -151,18 +163,10 @@ def reproduce(args: argparse.Namespace) -> None:
         results=lambda: next(args.output_dir.glob("seed*"), None),
         remedy="use another --output_dir",
     )
-    settings.claim(made_with)
-    settings.write(made_with)
-    args.stop = threading.Event()
-    worlds = [World(args.output_dir / f"seed{seed}", seed, args) for seed in range(args.seeds)]
-    pool = ThreadPoolExecutor(args.workers)
-    try:
-        for run in as_completed(submit(pool, worlds)):
-            run.result()
-    finally:
-        args.stop.set()  # after a failure: programs that run may end, nothing else begins
-        pool.shutdown(cancel_futures=True)
-        unlock(settings.lock_path)
+    with settings.claimed(made_with):
+        settings.write(made_with)
+        worlds = [World(args.output_dir / f"seed{seed}", seed, args) for seed in range(args.seeds)]
+        run_all(worlds, args)
     print(write_table(args.output_dir, list(ARMS.values()), args.seeds, args.epochs))
     took = [json.loads(world.seconds_path(name).read_text()) for world in worlds for name in ("world", *ARMS)]
     print(f"They took {sum(took) / 60:.0f} minutes in all; {args.workers} ran at a time, each with one thread.")
