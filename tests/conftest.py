@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
-LONGEST_FIRST = ("train", "bench_play", "bench_train", "play_llm_game", "server_player", "run_spag", "evaluate_games")
+LONGEST_FIRST = ("train", "server_player", "run_spag", "play_llm_game", "bench_train", "bench_play", "evaluate_games")
 
 
 def pytest_collection_modifyitems(items):

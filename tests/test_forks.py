@@ -1,5 +1,6 @@
 """The executable that the tests start programs with is one that ends, speaks and dies as Python does."""
 
+import fcntl
 import json
 import os
 import signal
@@ -40,9 +41,9 @@ def test_a_program_gets_all_that_it_is_given_and_hands_back_its_status():
 
 def test_files_that_are_open_stay_open(tmp_path):
     with open(tmp_path / "file", "w") as file:
-        os.dup2(file.fileno(), 19)
-        forked, real = both("-c", "import os; os.write(19, b'line ')", pass_fds=[19])
-        os.close(19)
+        number = fcntl.fcntl(file, fcntl.F_DUPFD, 200)
+        forked, real = both("-c", f"import os; os.write({number}, b'line ')", pass_fds=[number])
+        os.close(number)
     assert (forked, real) == ((0, "", ""),) * 2 and (tmp_path / "file").read_text() == "line line "
 
 
