@@ -173,10 +173,10 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if family == "headers":
         tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", f"'{DAY}'")
-    shown = iter(watch.prompts)
+    shown, templates = iter(watch.prompts), prompts.load_templates(PROMPTS, GAME)
     for game in games:
         for place in range(len(game["history"])):
-            system, *said = conversation(game["history"][:place], 2, prompts.load_templates(PROMPTS, GAME))
+            system, *said = conversation(game["history"][:place], 2, templates, task=game["target_word"])
             if family == "turns":
                 said[0] = {"role": "user", "content": system["content"] + "\n\n" + said[0]["content"]}
             else:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools import evaluate_games
 from tools.engine import model as models
@@ -82,7 +83,7 @@ def run_here(arguments, monkeypatch):
 
 def start(arguments, processes=1):
     """The program in processes of its own."""
-    command = [sys.executable]
+    command = [python()]
     if processes > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
         command += ["--monitor_interval=0.1"]

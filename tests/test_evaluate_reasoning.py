@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
+from forks import python
 from test_finished_work import hold
 
 from tools import evaluate_reasoning
@@ -51,7 +51,6 @@ aggregate_metric_list:
   - {metric: acc, weight_by_size: true}
 """
 INTERRUPT = "interrupted"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
 
 
 # --- through the real harness --------------------------------------------------------------------------------------
@@ -76,9 +75,8 @@ def evaluated(own_tasks, tiny_model, other_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     flags = ["--models", f"base={tiny_model}", f"epoch1={other_model}", "--tasks", "parity:2", "--num_processes", "2"]
     flags += ["--include_path", str(own_tasks), "--dtype", "float32", "--output_dir", str(folder / "results")]
-    environment = os.environ | OFFLINE | {"HF_HOME": str(folder / "cache")}
-    command = [sys.executable, "-m", "tools.evaluate_reasoning", *flags]
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [python(), "-m", "tools.evaluate_reasoning", *flags]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return flags, folder / "results", finished.stdout
 

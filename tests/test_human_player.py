@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools import evaluate_games, play_llm_game
 from tools.games import load_game
@@ -54,7 +55,7 @@ class Terminal:
         self.end, inner = pty.openpty()
         # A session of its own whose terminal this is, so that Ctrl-C typed there is its signal.
         self.program = subprocess.Popen(
-            [sys.executable, "-c", START, *flags],
+            [python(), "-c", START, *flags],
             stdin=inner,
             stdout=inner,
             stderr=subprocess.PIPE,

@@ -147,7 +147,7 @@ def test_intervals_are_written_alike_everywhere():
 
 
 def test_the_documentation_names_every_field_of_a_row():
-    section = (ROOT / "data" / "README.md").read_text(encoding="utf-8").partition("## Evaluation by match")[2]
+    section = (ROOT / "tools/matches/README.md").read_text(encoding="utf-8").partition("## Files")[2]
     example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
     table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
     for row in results_of(ROUND_ROBIN)["results"]:

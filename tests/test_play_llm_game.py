@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT
+from forks import python
 
 import utils
 from tools import play_llm_game
@@ -214,7 +215,7 @@ except ValueError as error:
     print(error)
 """
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
+        [python(), "-c", program], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
@@ -492,9 +493,9 @@ def environment():
     return os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-def torchrun(processes, arguments, how=("tools/play_llm_game.py",)):
+def torchrun(processes, arguments, how=("tools/play_llm_game.py",), executable=None):
     """Start the program under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    command = [executable or python(), "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     command += ["--monitor_interval=0.1", *how, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
@@ -548,7 +549,9 @@ def kill_after(process, folder, lines, only_launcher):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)
     launcher = psutil.Process(process.pid)
-    ranks = launcher.children(recursive=True)
+    named = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or [])]
+    ranks = [each for each in named if each != launcher]
+    assert ranks
     for doomed in [launcher] if only_launcher else [launcher, *ranks]:
         doomed.kill()
     process.communicate()
@@ -561,7 +564,8 @@ def test_killed_launches_lose_only_games_in_flight_also_with_other_numbers_of_pr
     kept = []
     for processes, only_launcher in ((2, False), (1, True)):
         lines = len(kept) + random.randint(1, 12)
-        now = kill_after(torchrun(processes, arguments), tmp_path, lines, only_launcher)
+        started = torchrun(processes, arguments, executable=sys.executable if only_launcher else python())
+        now = kill_after(started, tmp_path, lines, only_launcher)
         assert set(kept) <= set(now)
         kept = now
     assert not (tmp_path / f"{STEM}_results.json").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forks import python
 from plotly.offline import get_plotlyjs
 
 from tools import report
@@ -137,7 +138,7 @@ def points(chart: dict) -> dict[str, list]:
 
 def run_report(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "tools.report", *map(str, arguments)],
+        [python(), "-m", "tools.report", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,

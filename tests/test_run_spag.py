@@ -256,13 +256,16 @@ def test_rows_are_made_by_the_program_that_rewards_names(loop, tmp_path):
 
 
 def test_the_loop_ends_after_the_stage_that_until_names(loop):
-    assert list(loop.finish(epochs=2, until="epoch1_rewards")) == list(STAGES[:3])
+    assert list(loop.finish(epochs=2, until="epoch1_train")) == list(STAGES[:4])
+    for until, changes in (("epoch3_play", {}), ("epoch1_rewards", {}), ("imitation", {"imitation_data": ""})):
+        status, _, err = loop.run(epochs=2, until=until, **changes)
+        assert status == 2 and f"--until {until}: imitation, epochK_play or epochK_train, one of this" in err
 
 
 def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
     (tmp_path / "words.txt").write_text("dog\n")
     calls = loop.finish(game="twenty_questions", eval_words=tmp_path / "words.txt")
-    for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval"):
+    for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval", "report"):
         assert value_of("game", calls[stage]) == "twenty_questions"
     assert value_of("max_turns", calls["epoch1_play"]) == "20"
     calls = loop.finish(output=tmp_path / "other", game_options="match=word", max_turns=3)
@@ -390,7 +393,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         "--engine is 'cloud'; it is one of auto, slots, generate",
         "--report is 'yes'; it is one of True, False",
         "--node_rank is 2; with --nnodes 1 it is at most 0",
-        "--until epoch7_play: no stage of this loop",
+        "--until epoch7_play: imitation, epochK_play or epochK_train, one of this loop's stages",
         "--train_args has --lora_rank; make it a setting of the loop, which plays on with the merged model",
         "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
         "unknown flag --epocs; did you mean --epochs? (--help lists them)",

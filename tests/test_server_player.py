@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, build_llama, build_tokenizer
+from forks import python
 
 from dataloaders import encode_example, normalize_row
 from tools import assign_rewards, evaluate_games, play_llm_game
@@ -496,7 +497,7 @@ class TestFaults:
             return 200, {}, said()
 
         server = stub(behave)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+        command = [python(), "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
         command += ["--monitor_interval=0.1", "tools/play_llm_game.py"]
         # Word 1 comes last among those of rank 1's first requests: one at a time, so another was answered before it.
         words = tmp_path / "words.txt"
@@ -756,7 +757,7 @@ class TransformersServe:
         self.start()
 
     def start(self):
-        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", self.model, "--device", "cpu"]
+        command = [python(), "-m", "transformers.cli.transformers", "serve", self.model, "--device", "cpu"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with open(self.log, "a") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}

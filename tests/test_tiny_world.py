@@ -6,11 +6,11 @@ import math
 import random
 import re
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools import tiny_world
 from tools.games import taboo
@@ -157,7 +157,7 @@ SIZES = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20
 def world(tmp_path_factory):
     """A world of few facts and games, its model trained for some steps only."""
     folder = tmp_path_factory.mktemp("world")
-    command = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *SIZES]
+    command = [python(), "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *SIZES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -213,7 +213,7 @@ def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
         for words, word in (("played", "cat"), ("held_out", "cow"))
     ]
     (folder / "games_results.json").write_text(json.dumps(games))
-    (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games)))}))
+    (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games, GAME)))}))
 
 
 def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path, capsys):

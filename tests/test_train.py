@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from conftest import GOLDEN, ROOT, build_llama, load_golden
+from forks import KILL, python
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,11 +44,11 @@ def run(output, settings: dict, **changes) -> list[dict]:
     return steps_of(output)
 
 
-def start(output, processes: int, settings: dict) -> subprocess.Popen:
+def start(output, processes: int, settings: dict, executable: str | None = None) -> subprocess.Popen:
     """Start train.py under torchrun, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [executable or python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return subprocess.Popen(
-        [*command, "train.py", *flags_of(output, settings)],
+        [*command, "--monitor_interval=0.1", "train.py", *flags_of(output, settings)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -57,9 +58,9 @@ def start(output, processes: int, settings: dict) -> subprocess.Popen:
     )
 
 
-def launch(output, processes: int, settings: dict) -> list[dict]:
+def launch(output, processes: int, settings: dict, executable: str | None = None) -> list[dict]:
     """Run train.py under torchrun; what it logged, a dict each step."""
-    process = start(output, processes, settings)
+    process = start(output, processes, settings, executable)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
     return steps_of(output)
@@ -193,6 +194,7 @@ def offline_po(rows: str, model: str, reference: str, **changes) -> dict:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        "encoding_processes": 1,  # as many as there are cores in the recorded runs
     } | changes
 
 
@@ -242,7 +244,8 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4 // processes,
     }
-    steps = launch(tmp_path / "dealt", processes, settings | dealt_out)
+    executable = sys.executable if processes == 1 else python()  # a torchrun as people start it
+    steps = launch(tmp_path / "dealt", processes, settings | dealt_out, executable)
     assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
     assert len(steps) == 20
 
@@ -368,13 +371,13 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
     expected = run(tmp_path / "whole", settings)
     output, kills = tmp_path / "killed", 0
-    command = [sys.executable, "train.py", *flags_of(output, settings)]
+    command = [python(), "train.py", *flags_of(output, settings)]
     for threshold in (4, 16):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not any(step >= threshold for step in checkpoints(output)):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(KILL)
         kills += process.wait() == -signal.SIGKILL
     assert kills >= 1
     half_written = output / "checkpoint-39"
@@ -541,7 +544,7 @@ def test_a_second_start_into_one_folder_is_refused_and_has_written_nothing(tmp_p
     settings = offline_po(mixed_rows, tiny_model, tiny_model)
     trainer = train.set_up(flags_of(tmp_path / "out", settings))
     before = contents(tmp_path / "out")
-    command = [sys.executable, "train.py", *flags_of(tmp_path / "out", settings | {"learning_rate": 1})]
+    command = [python(), "train.py", *flags_of(tmp_path / "out", settings | {"learning_rate": 1})]
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 2 and "another process is writing to this run; end that one first" in second.stderr
     assert contents(tmp_path / "out") == before
@@ -562,7 +565,7 @@ def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_p
     workers = process.children(recursive=True)
     process.kill()
     assert not psutil.wait_procs([process, *workers], timeout=10)[1]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run([python(), *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert len(steps_of(tmp_path / "out")) == 1
 
@@ -723,7 +726,7 @@ def test_a_reference_with_other_tokens_under_the_same_number_is_refused(tmp_path
 
 def test_bad_input_ends_the_program_with_its_message_and_status_2(tmp_path):
     command = [
-        sys.executable,
+        python(),
         "train.py",
         "--train_method",
         "DPO",

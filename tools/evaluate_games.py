@@ -5,7 +5,7 @@
         --task_type sampling --output_dir DIR
 
 Writes DIR/games_results.json (every game), matches.json (points and rates with intervals), matches.txt and
-matches.svg; data/README.md tells what is in them. Every pair of different players meets, or with --against every
+matches.svg; tools/matches/README.md describes them. Every pair of different players meets, or with --against every
 player meets that one; a single player meets itself. Finished games are stored at once: after a kill, the same command
 plays those that are missing. Under torchrun the games are dealt out to the processes.
 """

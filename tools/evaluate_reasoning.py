@@ -5,7 +5,7 @@
 Needs the harness (pip install lm-eval==0.4.13); its data sets come from the Hugging Face hub. Every model meets every
 task in a process of its own, one per GPU at a time. DIR/MODEL/TASK.json is a finished one: the same command runs those
 that are missing, and refuses those that were made in another way. Writes DIR/results.json, table.md and radar.svg;
-data/README.md tells what is in them.
+tools/reasoning/README.md tells what is in them.
 """
 
 import argparse

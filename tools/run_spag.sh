@@ -22,7 +22,7 @@ read_settings_file "$@"
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
 : "${SFT_DATA:=}"              # SFT examples that are learned beside the games, e.g. Alpaca's
 : "${EPOCHS:=3}"               # epochs of self-play
-: "${UNTIL:=}"                 # stop after this stage, e.g. imitation, epoch1_play, epoch1_rewards, epoch1_train
+: "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
 : "${GAME:=taboo}"             # the game: a name, FILE.py:Class or module:Class
 : "${GAME_OPTIONS:=}"          # its options, KEY=VALUE, one or several
 : "${MATCH:=}"                 # Taboo: substring or word, whether the target word counts inside others
@@ -97,7 +97,7 @@ train() { # train STAGE FOLDER FLAGS...: from $model, which is the reference too
 match() { # match NAME PLAYER...: against the imitation model
   launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation --words "${EVAL_WORDS[@]}" \
     --seeds "${EVAL_SEEDS[@]}" --games_per_word "$EVAL_GAMES_PER_WORD" --output_dir "$OUTPUT/$1/eval" \
-    "${game[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
+    "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
 }
 
 { # read as a whole before it runs: this file may change meanwhile
@@ -105,11 +105,12 @@ settle_settings "$@"
 case $PRECISION in
   bf16) precision=(--bf16 True --tf32 True) ;;
   fp16) precision=(--fp16 True) ;;
+  *) precision=() ;;
 esac
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
 [ "$SAVE_STEPS" != 0 ] || saving=(--save_strategy no)
-game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${MATCH:+--match "$MATCH"}
-  ${PROMPTS:+--prompt_templates "$PROMPTS"})
+game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${MATCH:+--match "$MATCH"})
+prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
   --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
   ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
@@ -124,16 +125,14 @@ imitation=$model
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   folder=$OUTPUT/epoch$epoch seed=$((SEED + epoch))
   episodes=$folder/episodes/${player}_sampling_words_results.json
-  if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
-    episodes=$FIRST_EPISODES
-  else
-    launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --attacker_model_name_or_path "$model" \
-      --defender_model_name_or_path "$model" --data_path "$WORDS" --output_dir "$folder/episodes" \
-      --model_prefix "$player" --data_suffix words --seed "$seed" "${game[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
-  fi
+  [ "$epoch" -gt 1 ] || episodes=${FIRST_EPISODES:-$episodes}
+  [ "$episodes" = "$FIRST_EPISODES" ] || launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" \
+    --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" --data_path "$WORDS" \
+    --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words --seed "$seed" \
+    "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
   [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" "${REWARDS[@]}" --input_data_path "$episodes" \
     --output_data_path "$folder/rows/rows.json" --decay_weight "$DECAY_WEIGHT" --seed "$seed" "${game[@]}" \
-    ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
+    "${prompts[@]}" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
     --learning_rate "$LEARNING_RATE" --seed "$seed" "${TRAIN_ARGS[@]}"
@@ -142,7 +141,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   say "epoch $epoch of $EPOCHS is done, $((SECONDS / 60)) minutes after the start"
   [ "$NODE_RANK" -eq 0 ] || continue
   printf '%s\n' "$SETTINGS_JSON" >"$OUTPUT/settings.json" # all programs have accepted these
-  [ "$REPORT" = False ] || run report "$PYTHON" "$root/tools/report.py" "$OUTPUT"
+  [ "$REPORT" = False ] || run report "$PYTHON" "$root/tools/report.py" "$OUTPUT" "${game[@]}"
 done
 say "finished; everything is in $OUTPUT"
 exit

@@ -22,7 +22,7 @@ CHOICES = {
     "PRECISION": ("bf16", "fp16", "fp32"),
     "ENGINE": ("auto", "slots", "generate"),  # as tools/selfplay/options.py has them, which imports torch
 }
-STAGES = re.compile(r"imitation(_eval)?|epoch(?P<epoch>[1-9]\d*)_(play|rewards|train|eval)")
+LAST_STAGES = re.compile(r"imitation|epoch([1-9]\d*)_(play|train)")  # in which all machines take part
 NOT_INSTALLED = f"{{}} is not installed for {sys.executable}; activate the environment that has it, or name its PYTHON"
 
 
@@ -75,9 +75,11 @@ def _number_problems(settings: Mapping[str, str]) -> Iterator[str]:
             f"--global_batch {rows} is no multiple of {processes} processes x {machines} machines x --train_batch "
             f"{batch} = {math.prod(factors)} rows; change one of them"
         )
-    stage = STAGES.fullmatch(settings["UNTIL"])
-    if settings["UNTIL"] and not (stage and int(stage["epoch"] or 0) <= numbers.get("EPOCHS", 0)):
-        yield f"--until {settings['UNTIL']}: no stage of this loop"
+    last, until = LAST_STAGES.fullmatch(settings["UNTIL"]), settings["UNTIL"]
+    left_out = until == "imitation" and not settings["IMITATION_DATA"]
+    left_out |= until == "epoch1_play" and bool(settings["FIRST_EPISODES"])
+    if until and (left_out or not last or int(last[1] or 0) > numbers.get("EPOCHS", 0)):
+        yield f"--until {until}: imitation, epochK_play or epochK_train, one of this loop's stages"
 
 
 def _path_problems(settings: Mapping[str, str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
     python -m tools.reasoning.harness '{"model": "DIR", "task": "piqa", "shots": 0, ...}' RESULT.json
 
 The only file here that imports the harness. It keeps every question's score, so that models can be compared question
-by question; RESULT.json is described in data/README.md.
+by question; RESULT.json is described in tools/reasoning/README.md.
 """
 
 import json
