@@ -9,7 +9,7 @@ import pytest
 
 from tools.bench import train as bench_train
 
-TINY = {"preset": "tiny", "use_cpu": True, "query_tokens": 30, "target_tokens": 6, "length_spread": 0.5}
+TINY = {"preset": "tiny", "use_cpu": True, "query_tokens": 30, "target_tokens": 6}
 TINY |= {"learning_rate": 1e-3, "steps": 3, "warmup_steps": 1}
 
 
@@ -77,7 +77,7 @@ def test_all_modes_compute_the_same_losses(report):
 
 def test_two_processes_give_one_row_a_mode_with_sums(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    printed, written = bench(tmp_path, length_spread=0)
+    printed, written = bench(tmp_path)
     assert list(read_table(printed)) == ["default", "rebalanced", "plain"]
     default, rebalanced, plain = written["lines"]
     for line in (default, rebalanced, plain):
@@ -108,5 +108,5 @@ def test_rows_are_dealt_out_only_where_a_step_has_several_micro_batches(monkeypa
 
 def test_bad_flags_are_told_all_at_once():
     with pytest.raises(ValueError) as caught:
-        bench_train.Settings(warmup_steps=0, length_spread=1)
-    assert [line.split()[0] for line in str(caught.value).split("\n")] == ["--warmup_steps", "--length_spread"]
+        bench_train.Settings(warmup_steps=0, repeats=0)
+    assert [line.split()[0] for line in str(caught.value).split("\n")] == ["--warmup_steps", "--repeats"]

@@ -68,14 +68,10 @@ class LlamaFlags:
 
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
-        problems = self.below(1, "hidden_size", "layers", "heads", "intermediate_size") + self.below(300, "vocab_size")
+        problems = utils.too_small(self, hidden_size=1, layers=1, heads=1, intermediate_size=1, vocab_size=300)
         if not problems and self.hidden_size % (2 * self.heads):
             problems.append("--hidden_size must be a multiple of twice --heads: rotary positions go in pairs")
         return problems
-
-    def below(self, least: int, *names: str) -> list[str]:
-        """A phrase for each of these flags that is less than its least value."""
-        return [f"--{name} must be at least {least}" for name in names if getattr(self, name) < least]
 
     def llama(self, **config):
         """The random Llama of these flags."""
@@ -92,13 +88,11 @@ def run_ranks(measure: Callable[..., dict | None], *args) -> list[dict | None]:
     """
     multiprocessing.set_forkserver_preload([measure.__module__])  # packages are imported once for all runs
     ranks = utils.world_size()
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("", 0))
-        free_port = free.getsockname()[1]
-        free.close()
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            arguments = (measure, args, folder, ranks, free_port)
-            start_processes(_run_rank, arguments, ranks, start_method="forkserver")
+            start_processes(_run_rank, (measure, args, folder, ranks, port), ranks, start_method="forkserver")
         except ProcessExitedException as error:
             raise ValueError(f"{error} in {measure.__module__}, most often for want of memory; {args}") from None
         return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)]

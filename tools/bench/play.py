@@ -70,7 +70,7 @@ class Settings(LlamaFlags):
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
         counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens")
-        return super().problems() + self.below(1, *counts) + self.below(2, "mean_tokens")
+        return super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1), mean_tokens=2)
 
     def num_games(self, mode: str) -> int:
         """How many games a mode plays."""

@@ -50,9 +50,10 @@ COLUMNS = {  # of the table, and how they are printed
 class Settings(LlamaFlags):
     """What is measured."""
 
-    query_tokens: int = flag("mean tokens of a row's query", default=450)
-    target_tokens: int = flag("mean tokens of a row's target; a row is longer by BOS and EOS", default=60)
-    length_spread: float = flag("S: lengths are drawn from 1 - S to 1 + S times these means", default=0.0)
+    query_tokens: int = flag("tokens of a row's query", default=450)
+    target_tokens: int = flag(
+        "tokens of a row's target, with --method_rows their mean; BOS and EOS besides", default=60
+    )
     method_rows: bool = flag(
         "True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these",
         default=False,
@@ -73,10 +74,7 @@ class Settings(LlamaFlags):
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
         counts = ("query_tokens", "target_tokens", "batch_size", "accumulation", "steps", "warmup_steps", "repeats")
-        problems = super().problems() + self.below(1, *counts)
-        if not 0 <= self.length_spread < 1:
-            problems.append(f"--length_spread must be at least 0 and below 1, got {self.length_spread}")
-        return problems
+        return super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1))
 
     @property
     def modes(self) -> list[str]:

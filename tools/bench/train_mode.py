@@ -38,7 +38,8 @@ def make_inputs(folder: Path, settings: Settings) -> None:
     settings.llama(max_position_embeddings=max_length(settings)).save_pretrained(folder)
     rng = random.Random(settings.seed)
     count = settings.batch_size * settings.accumulation * utils.world_size() * (settings.warmup_steps + settings.steps)
-    shapes = [method_row(settings, rng) if settings.method_rows else even_row(settings, rng) for _ in range(count)]
+    shape = (settings.query_tokens, settings.target_tokens, "game")
+    shapes = [method_row(settings.target_tokens, rng) if settings.method_rows else shape for _ in range(count)]
     rows = (
         {
             "query": "".join(rng.choices(string.ascii_letters, k=query)),
@@ -51,17 +52,9 @@ def make_inputs(folder: Path, settings: Settings) -> None:
     utils.write_records(folder / "rows.jsonl", rows)
 
 
-def even_row(settings: Settings, rng: random.Random) -> tuple[int, int, str]:
-    """Tokens of a row's query and target, by the flags, and its kind."""
-    means = (settings.query_tokens, settings.target_tokens)
-    spread = settings.length_spread
-    query, target = (max(1, round(mean * rng.uniform(1 - spread, 1 + spread))) for mean in means)
-    return query, target, "game"
-
-
-def method_row(settings: Settings, rng: random.Random) -> tuple[int, int, str]:
-    """The same as the method has them."""
-    target = min(MOST_TARGET, 1 + int(rng.expovariate(1 / settings.target_tokens)))
+def method_row(mean_target: int, rng: random.Random) -> tuple[int, int, str]:
+    """Tokens of a row's query and target as the method has them, and its kind."""
+    target = min(MOST_TARGET, 1 + int(rng.expovariate(1 / mean_target)))
     if rng.random() < SFT_SHARE:
         return rng.randint(*SFT_QUERY_TOKENS), target, "sft"
     return RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_EARLIER), target, "game"
@@ -71,8 +64,7 @@ def max_length(settings: Settings) -> int:
     """Tokens of the longest row, with BOS and EOS."""
     if settings.method_rows:
         return 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_EARLIER + MOST_TARGET
-    means = (settings.query_tokens, settings.target_tokens)
-    return 2 + sum(round(mean * (1 + settings.length_spread)) for mean in means)
+    return 2 + settings.query_tokens + settings.target_tokens
 
 
 # --- trainers ------------------------------------------------------------------------------------------------------
