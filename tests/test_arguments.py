@@ -6,14 +6,14 @@ import os
 import pytest
 import torch
 from conftest import ROOT
-from test_readme import commands
+from test_readme import COMMANDS
 
 from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SAME_RUN, parse_arguments
 from utils import differences
 
 TRAINING = [
     " ".join(words[words.index("train.py") + 1 :])
-    for words in commands()
+    for words in COMMANDS
     if words[0] == "torchrun" and "train.py" in words
 ]
 IMITATION, SELF_PLAY = (next(line for line in TRAINING if name in line) for name in ("_gpt4.json", "OfflinePO"))

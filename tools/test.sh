@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv and run the linter and the tests. Arguments go to pytest: bash tools/test.sh -k collator
+# Set up .venv and run the linter, the type checker and the tests. Arguments go to pytest: bash tools/test.sh -k collator
 # PYTHON names the interpreter (3.10 or newer).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,4 +15,5 @@ trap 'stop 130' INT TERM HUP
 set_up tests requirements.txt tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" PYTHONPATH=. OMP_WAIT_POLICY=passive
 ruff check .
+mypy
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores
