@@ -20,7 +20,7 @@ from tools.games import load_game
 from tools.players.human import HumanQuit, read_line
 from utils import read_json_or_jsonl, run_program
 
-DEADLINE = 120  # seconds for the program to say what is waited for
+DEADLINE = 60  # seconds for the program to say what is waited for
 STEM = "m_sampling_w"
 WORDS = ["piano", "violin"]
 

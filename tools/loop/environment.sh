@@ -7,6 +7,7 @@ CPU_GB=3 CUDA_GB=12                            # that an environment takes while
 NEWEST_MINOR=13                                # Python's: PyTorch has builds for a newer one only after a while
 NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|name resolution'
 venv=$root/.venv/bin/python
+unset PYTHONDONTWRITEBYTECODE # which images set: pip leaves compiling to the first import, and each would compile anew
 
 find_python() {  # PYTHON, or the first one that is new enough; one that may be too new for PyTorch only if no other is
   local python minor newer='' found='' candidates=("${PYTHON:-}")
