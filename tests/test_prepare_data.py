@@ -11,6 +11,7 @@ from conftest import ROOT
 from tools import assign_rewards, prepare_data
 from tools.games import prompts
 from tools.games.taboo import Taboo
+from tools.selfplay import word_list
 from tools.selfplay.rows import read_sft_rows
 from utils import alpaca_to_row, read_json_or_jsonl, run_program
 
@@ -155,11 +156,11 @@ def read(path):
 def test_words_are_the_most_frequent_ones_that_are_letters_only_and_no_stop_words():
     counts = Counter()
     ranked = ["the", "time", "ox", "don't", "café", "x-ray", "2nd", "otter", "with", "heron", "stork"]
-    words = prepare_data.frequent_words(ranked, ["the", "with"], number=3, min_letters=3, counts=counts)
+    words = word_list.frequent_words(ranked, ["the", "with"], number=3, min_letters=3, counts=counts)
     assert words == ["time", "otter", "heron"]
     assert counts == {"stop_words": 2, "too_short": 1, "not_alphabetic": 4}
     with pytest.raises(ValueError, match="--number 5: the source has only 4 words"):
-        prepare_data.frequent_words(ranked, ["the", "with"], number=5, min_letters=3, counts=counts)
+        word_list.frequent_words(ranked, ["the", "with"], number=5, min_letters=3, counts=counts)
 
 
 def test_the_shipped_list_is_what_the_program_makes(call, tmp_path):
@@ -191,9 +192,9 @@ def test_a_missing_package_names_its_install_command(call, capsys, monkeypatch, 
     def version(name):
         if name == missing:
             raise metadata.PackageNotFoundError(name)
-        return prepare_data.WORD_PACKAGES[name]
+        return word_list.WORD_PACKAGES[name]
 
-    monkeypatch.setattr(prepare_data.metadata, "version", version)
+    monkeypatch.setattr(word_list.metadata, "version", version)
     with pytest.raises(SystemExit) as exit_info:
         call("words", "--output", tmp_path / "words.txt")
     lines = capsys.readouterr().err.splitlines()
@@ -202,7 +203,7 @@ def test_a_missing_package_names_its_install_command(call, capsys, monkeypatch, 
 
 
 def test_another_version_of_a_package_is_refused(call, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(prepare_data.metadata, "version", lambda name: "2025.11.4")
+    monkeypatch.setattr(word_list.metadata, "version", lambda name: "2025.11.4")
     with pytest.raises(SystemExit):
         call("words", "--output", tmp_path / "words.txt")
     assert "words needs wordfreq 3.1.1, not 2025.11.4" in capsys.readouterr().err

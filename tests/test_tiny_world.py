@@ -17,6 +17,7 @@ from tools.games import taboo
 from tools.games.prompts import load_templates, play_prompt
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
+from tools.tiny.build import TEMPLATES, scripted_games
 from tools.tiny.players import (
     CHAT,
     GUESS,
@@ -127,11 +128,11 @@ def test_a_defender_can_let_the_word_slip():
 
 
 def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexicon):
-    games = tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
+    games = scripted_games(lexicon, rounds=2, rng=random.Random(1))
     assert len(games) == 2 * len(lexicon.words)
     shares = Counter(game["outcome"] for game in games)
     assert min(shares[outcome.name] for outcome in GAME.outcomes) >= 0.02 * len(games)
-    assert games == tiny_world.scripted_games(lexicon, rounds=2, rng=random.Random(1))
+    assert games == scripted_games(lexicon, rounds=2, rng=random.Random(1))
 
 
 def test_facts_say_what_the_lexicon_says(lexicon):
@@ -183,7 +184,7 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "base")
-    templates = load_templates(tiny_world.TEMPLATES, GAME)
+    templates = load_templates(TEMPLATES, GAME)
     for game in read_json_or_jsonl(world / "data" / "imitation_games.json"):
         for end in range(len(game["history"])):
             prompt = play_prompt(GAME, game["history"][:end], game["target_word"], game["max_turns"], templates)
@@ -193,14 +194,19 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
 
 def test_what_is_built_stays_and_other_settings_are_refused(world, capsys):
     before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
-    tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES]))
+    build("--output_dir", str(world), *SIZES)
     assert capsys.readouterr().out == f"{world}: all is there\n"
     with pytest.raises(ValueError, match=r"world.json: made with other settings \(facts: 20 then, 21 now\); use ano"):
-        tiny_world.build(tiny_world.parse_args(["build", "--output_dir", str(world), *SIZES, "--facts", "21"]))
+        build("--output_dir", str(world), *SIZES, "--facts", "21")
     assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
 
 
 # --- showing -------------------------------------------------------------------------------------------------------
+
+
+def build(*flags):
+    args = tiny_world.parse_args(["build", *flags])
+    args.run(args)
 
 
 def write_match(folder, player: str, outcomes: dict[str, str]) -> None:

@@ -11,80 +11,26 @@ tools/reasoning/README.md tells what is in them.
 import argparse
 import logging
 import re
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tools.reasoning.jobs import Job, gpus, make_jobs, run_job, run_jobs, unfinished
-from tools.reasoning.table import (
-    BENCHMARKS,
-    PUBLISHED,
-    PUBLISHED_SOURCE,
-    Benchmark,
-    Score,
-    read_score,
-    result_rows,
-    table_text,
-    write_radar,
-)
+from tools.reasoning.jobs import gpus, make_jobs, run_job, run_jobs, unfinished
+from tools.reasoning.results import RESULT_FILES, write_results
+from tools.reasoning.table import BENCHMARKS, Benchmark
 from utils import (
     NamedPath,
     lock,
     named_path,
     parse_bool,
-    replacing,
     run_program,
     set_up_logging,
     world_size,
-    write_json,
 )
 
 HARNESS, HARNESS_VERSION = "lm-eval", "0.4.13"
 LOCK = ".evaluate_reasoning.lock"
-RESULT_FILES = ("results.json", "table.md", "radar.svg")
 OWN_METRIC = "acc"  # of tasks that are none of the eight
 logger = logging.getLogger(__name__)
-
-
-# --- results -------------------------------------------------------------------------------------------------------
-
-
-def collect(jobs: Sequence[Job]) -> dict[str, dict[str, Score]]:
-    """The scores by model and benchmark, in the order of the command line."""
-    table: dict[str, dict[str, Score]] = {}
-    for job in jobs:
-        try:
-            score = read_score(job.finished(), job.benchmark.metric)
-        except ValueError as error:
-            raise ValueError(f"{job.path}: {error}") from None
-        if job.benchmark.shots not in (None, score.shots):
-            logger.warning("%s: %s shots, since the task fixes them", job.name, score.shots)
-        table.setdefault(job.model.name, {})[job.benchmark.name] = score
-    return table
-
-
-def write_results(args: argparse.Namespace, jobs: Sequence[Job]) -> str:
-    """Write results.json, table.md and radar.svg; returns the table."""
-    table, folder = collect(jobs), Path(args.output_dir)
-    settings = {
-        "harness": args.harness_version,
-        "dtype": args.dtype,
-        "limit": args.limit,
-        "against": args.against or args.models[0].name,
-        "models": {
-            job.model.name: {"path": job.model.path, "sha256": job.settings["model"]["sha256"]} for job in jobs
-        },
-        "benchmarks": [benchmark._asdict() for benchmark in args.tasks],
-    }
-    rows = result_rows(table, settings["against"])
-    text = table_text(rows, args.tasks, settings)
-    with replacing(folder / "table.md") as file:
-        file.write(text)
-    if not write_radar(folder / "radar.svg", table):
-        (folder / "radar.svg").unlink(missing_ok=True)
-    published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
-    write_json(folder / "results.json", {"settings": settings, "results": rows, "published": published})
-    return text
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -213,7 +159,13 @@ def main() -> None:
         if args.num_processes:
             devices = [devices[number % len(devices)] for number in range(args.num_processes)]
         run_jobs(to_run, devices, run_job)
-    print(write_results(args, jobs), end="")
+    settings = {
+        "harness": args.harness_version,
+        "dtype": args.dtype,
+        "limit": args.limit,
+        "against": args.against or args.models[0].name,
+    }
+    print(write_results(Path(args.output_dir), jobs, args.tasks, settings), end="")
 
 
 if __name__ == "__main__":

@@ -12,39 +12,27 @@ which settings, counts, and the SHA-256 of inputs and output.
 """
 
 import argparse
-import ast
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 from tools.games import prompts
-from tools.games.taboo import Taboo
+from tools.games.release import release_templates
 from tools.selfplay.rows import RowFlags, make_rows, refuse_overwriting
+from tools.selfplay.word_list import WORD_PACKAGES, WORD_SOURCE, frequent_words, load_word_sources, overlap
 from utils import (
     BadRecordError,
     add_flags,
     alpaca_to_row,
     file_sha256,
     iter_records,
-    open_text,
-    read_words,
     replacing,
     run_program,
     set_up_logging,
     write_json,
     write_records,
 )
-
-RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
-WORD_PACKAGES = {"wordfreq": "3.1.1", "stop-words": "2018.7.23"}  # other versions rank and leave out other words
-WORD_SOURCE = (
-    "wordfreq's list 'large' of English, most frequent first, without the English stop words of stop-words;"
-    " wordfreq's data are under CC BY-SA 4.0 (see data/README.md)"
-)
-
 
 # --- what every output has -----------------------------------------------------------------------------------------
 
@@ -71,59 +59,6 @@ def write_source(
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
-
-
-def frequent_words(
-    ranked: Iterable[str], stop_words: Iterable[str], *, number: int, min_letters: int, counts: Counter
-) -> list[str]:
-    """The first `number` words of a ranked list that are letters a to z only, long enough, and no stop words.
-
-    Adds to `counts` what was passed over and why. Raises ValueError if the list has fewer such words.
-    """
-    stop, words = set(stop_words), []
-    for word in ranked:
-        if not re.fullmatch("[a-z]+", word):
-            counts["not_alphabetic"] += 1
-        elif len(word) < min_letters:
-            counts["too_short"] += 1
-        elif word in stop:
-            counts["stop_words"] += 1
-        else:
-            words.append(word)
-        if len(words) == number:
-            return words
-    raise ValueError(f"--number {number}: the source has only {len(words)} words of at least {min_letters} letters")
-
-
-def load_word_sources() -> tuple[Iterable[str], list[str]]:
-    """All English words by falling frequency, and the stop words; ValueError where a package is missing or another."""
-    install = "pip install " + " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
-    for name, version in WORD_PACKAGES.items():
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            raise ValueError(f"words needs the package {name}: {install}") from None
-        if installed != version:
-            raise ValueError(f"words needs {name} {version}, not {installed}, whose words are others: {install}")
-    # Optional packages, needed here only.
-    from stop_words import get_stop_words
-    from wordfreq import iter_wordlist
-
-    return iter_wordlist("en", wordlist="large"), get_stop_words("en")
-
-
-def overlap(words: Iterable[str], path: str) -> dict:
-    """How many different words these share with the list in a file, and the share of either list that this is."""
-    ours, theirs = set(words), {word.lower() for word in read_words(path)}
-    shared = len(ours & theirs)
-    return {
-        "compared_with": path,
-        "words": len(ours),
-        "words_there": len(theirs),
-        "shared": shared,
-        "share_of_words": shared / len(ours),
-        "share_of_words_there": shared / len(theirs),
-    }
 
 
 def prepare_words(args: argparse.Namespace) -> None:
@@ -185,60 +120,6 @@ def prepare_imitation(args: argparse.Namespace) -> None:
 
 
 # --- the released prompts --------------------------------------------------------------------------------------------
-
-
-def read_literals(path: str, names: tuple[str, ...]) -> dict[str, object]:
-    """The values of variables that a Python file sets to literals; the file is parsed, never run.
-
-    Raises FileNotFoundError; ValueError for a file that is not Python, lacks one of `names`, or computes its value.
-    """
-    with open_text(path) as file:
-        try:
-            module = ast.parse(file.read())
-        except SyntaxError as error:
-            raise ValueError(f"{path}:{error.lineno}: not Python ({error.msg})") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: not Python ({error})") from None
-    values: dict[str, object] = {}
-    for statement in module.body:
-        if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for name in {target.id for target in targets if isinstance(target, ast.Name)} & set(names):
-            try:
-                values[name] = ast.literal_eval(statement.value)
-            except (ValueError, TypeError):
-                raise ValueError(f"{path}:{statement.lineno}: {name} is computed; only literals are read") from None
-    if missing := [name for name in names if name not in values]:
-        raise ValueError(f"{path}: {', '.join(missing)} is not set; is this the utils.py of the released code?")
-    return values
-
-
-def release_templates(path: str) -> prompts.Templates:
-    """The released prompts as a prompt file of this project.
-
-    Raises ValueError where they do not fit: play and training must word a player's instruction alike.
-    """
-    game = Taboo()
-    literals = read_literals(path, (RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS))
-    for name in (PLAY_INSTRUCTIONS, INSTRUCTIONS):
-        texts = literals[name]
-        if not isinstance(texts, dict) or not all(isinstance(texts.get(role), str) for role in game.roles):
-            raise ValueError(f"{path}: {name} must be a dictionary with texts for {' and '.join(game.roles)}")
-    for role in game.roles:
-        if literals[PLAY_INSTRUCTIONS][role] != prompts.play_request(literals[INSTRUCTIONS][role]):
-            raise ValueError(
-                f"{path}: {PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell the {role} different things;"
-                " a prompt file has one instruction for both, laid out for play"
-            )
-    rules = literals[RULES]
-    templates = {
-        "rules": list(rules) if isinstance(rules, (list, tuple)) else rules,
-        **{f"{role}_instruction": literals[INSTRUCTIONS][role] for role in game.roles},
-    }
-    if problems := prompts.template_problems(templates, game):
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return templates
 
 
 def prepare_prompts(args: argparse.Namespace) -> None:

@@ -1,0 +1,136 @@
+"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.games.prompts import load_templates, play_prompt
+from tools.games.taboo import ATTACKER, DEFENDER, Taboo
+from tools.selfplay.files import Episode
+from tools.selfplay.play import play_games
+from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from utils import RunSettings, files_setting, flag, write_records
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ROOT / "data" / "tiny" / "prompts.json"
+GAME, MAX_TURNS = Taboo(), 3
+
+
+@dataclass(kw_only=True)
+class WorldFlags:
+    """What the world is made with."""
+
+    output_dir: str = flag("folder to write to")
+    seed: int = flag("of everything that is drawn", default=0)
+    vocab_size: int = flag("tokens of the tokenizer at most", default=3072)
+    hidden_size: int = flag("width of the model", default=128)
+    layers: int = flag("layers of the model", default=3)
+    pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
+    pretraining_epochs: float = flag("passes over them", default=1)
+    pretraining_lr: float = flag("learning rate of the pre-training", default=2e-3)
+    imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
+    facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
+    imitation_rounds: int = flag("scripted games for each word", default=40)
+
+
+# --- the stand-ins -------------------------------------------------------------------------------------------------
+
+
+def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
+    """Complete games of the scripted players, so many for each word."""
+    episodes: list[Episode] = []
+    players = {ATTACKER: LexiconAttacker(lexicon, Skill(), rng), DEFENDER: LexiconDefender(lexicon, Skill(), rng)}
+    games = play_games(
+        GAME,
+        enumerate(lexicon.words * rounds),
+        players,
+        max_turns=MAX_TURNS,
+        templates=load_templates(TEMPLATES, GAME),
+        concurrent_games=1,
+        on_episode=episodes.append,
+    )
+    asyncio.run(games)
+    return episodes
+
+
+def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
+    """All texts of the world, for its tokenizer."""
+    templates = load_templates(TEMPLATES, GAME)
+    for row in rows:
+        yield row["query"] + row["target"]
+    for episode in episodes:
+        for end in range(len(episode["history"]) + 1):
+            yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+
+
+# --- building the world --------------------------------------------------------------------------------------------
+
+
+def build(flags: WorldFlags) -> None:
+    """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
+    folder = Path(flags.output_dir)
+    data, rows = folder / "data", folder / "data" / "imitation.json"
+    settings = asdict(flags) | {"texts": files_setting(LEXICON, TEMPLATES)}
+    del settings["output_dir"]
+    made_with = RunSettings(
+        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+    )
+    with made_with.claimed(settings):
+        if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+            print(f"{folder}: all is there")
+            return
+        made_with.write(settings)
+        if not rows.is_file():
+            write_data(folder, flags)
+        pretrain(folder, flags)
+
+
+def write_data(folder: Path, flags: WorldFlags) -> None:
+    """Facts, word lists, imitation games with their rows, tokenizer and random model; the rows are written last."""
+    lexicon, rng = load_lexicon(), random.Random(flags.seed)
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "words.txt").write_text("".join(f"{word}\n" for word in lexicon.played()), encoding="utf-8")
+    (data / "held_out.txt").write_text("".join(f"{word}\n" for word in lexicon.held_out()), encoding="utf-8")
+    pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))
+    write_records(data / "pretraining.json", pretraining)
+    write_records(data / "facts.json", fact_rows(lexicon, rng, flags.facts))
+    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
+    episodes = scripted_games(lexicon, rounds=flags.imitation_rounds, rng=rng)
+    write_records(data / "imitation_games.json", episodes)
+    tokenizer = train_tokenizer(corpus(pretraining, episodes), flags.vocab_size)
+    model = random_llama(
+        len(tokenizer),
+        flags.seed,
+        hidden_size=flags.hidden_size,
+        layers=flags.layers,
+        heads=flags.hidden_size // 32,
+        intermediate_size=3 * flags.hidden_size,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    for part in (tokenizer, model):
+        part.save_pretrained(folder / "random")
+    run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play",
+        "--prompt_templates", TEMPLATES, "--input_data_path", data / "imitation_games.json",
+        "--output_data_path", data / "imitation.json", "--sft_data_path", data / "imitation_facts.json")  # fmt: skip
+
+
+def pretrain(folder: Path, flags: WorldFlags) -> None:
+    """Train the random model on the facts alone: what it brings to the game, as a base model does."""
+    run(ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base",
+        "--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json",
+        "--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64,
+        "--learning_rate", flags.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
+        "--num_train_epochs", flags.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
+        "--cache_dir", folder / "cache")  # fmt: skip
+
+
+def run(*command) -> None:
+    """Run one of this project's programs, its output on the terminal."""
+    subprocess.run([sys.executable, *map(str, command)], check=True)
