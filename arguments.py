@@ -148,7 +148,7 @@ class SPAGArguments(TrainingArguments):
         """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.use_cpu and (self.tf32 or self.bf16 or self.fp16):
-            utils.warn_once("no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on the CPU")
+            utils.warn_on_rank_0("no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on a CPU")
             self.tf32, self.fp16 = None, False
         if self.use_cpu:
             self.dataloader_pin_memory = False

@@ -32,8 +32,7 @@ def normalize_row(record: dict) -> dict:
     """Bring one raw record to query, target, weight, reward, is_sft, role, chat_template.
 
     Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
-    only a `type` equal to "sft" makes an SFT row, only a `chat_template` of true one
-    that holds its special tokens in its texts.
+    only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts hold their special tokens.
 
     Raises ValueError for a missing or non-text query or target, for a weight or reward that is no finite number, and
     for a `chat_template` that is neither true nor false.

@@ -127,7 +127,7 @@ def load_tokenizer(args: SPAGArguments):
 
 def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset:
     """Read, check and encode rows: the first process of each machine does, the others find its result."""
-    processes = args.encoding_processes or max(1, min(8, (os.cpu_count() or 1) // max(1, args.world_size)))
+    processes = args.encoding_processes or min(8, os.cpu_count() or 1)
     with args.main_process_first(desc="encoding rows"):
         rows = load_rows(paths, args.cache_dir)
         encoded, counts = encode_rows(rows, tokenizer, drop_unscored=args.drop_unscored_rows, processes=processes)

@@ -201,7 +201,7 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, tor
 # --- what a batch and a step hold ----------------------------------------------------------------------------------
 
 
-class Counts(NamedTuple):
+class Denominators(NamedTuple):
     """What the losses divide by: of a micro-batch, or a micro-batch's share of a step's or a dataset's."""
 
     rows: torch.Tensor | float
@@ -210,13 +210,13 @@ class Counts(NamedTuple):
     tokens: torch.Tensor | float
 
     @classmethod
-    def of(cls, batch: dict[str, torch.Tensor]) -> "Counts":
+    def of(cls, batch: dict[str, torch.Tensor]) -> "Denominators":
         sft_rows = batch["sft_mask"].sum()
         rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
         return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
 
     @classmethod
-    def of_dataset(cls, dataset: RowDataset) -> "Counts":
+    def of_dataset(cls, dataset: RowDataset) -> "Denominators":
         rows, sft_rows = len(dataset), int(dataset.is_sft.sum())
         return cls(rows, rows - sft_rows, sft_rows, dataset.num_scored_tokens)
 
@@ -338,14 +338,14 @@ class SPAGTrainer(Trainer):
         return (loss, {"logprob": logprob}) if return_outputs else loss
 
     def evaluate(self, *args, **kwargs):
-        self.eval_metrics = MetricSums()  # the clock starts
+        self.eval_metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
         return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The batch's part of the loss over all rows: the Trainer weighs batches by their rows."""
         inputs = self._prepare_inputs(inputs)
         share = len(inputs["labels"]) / len(self.eval_dataset)
-        counts = Counts(*(count * share for count in Counts.of_dataset(self.eval_dataset)))
+        counts = Denominators(*(count * share for count in Denominators.of_dataset(self.eval_dataset)))
         with torch.no_grad():
             return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
 
@@ -354,10 +354,10 @@ class SPAGTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
-        totals = sum(torch.stack(Counts.of(self._prepare_inputs(batch))) for batch in batches)
+        totals = sum(torch.stack(Denominators.of(self._prepare_inputs(batch))) for batch in batches)
         totals = self.accelerator.reduce(totals, reduction="sum")
         # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
-        return batches, Counts(*(totals / (len(batches) * self.accelerator.num_processes)))
+        return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def _get_train_sampler(self, train_dataset=None):
         """As the Trainer's, but `batch_rebalance` follows --seed and needs no pass over the rows for their lengths."""

@@ -1,4 +1,4 @@
-"""What every program shares: reading and writing files, the rank of this process, special tokens. No torch."""
+"""What every program shares: records in and out, flags, finished work and its locks, ranks, tokens. No torch."""
 
 import argparse
 import atexit
@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -243,7 +244,7 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")  # PIDs of two machines may be equal
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -760,7 +761,7 @@ def set_up_logging() -> None:
     )
 
 
-def warn_once(message: str, *values) -> None:
+def warn_on_rank_0(message: str, *values) -> None:
     """Log a warning that concerns the whole launch: on rank 0 only."""
     if rank() == 0:
         logger.warning(message, *values)

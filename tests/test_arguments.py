@@ -68,7 +68,7 @@ def test_without_a_gpu_tf32_goes_and_bf16_stays_with_one_warning(given, caplog):
     args = parse_arguments(minimal(given, "--bf16", "True", "--tf32", "True"))
     assert args.use_cpu and args.bf16 and args.tf32 is None
     assert [record.message for record in caplog.records if "no GPU" in record.message] == [
-        "no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on the CPU"
+        "no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on a CPU"
     ]
 
 

@@ -1,6 +1,7 @@
 """What holds for every game, and 20 Questions as the second one."""
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
-from tools.games.game import Game, Outcome, game_problems, own_games
+from tools.games.game import Game, Outcome, game_problems, game_setting, own_games
 from tools.games.twenty_questions import TwentyQuestions
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.play import play_game
@@ -46,6 +47,12 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
     assert load_game(f"{tmp_path}/mine.py:Mine", shout="yes").shout == "yes"
     monkeypatch.chdir(tmp_path)
     assert load_game("mine:Mine").name == "mine"
+
+
+def test_an_own_game_with_the_name_of_another_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN.replace('"mine"', '"taboo"'))
+    with pytest.raises(ValueError, match="the name 'taboo' is taken; episodes are told apart by it"):
+        load_game(f"{tmp_path}/mine.py:Mine")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +131,28 @@ def test_a_verdict_is_explained_and_its_points_are_shares(name, texts):
     assert game.explain("apple", history[:length], outcome)
     for text in texts:
         assert all(0 <= start <= end <= len(text) for _, start, end in game.marks("apple", text))
+
+
+def test_an_outcome_that_the_game_does_not_have_is_an_error_at_once():
+    game = type("Misspelt", (TwentyQuestions,), {"decide": lambda self, task, history: "fuond"})()
+    with pytest.raises(ValueError, match="has no outcome 'fuond'; it has found, answerer says the word"):
+        game.judge(messages(game, "Is it red?"), "apple", 3)
+
+
+def test_runs_are_compared_by_the_options_of_a_game_and_its_source(tmp_path):
+    text = OWN.replace("self.shout = shout", "self.shout, self.cache = shout, {len}")
+    (tmp_path / "mine.py").write_text(text)
+    quiet, loud = (game_setting(load_game(f"{tmp_path}/mine.py:Mine", shout=shout)) for shout in ("no", "yes"))
+    assert quiet["options"] == {"shout": "no"} and quiet["sha256"] != loud["sha256"]
+    json.dumps(loud)
+    (tmp_path / "mine.py").write_text(text + "# another rule")
+    assert game_setting(load_game(f"{tmp_path}/mine.py:Mine"))["sha256"] != quiet["sha256"]
+
+
+def test_what_is_marked_as_the_secret_is_what_the_judge_counts():
+    assert load_game("taboo").marks("art", "We start.") == [("secret", 5, 8)]
+    assert load_game("taboo", match="word").marks("art", "We start art.") == [("secret", 9, 12)]
+    assert QUESTIONS.marks("apple", "No pineapple, apple") == [("secret", 14, 19)]
 
 
 def test_points_follow_from_winner_breach_and_outcome():

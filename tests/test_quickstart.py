@@ -143,7 +143,8 @@ def test_a_build_of_torch_that_was_put_there_is_taken_if_there_is_one(start):
 
 
 def test_the_tests_get_the_same_torch_and_their_own_requirements(start):
-    start.program("ruff", "#!/bin/sh\n")
+    for name in ("ruff", "mypy"):
+        start.program(name, "#!/bin/sh\n")
     status, out, err = start.run("-k", "collator", script="test.sh")
     assert status == 0, err
     assert start.installed() == [FROM_CPU_INDEX, "-r tests/requirements.txt"]

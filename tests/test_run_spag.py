@@ -408,6 +408,10 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         ({"game": "chess"}, "--game chess: there is taboo, twenty_questions; your own is FILE.py:Class"),
         ({"game_options": "speed=2"}, "--game_options speed: Adversarial Taboo has match"),
         ({"prompts": "none.json"}, "none.json: no such file"),
+        ({"decay_weight": 1.5}, "--decay_weight is '1.5'; it must be at most 1"),
+        ({"temperature": 0}, "--temperature is '0'; it must be above 0"),
+        ({"kl": "inf"}, "--kl is 'inf'; it must be a number of at least 0"),
+        ({"max_length": 256}, "--max_length 256 leaves no room for a prompt: it must be larger than --max_new_tokens 256"),
         ({"nnodes": 2}, "--rdzv_endpoint is missing: with several machines it is host:port of machine 0"),
     ],
 )
@@ -577,7 +581,7 @@ def test_the_disk_space_is_reckoned_from_the_models_parameters(tiny_model, monke
     assert disk.disk_needed(settings, 7 * 10**9, games=20) == {
         "models": 4 * 14 * 10**9,
         "checkpoints": 2 * 98 * 10**9,
-        "games and rows": 3 * 20 * (2 * 10 * 256 + 5 * 2048) * 4,
+        "games and rows": 3 * 20 * (2 * 10 * 256 + 10 * 2048) * 4,
     }
     without = settings | {"DEEPSPEED": "none", "SAVE_STEPS": "0"}
     assert list(disk.disk_needed(without, 10**9, games=1).values())[:2] == [4 * 4 * 10**9, 0]

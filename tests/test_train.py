@@ -618,7 +618,7 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     assert history[0]["rows"] == 64 and history[0]["rows_truncated"] == 0
     evaluations = [entry for entry in history if "eval_loss" in entry]
     assert len(evaluations) == 3 and evaluations[0]["eval_loss"] != evaluations[1]["eval_loss"]
-    assert "eval_log_ratio" in evaluations[0]
+    assert {"eval_log_ratio", "eval_reward_attacker"} <= evaluations[0].keys()
     assert list((tmp_path / "events").rglob("events.out.tfevents*"))
     saved = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["versions"]["torch"] == torch.__version__

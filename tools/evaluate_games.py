@@ -125,7 +125,7 @@ def main() -> None:
     await_inputs([path for _, path in (*flags.words, *flags.players)])
     game = flags.load_game()
     templates, schedule = flags.load_templates(game), flags.schedule(game)
-    files = EpisodeFiles(flags.output_dir, STEM, schedule, game, flags="--output_dir", made_of_results=RESULTS)
+    files = EpisodeFiles(flags.output_dir, STEM, schedule, game, apart_by="--output_dir", made_of_results=RESULTS)
     settings = {
         "players": [player.name for player in flags.players],
         "against": flags.against,

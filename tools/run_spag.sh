@@ -35,7 +35,7 @@ read_settings_file "$@"
 : "${MAX_NEW_TOKENS:=256}"     # tokens of a reply
 : "${TEMPERATURE:=1.2}"        # of sampling
 : "${TOP_K:=50}"               # sample from so many tokens; 0: from all
-: "${ENGINE:=${BACKEND:-auto}}" # of play and matches, as --engine of tools/play_llm_game.py
+: "${ENGINE:=auto}"            # of play and matches, as --engine of tools/play_llm_game.py
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
 : "${REWARDS:=tools/assign_rewards.py}" # program that makes rows of the games, and flags of its own
 : "${DECAY_WEIGHT:=0.8}"       # what a message gets of the next one's reward

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply
-from utils import warn_once
+from utils import warn_on_rank_0
 
 
 class BatchEngine:
@@ -39,7 +39,7 @@ class BatchEngine:
             except torch.OutOfMemoryError:
                 if self.batch_size == 1:
                     raise
-            warn_once("out of memory with %d prompts at once; going on with half as many", self.batch_size)
+            warn_on_rank_0("out of memory with %d prompts at once; going on with half as many", self.batch_size)
             self.batch_size //= 2
             torch.cuda.empty_cache()
         for _ in batch:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tools.players.player import LENGTH, STOP, Reply, Sampling
-from utils import TOKENIZER_FILES, rank, warn_once
+from utils import TOKENIZER_FILES, rank, warn_on_rank_0
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
@@ -111,12 +111,12 @@ def load_local_model(
         raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, more than the model's embeddings")
     logger.info("%s: %s on %s", folder, model.dtype, device_map or own_device())
     if dtype is None and model.dtype == torch.float16:
-        warn_once("%s: float16, as its config says; --bf16 True has the wider range", folder)
+        warn_on_rank_0("%s: float16, as its config says; --bf16 True has the wider range", folder)
     if not _stop_ids(model, tokenizer):
-        warn_once("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
+        warn_on_rank_0("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and sampling.max_length > positions:
-        warn_once("%s: made for %d positions, --max_length is %d", folder, positions, sampling.max_length)
+        warn_on_rank_0("%s: made for %d positions, --max_length is %d", folder, positions, sampling.max_length)
     return LocalModel(model.eval(), tokenizer, sampling)
 
 

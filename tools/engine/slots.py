@@ -26,7 +26,7 @@ from transformers.generation import (
 from tools.engine.attention import ATTENTION, BlockManager, Chunk, LayerCache, PrefixStep, Step, plan_step
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply, Sampling
-from utils import warn_once
+from utils import warn_on_rank_0
 
 PREFILL_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations
 
@@ -115,7 +115,7 @@ class SlotEngine:
 
     def _halve(self) -> None:
         """Go on with half the slots; running replies continue, with their caches recomputed."""
-        warn_once("out of memory with %d games at a time; going on with half as many", len(self.slots))
+        warn_on_rank_0("out of memory with %d games at a time; going on with half as many", len(self.slots))
         self.waiting.extendleft(slot.request for slot in reversed(self.slots) if slot.request)
         self._reset(len(self.slots) // 2)
         torch.cuda.empty_cache()

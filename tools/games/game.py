@@ -132,7 +132,7 @@ class Game:
         for message in history[: message_limit(max_turns)]:
             seen.append(message)
             if decided := self.decide(task, seen):
-                return Verdict(decided, len(seen))
+                return Verdict(self.outcome(decided).name, len(seen))
         return None
 
     def next_role(self, history: History) -> str:
@@ -196,7 +196,7 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     kind = _find_class(name)
     if problems := game_problems(kind):
         raise ValueError(f"--game {name}: {'; '.join(problems)}")
-    known = [option for option in inspect.signature(kind).parameters]
+    known = inspect.signature(kind).parameters
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"--game_options {', '.join(unknown)}: {kind.title} has {', '.join(known) or 'no options'}")
     return kind(**options)
@@ -239,6 +239,8 @@ def _find_class(name: str) -> type[Game]:
     kind = getattr(module, class_name, None) if module else None
     if not (isinstance(kind, type) and issubclass(kind, Game)):
         raise ValueError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
+    if getattr(kind, "name", None) in own_games() and not kind.__module__.startswith(f"{__package__}."):
+        raise ValueError(f"--game {name}: the name {kind.name!r} is taken; episodes are told apart by it")
     return kind
 
 
@@ -279,5 +281,6 @@ def _import_file(path: Path) -> ModuleType:
 def game_setting(game: Game) -> dict[str, Any]:
     """A game as runs are compared by it: its name, its options and the digest of its source file."""
     source = Path(inspect.getfile(type(game))).read_bytes()
-    options = json.dumps(vars(game), sort_keys=True, default=str).encode()
-    return {"path": game.name, "options": vars(game), "sha256": hashlib.sha256(source + options).hexdigest()}
+    options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}
+    digest = hashlib.sha256(source + json.dumps(options, sort_keys=True, default=str).encode())
+    return {"path": game.name, "options": options, "sha256": digest.hexdigest()}

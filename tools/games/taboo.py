@@ -69,7 +69,11 @@ class Taboo(Game):
         return "the guess was wrong" if predicts else "the defender said the target word or a form of it"
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        said = [(SECRET, *match.span()) for match in _any_form(task).finditer(text)]
+        said = [
+            (SECRET, *match.span())
+            for match in _any_form(task).finditer(text)
+            if self.match == SUBSTRING or _stands_alone(text, match.start(), match[0])
+        ]
         return said + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
 
     def _predicts_right(self, text: str, word: str) -> bool:

@@ -31,7 +31,7 @@ class TwentyQuestions(Game):
         if role == GUESSER:
             guess = QUESTION.search(text)
             return FOUND if guess and guess[1].strip().lower() == task.strip().lower() else None
-        if re.search(rf"(?<!\w){re.escape(task.strip())}(?!\w)", text, re.IGNORECASE):
+        if _word(task).search(text):
             return SAID
         return None if ANSWER.match(text) else NO_ANSWER
 
@@ -50,6 +50,9 @@ class TwentyQuestions(Game):
         }[outcome]
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        said = re.finditer(re.escape(task.strip()), text, re.IGNORECASE)
-        guesses = QUESTION.finditer(text)
+        said, guesses = _word(task).finditer(text), QUESTION.finditer(text)
         return [(SECRET, *match.span()) for match in said] + [(GUESS, *match.span()) for match in guesses]
+
+
+def _word(task: str) -> re.Pattern:
+    return re.compile(rf"(?<!\w){re.escape(task.strip())}(?!\w)", re.IGNORECASE)

@@ -16,6 +16,7 @@ AT_LEAST = {
 }
 NUMBERS = ("TEMPERATURE", "IMITATION_LR", "IMITATION_KL", "LEARNING_RATE", "KL", "SFT_COEFF", "CLIP_RANGE")
 NUMBERS += ("DECAY_WEIGHT", "SAVE_STEPS")
+ABOVE_0 = ("TEMPERATURE", "DECAY_WEIGHT")
 SWITCHES = ("DETACH_KL", "GRADIENT_CHECKPOINTING", "EVAL_IMITATION", "REPORT", "CHECK_DISK")
 CHOICES = {
     **dict.fromkeys(SWITCHES, ("True", "False")),
@@ -30,6 +31,7 @@ def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
     """All that is wrong with the settings, a line each."""
     yield from (f"--{name.lower()} is missing" for name in ("MODEL", "WORDS", "OUTPUT") if not settings[name])
     yield from _value_problems(settings)
+    yield from _range_problems(settings)
     yield from _number_problems(settings)
     yield from _path_problems(settings)
     needed = {"torch": True, "transformers": True, "peft": settings["LORA_RANK"]}
@@ -43,7 +45,7 @@ def _value_problems(settings: Mapping[str, str]) -> Iterator[str]:
         if not (value.isdecimal() and int(value) >= least or not value and name in MAY_BE_EMPTY):
             yield f"--{name.lower()} is {value!r}; it must be a whole number of at least {least}"
     for name in NUMBERS:
-        if not as_number(settings[name]) >= 0:
+        if not 0 <= as_number(settings[name]) < math.inf:
             yield f"--{name.lower()} is {settings[name]!r}; it must be a number of at least 0"
     for name, values in CHOICES.items():
         if settings[name] not in values:
@@ -52,6 +54,18 @@ def _value_problems(settings: Mapping[str, str]) -> Iterator[str]:
         if "--lora_rank" in settings[name]:
             why = "make it a setting of the loop, which plays on with the merged model"
             yield f"--{name.lower()} has --lora_rank; {why}"
+
+
+def _range_problems(settings: Mapping[str, str]) -> Iterator[str]:
+    """What a later stage would refuse, hours after the start."""
+    for name in ABOVE_0:
+        if as_number(settings[name]) == 0:
+            yield f"--{name.lower()} is {settings[name]!r}; it must be above 0"
+    if as_number(settings["DECAY_WEIGHT"]) > 1:
+        yield f"--decay_weight is {settings['DECAY_WEIGHT']!r}; it must be at most 1"
+    length, new = (settings[name] for name in ("MAX_LENGTH", "MAX_NEW_TOKENS"))
+    if length.isdecimal() and new.isdecimal() and int(length) <= int(new):
+        yield f"--max_length {length} leaves no room for a prompt: it must be larger than --max_new_tokens {new}"
 
 
 def as_number(text: str) -> float:

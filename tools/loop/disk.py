@@ -62,7 +62,7 @@ def disk_needed(settings: Mapping[str, str], parameters: int, games: int) -> dic
     models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
     messages = 2 * int(settings["MAX_TURNS"])
     game = 2 * messages * int(settings["MAX_NEW_TOKENS"])  # as it ends, and in the results
-    rows = messages // 2 * int(settings["MAX_LENGTH"])
+    rows = messages * int(settings["MAX_LENGTH"])  # a game may pay both roles
     return {
         "models": models * weights * parameters,
         "checkpoints": saves * (weights + state) * parameters,

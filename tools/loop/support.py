@@ -1,7 +1,7 @@
 """What tools/run_spag.sh has to know before its first stage: python tools/loop/support.py NAME=VALUE ... -- FLAGS
 
 Applies the flags to the settings, makes the automatic choices, tells all that is wrong (status 2, and nothing is
-written), and prints assignments for the shell: the settings, and lists of flags that follow from them.
+written), and prints assignments for the shell: the settings, and what follows from them.
 """
 
 import importlib.util
@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFLOAD = ROOT / "configs" / "default_offload_opt_param.json"
 LISTS = ("IMITATION_DATA", "GAME_OPTIONS", "REWARDS", "EVAL_WORDS", "EVAL_SEEDS")  # settings of several values
 LISTS += ("IMITATION_ARGS", "TRAIN_ARGS", "PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
-PRECISION_FLAGS = {"bf16": ["--bf16", "True", "--tf32", "True"], "fp16": ["--fp16", "True"], "fp32": []}
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
 
 
@@ -34,7 +33,7 @@ def apply_flags(settings: dict[str, str], flags: Iterable[str]) -> Iterator[str]
     words, known = iter(flags), [f"--{name.lower()}" for name in settings]
     for word in words:
         flag, equals, value = word.partition("=")
-        flag = "--engine" if flag == "--backend" else flag  # its old name
+        flag = "--engine" if flag == "--backend" else flag  # its old name, as BACKEND in run.sh
         if not flag.startswith("--"):
             yield f"'{word}' belongs to no flag; several values of one flag go in quotes"
         elif not equals and (value := next(words, None)) is None:

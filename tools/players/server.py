@@ -23,7 +23,7 @@ from tools.games.game import LONE_SURROGATE
 from tools.players.budget import LIKELY_CHARACTERS, TokenBudget
 from tools.players.player import LENGTH, STOP, PlayerUnusable, Reply, ReplyUnavailable, Sampling, Turn
 from tools.players.server_flags import CHAT, KEY_VARIABLE, ServerFlags, model_of
-from utils import warn_once
+from utils import warn_on_rank_0
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each time, drawn from their upper half
 LONGEST_RETRY_AFTER = 300  # seconds that a server may ask to be left alone; a longer ban is not sat out
@@ -190,7 +190,7 @@ class ServerPlayer:
             return counted
         if not self.servers.estimates:
             self.servers.estimates = True
-            warn_once("%s: the server does not say how many tokens it takes; they are estimated", self.name)
+            warn_on_rank_0("%s: the server does not say how many tokens it takes; they are estimated", self.name)
         return math.ceil(len(str(text)) / LIKELY_CHARACTERS)
 
     async def _send(self, server: Server, prompt: str):
@@ -220,7 +220,7 @@ def allow_open_files(number: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < number:
-        warn_once("only %d files may be open, --max_concurrency may need %d: see ulimit -n", wanted, number)
+        warn_on_rank_0("only %d files may be open, --max_concurrency may need %d: see ulimit -n", wanted, number)
 
 
 # --- answers and faults --------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ In one folder, with one stem:
     STEM_summary.json      outcomes and counts of the results
     .STEM_....lock         of the launch and of each rank, while they are at work
 
-After the start ranks never wait for each other: the one that finds all games there writes the results.
+After the start ranks do not wait for each other: the one that finds all games there writes the results. Only a rank
+that had to leave games waits for the others to end, since its failure ends the launch.
 """
 
 import glob
@@ -65,7 +66,7 @@ class FinishedGames:
     def __init__(self, words: Sequence[str], paths: Sequence[Path]):
         self.words, self.paths = words, paths
         self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
-        self.files = array("l", [0]) * len(words)
+        self.file_numbers = array("l", [0]) * len(words)
         self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
         for number, path in enumerate(paths):
             self._read(number, path)
@@ -78,7 +79,7 @@ class FinishedGames:
         """The games, in the order of the word list; none may be missing."""
         files = [open(path, "rb") for path in self.paths]
         try:
-            for file, offset in zip(self.files, self.offsets, strict=True):
+            for file, offset in zip(self.file_numbers, self.offsets, strict=True):
                 files[file].seek(offset)
                 yield json.loads(files[file].readline())
         finally:
@@ -99,7 +100,7 @@ class FinishedGames:
                 continue
             if word != self.words[index]:
                 raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
-            self.offsets[index], self.files[index] = offset, number
+            self.offsets[index], self.file_numbers[index] = offset, number
             self.new_tokens += tokens
             self.server_tokens += server_tokens
 
@@ -113,7 +114,7 @@ class EpisodeFiles:
         stem: str,
         words: Sequence[str],
         game: Game,
-        flags: str = "--data_suffix or --output_dir",
+        apart_by: str = "--data_suffix or --output_dir",
         made_of_results: Sequence[str] = (),
     ):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
@@ -122,7 +123,7 @@ class EpisodeFiles:
         self.settings = utils.RunSettings(
             self.folder / f"{stem}_settings.json",
             results=self._bound,
-            remedy=f"use another {flags}, or --overwrite True to start anew",  # flags that tell runs apart
+            remedy=f"use another {apart_by}, or --overwrite True to start anew",  # flags that tell runs apart
             upgrade=modern_settings,
         )
         self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"

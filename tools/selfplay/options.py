@@ -12,7 +12,7 @@ from tools.games.flags import GameFlags
 from tools.games.game import Game, game_setting
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
-from utils import flag, too_small, warn_once
+from utils import flag, too_small, warn_on_rank_0
 
 AUTO, SLOTS, GENERATE = "auto", "slots", "generate"
 
@@ -111,7 +111,7 @@ class PlayFlags(GameFlags, ServerFlags):
     def set_precision(self) -> None:
         """Use TF32 for float32 products if the flags say so."""
         if self.tf32 and not torch.cuda.is_available():
-            warn_once("--tf32 True has no effect: there is no GPU")
+            warn_on_rank_0("--tf32 True has no effect: there is no GPU")
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
 
 
