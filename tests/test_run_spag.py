@@ -411,7 +411,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         ({"decay_weight": 1.5}, "--decay_weight is '1.5'; it must be at most 1"),
         ({"temperature": 0}, "--temperature is '0'; it must be above 0"),
         ({"kl": "inf"}, "--kl is 'inf'; it must be a number of at least 0"),
-        ({"max_length": 256}, "--max_length 256 leaves no room for a prompt: it must be larger than --max_new_tokens 256"),
+        ({"max_length": 9}, "--max_length 9 leaves no room for a prompt: it must be larger than --max_new_tokens 256"),
         ({"nnodes": 2}, "--rdzv_endpoint is missing: with several machines it is host:port of machine 0"),
     ],
 )
