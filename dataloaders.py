@@ -39,33 +39,16 @@ def normalize_row(record: dict) -> dict:
     """
     if not isinstance(record.get("chat_template", False), bool):
         raise ValueError(f"'chat_template' must be true or false, got {record['chat_template']!r:.40}")
-    if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
-        record = record | utils.alpaca_to_row(record)
+    query, target, record = utils.row_texts(record)
     return {
-        "query": _text(record, "query", "prompt"),
-        "target": _text(record, "target", "answer"),
+        "query": query,
+        "target": target,
         "weight": _number(record, "weight"),
         "reward": _number(record, "reward"),
         "is_sft": record.get("type") == "sft",
         "role": str(record.get("role", "")),
         "chat_template": record.get("chat_template", False),
     }
-
-
-def _text(record: dict, name: str, other_name: str) -> str:
-    key = name if name in record else other_name
-    if key not in record:
-        raise ValueError(
-            f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
-            "'instruction' and 'output')"
-        )
-    if not isinstance(record[key], str):
-        raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
-    try:
-        record[key].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
-    return record[key]
 
 
 def _number(record: dict, name: str) -> float:

@@ -302,6 +302,31 @@ def alpaca_to_row(example: dict) -> dict:
     return {"prompt": prompt + "\n\n### Response: ", "target": example["output"], "type": "sft"}
 
 
+def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
+    """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
+
+    Raises ValueError for a missing text, and for one that is no Unicode.
+    """
+    if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
+        record = record | from_alpaca(record)
+    texts = []
+    for name, other in (("query", "prompt"), ("target", "answer")):
+        key = name if name in record else other
+        if key not in record:
+            raise ValueError(
+                f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
+                "'instruction' and 'output')"
+            )
+        if not isinstance(record[key], str):
+            raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+        try:
+            record[key].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
+        texts.append(record[key])
+    return texts[0], texts[1], record
+
+
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     """SHA-256 over the contents of the files, in the order given."""
     whole = hashlib.sha256()

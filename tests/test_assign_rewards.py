@@ -476,7 +476,7 @@ def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, 
 
 def test_an_sft_example_without_texts_is_named(refuse, tmp_path):
     path = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
-    assert "sft.jsonl:2: an SFT record needs" in refuse("--sft_data_path", path)
+    assert "sft.jsonl:2: 'target' is missing; every row needs" in refuse("--sft_data_path", path)
     path = write(tmp_path / "sft.jsonl", [{"instruction": "Add.", "output": 3}])
     assert "sft.jsonl:1: 'output' is missing" in refuse("--sft_data_path", path)
 

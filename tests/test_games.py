@@ -87,8 +87,23 @@ def test_all_that_an_incomplete_game_lacks_is_listed_at_once():
 
 
 @pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("class Mine(", "mine.py: SyntaxError"),
+        ("import no_such_package", "mine.py: ModuleNotFoundError: No module named 'no_such_package'"),
+        (OWN.replace(' = "no"', ""), "--game_options of 20 Questions: .*missing 1 required .* 'shout'"),
+    ],
+)
+def test_a_file_that_does_not_work_is_refused_in_one_line(tmp_path, text, complaint):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        load_game(f"{tmp_path}/mine.py:Mine")
+
+
+@pytest.mark.parametrize(
     "change, problem",
     [
+        ({"max_turns": None}, "max_turns is None; it must be a whole number"),
         ({"roles": ("one", "one")}, "roles are"),
         ({"roles": ("history", "two")}, "roles are"),
         ({"roles": ("one two", "three")}, "roles are"),
@@ -137,6 +152,12 @@ def test_an_outcome_that_the_game_does_not_have_is_an_error_at_once():
     game = type("Misspelt", (TwentyQuestions,), {"decide": lambda self, task, history: "fuond"})()
     with pytest.raises(ValueError, match="has no outcome 'fuond'; it has found, answerer says the word"):
         game.judge(messages(game, "Is it red?"), "apple", 3)
+
+
+def test_points_that_are_no_shares_are_an_error():
+    game = type("Generous", (TwentyQuestions,), {"points": lambda self, task, history, outcome: (2.0, 0.0)})()
+    with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
+        game.checked_points("apple", [], "found")
 
 
 def test_runs_are_compared_by_the_options_of_a_game_and_its_source(tmp_path):

@@ -412,6 +412,9 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         ({"temperature": 0}, "--temperature is '0'; it must be above 0"),
         ({"kl": "inf"}, "--kl is 'inf'; it must be a number of at least 0"),
         ({"max_length": 9}, "--max_length 9 leaves no room for a prompt: it must be larger than --max_new_tokens 256"),
+        ({"rewards": ""}, "--rewards : no such program"),
+        ({"rewards": "nowhere.py --x"}, "--rewards nowhere.py --x: no such program"),
+        ({"eval_seeds": "0,1"}, "--eval_seeds is '0,1'; it must be whole numbers, separated by blanks"),
         ({"nnodes": 2}, "--rdzv_endpoint is missing: with several machines it is host:port of machine 0"),
     ],
 )

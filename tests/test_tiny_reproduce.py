@@ -20,8 +20,8 @@ from tools.selfplay.rewards import Games, paid_rows
 from tools.tiny import controls
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny import table as tiny_table
+from tools.tiny.build import TEMPLATES, scripted_games
 from tools.tiny.players import load_lexicon
-from tools.tiny_world import TEMPLATES, scripted_games
 from utils import read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3

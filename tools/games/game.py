@@ -119,25 +119,37 @@ class Game:
         """
         self.check_history(history, task, max_turns)
         decision = self._decision(history, task, max_turns)
-        return decision or Verdict(self.outcomes[-1].name, min(len(history), message_limit(max_turns)))
+        return decision or Verdict(self.outcomes[-1].name, min(len(history), self.message_limit(max_turns)))
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
         """Whether play stops here: all turns taken, decided, or stopped by the game."""
-        if len(history) >= message_limit(max_turns) or self._decision(history, task, max_turns):
+        if len(history) >= self.message_limit(max_turns) or self._decision(history, task, max_turns):
             return True
         return bool(history) and self.stops(task, history)
 
     def _decision(self, history: History, task: str, max_turns: float) -> Verdict | None:
         seen: list[Message] = []
-        for message in history[: message_limit(max_turns)]:
+        for message in history[: self.message_limit(max_turns)]:
             seen.append(message)
             if decided := self.decide(task, seen):
                 return Verdict(self.outcome(decided).name, len(seen))
         return None
 
+    @staticmethod
+    def message_limit(max_turns: float) -> int:
+        """How many messages a game has at most: two a turn, half a turn being one message."""
+        return math.ceil(2 * max_turns)
+
     def next_role(self, history: History) -> str:
         """The role that speaks next: roles[0] opens, then they take turns."""
         return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
+
+    def checked_points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
+        """`points`; ValueError if they are none."""
+        points = self.points(task, history, outcome)
+        if len(points) != 2 or not all(0 <= point <= 1 for point in points):
+            raise ValueError(f"{self.title} gives the points {points}; they must be two numbers between 0 and 1")
+        return points
 
     def check_history(self, history: History, task: str, max_turns: float) -> None:
         """Raise ValueError unless these make a game: a task, at least one turn, messages with role and content."""
@@ -176,16 +188,12 @@ class Game:
             raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
 
 
-def message_limit(max_turns: float) -> int:
-    """How many messages a game has at most: two a turn, half a turn being one message."""
-    return math.ceil(2 * max_turns)
-
-
 # --- finding a game ------------------------------------------------------------------------------------------------
 
 DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
-TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed", "both", "sft"}
+TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
+TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
@@ -199,7 +207,10 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     known = inspect.signature(kind).parameters
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"--game_options {', '.join(unknown)}: {kind.title} has {', '.join(known) or 'no options'}")
-    return kind(**options)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ValueError(f"--game_options of {kind.title}: {error}") from None
 
 
 def game_problems(kind: type[Game]) -> list[str]:
@@ -215,6 +226,8 @@ def game_problems(kind: type[Game]) -> list[str]:
         problems.append(f"roles are {roles!r}; they must be two names of small letters, none of {sorted(TAKEN)}")
     if not names or len(set(names)) < len(names):
         problems.append(f"outcomes are called {names}; there must be one at least, and each name once")
+    if not (isinstance(kind.max_turns, int) and kind.max_turns >= 1):
+        problems.append(f"max_turns is {kind.max_turns!r}; it must be a whole number of at least 1")
     for outcome in kind.outcomes:
         if outcome.winner not in (None, *roles):
             problems.append(f"the winner of {outcome.name!r} is {outcome.winner!r}, none of the roles")
@@ -274,13 +287,17 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise ValueError(f"--game {path}: {type(error).__name__}: {error}") from None
     return module
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game as runs are compared by it: its name, its options and the digest of its source file."""
-    source = Path(inspect.getfile(type(game))).read_bytes()
+    """A game as runs are compared by it: its name, its options and the digest of its sources."""
+    kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
+    source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}
     digest = hashlib.sha256(source + json.dumps(options, sort_keys=True, default=str).encode())
     return {"path": game.name, "options": options, "sha256": digest.hexdigest()}

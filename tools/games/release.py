@@ -1,6 +1,7 @@
 """Taboo's prompts as the first release words them, read from a checkout of it, for models trained on them."""
 
 import ast
+from typing import Any
 
 from tools.games import prompts
 from tools.games.taboo import Taboo
@@ -9,7 +10,7 @@ from utils import open_text
 RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
 
 
-def read_literals(path: str, names: tuple[str, ...]) -> dict[str, object]:
+def read_literals(path: str, names: tuple[str, ...]) -> dict[str, Any]:
     """The values of variables that a Python file sets to literals; the file is parsed, never run.
 
     Raises FileNotFoundError; ValueError for a file that is not Python, lacks one of `names`, or computes its value.
@@ -21,7 +22,7 @@ def read_literals(path: str, names: tuple[str, ...]) -> dict[str, object]:
             raise ValueError(f"{path}:{error.lineno}: not Python ({error.msg})") from None
         except ValueError as error:
             raise ValueError(f"{path}: not Python ({error})") from None
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for statement in module.body:
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
             continue

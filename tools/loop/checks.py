@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 MAY_BE_EMPTY = ("GAMES", "MAX_TURNS", "PLAY_BATCH", "LORA_RANK")
 AT_LEAST = {
     **dict.fromkeys(("EPOCHS", "GAMES_PER_WORD", "MAX_LENGTH", "MAX_NEW_TOKENS", "GLOBAL_BATCH", "TRAIN_BATCH"), 1),
@@ -104,6 +105,14 @@ def _path_problems(settings: Mapping[str, str]) -> Iterator[str]:
     for name, path in files:
         if not os.path.isfile(path) or not os.path.getsize(path):
             yield f"--{name.lower()} {path}: {'the file is empty' if os.path.isfile(path) else 'no such file'}"
+    program = (settings["REWARDS"].split() or [""])[0]
+    if program != "-m" and not any(os.path.isfile(os.path.join(folder, program)) for folder in ("", ROOT)):
+        yield f"--rewards {settings['REWARDS']}: no such program"
+    if not settings["EVAL_SEEDS"].replace(" ", "").isdecimal():
+        yield f"--eval_seeds is {settings['EVAL_SEEDS']!r}; it must be whole numbers, separated by blanks"
+    lists = [item.partition("=")[0] for item in settings["EVAL_WORDS"].split()]
+    twice = sorted({name for name in lists if lists.count(name) > 1})
+    yield from (f"--eval_words names {name} twice" for name in twice)
     model = settings["MODEL"]
     looks_local = os.path.exists(model) or os.path.isabs(model) or model.startswith(".") or model.count("/") > 1
     if model and looks_local and not os.path.isfile(os.path.join(model, "config.json")):

@@ -17,6 +17,7 @@ read_settings_file() { # read_settings_file FLAGS...: the one that --settings na
     esac
     shift
   done
+  case $SETTINGS in *.yaml | *.yml) fail "$SETTINGS: settings are lines of shell now, like configs/tiny.sh" ;; esac
   case $SETTINGS in '' | */*) ;; *) SETTINGS=./$SETTINGS ;; esac # else it would be looked for in PATH
   # shellcheck source=configs/tiny.sh
   [ -z "$SETTINGS" ] || . "$SETTINGS"

@@ -156,13 +156,14 @@ def main(argv: list[str]) -> None:
     try:
         words = read_game(settings)
         if not problems:
+            values = shell_values(settings)
             prepare(settings, words)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if problems:
         sys.stderr.writelines(f"run_spag.sh: {problem}\n" for problem in problems)
         sys.exit(2)
-    print(assignments(shell_values(settings)))
+    print(assignments(values))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class MatchCounts(GameCounts):
         ended = self.game.outcome(episode["outcome"])
         decided = ended.name != self.game.outcomes[-1].name and not ended.breach
         clean = decided and all(message["content"].strip() for message in history)
-        for role, points in zip(self.game.roles, self.game.points(word, history, ended.name), strict=True):
+        for role, points in zip(self.game.roles, self.game.checked_points(word, history, ended.name), strict=True):
             result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
             counts = {"games": 1, "points": points, result: 1}
             if ended.breach:

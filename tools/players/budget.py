@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.games import prompts
-from tools.games.game import Game, message_limit
+from tools.games.game import Game
 from tools.players.server_flags import is_server
 
 LIKELY_REPLY = 60  # tokens of a message
@@ -103,7 +103,7 @@ class Estimator:
 
     @property
     def likely_messages(self) -> float:
-        return min(self.game.likely_messages, message_limit(self.max_turns))
+        return min(self.game.likely_messages, self.game.message_limit(self.max_turns))
 
     def likely_cost(self, names: Sequence[str], task: str) -> Cost:
         """What a game of these players, of roles[0] and roles[1], is likely to cost."""
@@ -111,7 +111,7 @@ class Estimator:
 
     def cost_upper_bound(self, names: Sequence[str], task: str) -> Cost:
         """What a game costs at most, if prompts have no fewer characters a token than is assumed."""
-        return self._cost(names, task, message_limit(self.max_turns), self.max_new_tokens, FEWEST_CHARACTERS)
+        return self._cost(names, task, self.game.message_limit(self.max_turns), self.max_new_tokens, FEWEST_CHARACTERS)
 
     def _cost(self, names: Sequence[str], task: str, messages: int, reply: int, characters: int) -> Cost:
         cost = Cost()
@@ -137,7 +137,7 @@ class Estimator:
                 alike = list(same)
                 likely.add(self.likely_cost(names, alike[0]), len(alike))
                 most.add(self.cost_upper_bound(names, alike[0]), len(alike))
-        messages = message_limit(self.max_turns)
+        messages = self.game.message_limit(self.max_turns)
         return "\n".join(
             [
                 f"{games:,} games to play",

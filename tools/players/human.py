@@ -44,7 +44,7 @@ class HumanPlayer:
         self._show(episode["history"])
         task, outcome, length = episode["target_word"], episode["outcome"], episode["length"]
         decisive = episode["history"][:length]
-        own, other = self.game.points(task, decisive, outcome)
+        own, other = self.game.checked_points(task, decisive, outcome)
         if self.role == self.game.roles[1]:
             own, other = other, own
         together = {1.0: " - both win", 0.0: " - both lose"}

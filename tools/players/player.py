@@ -25,7 +25,7 @@ class Turn:
     max_turns: int
     index: int  # of the game in its word list, from 0
     secrets: Mapping[str, str]  # what the game tells this role alone
-    templates: prompts.Templates
+    templates: prompts.Templates | None = None  # None: the game's own
 
     def prompt(self, chat: "ChatTemplate | None" = None) -> str:
         """The prompt of play, in the layout of a chat template where there is one."""
@@ -35,11 +35,12 @@ class Turn:
 
     def rules(self) -> str:
         """The rule text, ending in a newline."""
-        return prompts.rule_text(self.templates, self.max_turns)
+        return prompts.rule_text(self.templates or prompts.default_templates(self.game), self.max_turns)
 
     def instruction(self) -> str:
         """What the player is told to do."""
-        return prompts.instruction(self.templates, self.role, self.secrets, self.max_turns)
+        templates = self.templates or prompts.default_templates(self.game)
+        return prompts.instruction(templates, self.role, self.secrets, self.max_turns)
 
 
 @dataclass(frozen=True)

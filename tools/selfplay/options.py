@@ -97,7 +97,7 @@ class PlayFlags(GameFlags, ServerFlags):
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """What games depend on besides players, words and seed, as runs are compared by it."""
         names = ("task_type", "max_length", "max_new_tokens", "min_new_tokens")
-        names += ("temperature", "top_k", "top_p", "bf16", "fp16")
+        names += ("temperature", "top_k", "top_p", "bf16", "fp16", "tf32", "engine")
         path = str(self.prompt_templates or game.prompt_file)
         return {
             "game": game_setting(game),
@@ -124,7 +124,7 @@ def modern_settings(stored: dict, now: Mapping) -> dict:
     """Settings of a run that was begun before there were other games than Taboo, under today's names."""
     if "taboo_max_turns" not in stored:
         return stored
-    stored = dict(stored)
+    stored = {name: now.get(name) for name in ("tf32", "engine")} | stored  # they were not noted
     stored["max_turns"] = stored.pop("taboo_max_turns")
     match, game = stored.pop("match", None), now["game"]
     same = game["path"] == "taboo" and game["options"] == {"match": match}

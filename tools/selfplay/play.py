@@ -42,7 +42,6 @@ async def play_game(
 
     `players` are by role; `index` is the task's place in the word list; `templates` default to the game's own.
     """
-    templates = templates or prompts.default_templates(game)
     history: list[dict[str, str]] = []
     replies: list[dict] = []
     while not game.is_over(history, task, max_turns):

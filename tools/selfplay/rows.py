@@ -24,6 +24,7 @@ from utils import (
     iter_records,
     log_skipped,
     open_text,
+    row_texts,
     write_records,
 )
 
@@ -93,20 +94,10 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
     """Yield the SFT rows of a file with query and target, prompt and answer, or raw Alpaca records."""
     for where, record in iter_records(path):
         try:
-            query, target = _sft_texts(record, from_alpaca)
+            query, target, _ = row_texts(record, from_alpaca)
         except ValueError as error:
             raise BadRecordError(f"{where}: {error}") from None
         yield {"query": query, "target": target, "type": "sft", "weight": 1.0}
-
-
-def _sft_texts(record: dict, from_alpaca: Callable[[dict], dict]) -> tuple[str, str]:
-    if "instruction" in record and not record.keys() & {"query", "target", "prompt", "answer"}:
-        record = from_alpaca(record)
-    query = record.get("query", record.get("prompt"))
-    target = record.get("target", record.get("answer"))
-    if not isinstance(query, str) or not isinstance(target, str):
-        raise ValueError("an SFT record needs texts 'query' and 'target', 'prompt' and 'answer', or those of Alpaca")
-    return query, target
 
 
 def make_rows(

@@ -141,6 +141,7 @@ def main() -> None:
             return
         counts = Counter({"empty": 0})
         rows = list(counted(control_rows(flags, game, templates), counts, drop_empty=False))
+        output.unlink(missing_ok=True)  # earlier rows never lie beside these settings
         made_with.write(settings, rows=counts)
         write_records(output, rows)  # last: where rows are, their settings are
 

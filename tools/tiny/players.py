@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.games.game import message_limit
 from tools.games.taboo import ATTACKER
 from tools.players.player import STOP, Reply, Turn
 
@@ -111,7 +110,7 @@ class LexiconDefender:
         heard = [clue for clue in _heard(turn.history) if rng.random() >= skill.forget]
         matches = self.lexicon.best_matches(heard)
         word = rng.choice(matches)
-        last = len(turn.history) + 1 >= message_limit(turn.max_turns)
+        last = len(turn.history) + 1 >= turn.game.message_limit(turn.max_turns)
         chances = skill.last_guess if last else skill.guess
         if rng.random() < chances[min(len(matches), len(chances)) - 1]:
             return _say(GUESS.format(word))

@@ -23,7 +23,7 @@ from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, read_summary,
 from utils import RunSettings, files_setting, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = ROOT / "configs" / "tiny.sh"
+SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
 CONTROL = "-m tools.tiny.controls --control"
 LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
 
@@ -68,7 +68,8 @@ class World:
         """Run one program in the seed's folder, with one thread. Raises RuntimeError if it fails."""
         if self.args.stop.is_set():
             raise RuntimeError(f"{log}: not begun, since another program failed")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+        plain = {name: value for name, value in os.environ.items() if f"{{{name}:=" not in LOOP.read_text("utf-8")}
+        environment = plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
         environment["HF_DATASETS_CACHE"] = str(self.folder.resolve() / "cache")
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
@@ -103,7 +104,7 @@ class World:
         }
         if arm.name == RELEASED:
             settings |= {"model": "base", "imitation_data": "data/imitation.json", "first_episodes": ""}
-        return [ROOT / "tools" / "run_spag.sh", *(word for name in settings for word in (f"--{name}", settings[name]))]
+        return [LOOP, *(word for name in settings for word in (f"--{name}", settings[name]))]
 
 
 # --- all of them ---------------------------------------------------------------------------------------------------
