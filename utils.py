@@ -450,7 +450,8 @@ def _content(setting):
 
 def _show(setting) -> str:
     if isinstance(setting, dict) and "sha256" in setting:
-        return f"{setting['path']} (sha256 {setting['sha256'][:8]})"
+        options = f" {setting['options']}" if setting.get("options") else ""
+        return f"{setting['path']}{options} (sha256 {setting['sha256'][:8]})"
     return str(setting)
 
 

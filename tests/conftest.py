@@ -29,6 +29,16 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 LONGEST_FIRST = ("train", "server_player", "run_spag", "play_llm_game", "bench_train", "bench_play", "evaluate_games")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--campaign", type=int, default=1, metavar="N", help="run tests of kills N times each")
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.definition.get_closest_marker("kills"):
+        metafunc.fixturenames.append("campaign_round")
+        metafunc.parametrize("campaign_round", range(metafunc.config.getoption("campaign")))
+
+
 def pytest_collection_modifyitems(items):
     """Files that take longest come first: one begun last by one of two processes, the other would wait for it."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}

@@ -217,6 +217,7 @@ def test_two_players_with_the_same_model_share_it(place, tiny_model, tmp_path, m
     assert len(loads) == 1
 
 
+@pytest.mark.kills
 def test_a_killed_process_loses_only_games_in_flight_and_two_processes_end_what_it_began(
     place, tiny_model, other_model, tmp_path
 ):

@@ -559,6 +559,7 @@ def kill_after(process, folder, lines, only_launcher):
     return rank_lines(folder)
 
 
+@pytest.mark.kills
 def test_killed_launches_lose_only_games_in_flight_also_with_other_numbers_of_processes(place, tiny_model, tmp_path):
     arguments = flags(place, tiny_model, tmp_path, max_new_tokens=24)
     kept = []

@@ -612,6 +612,7 @@ def any_filled(pattern: str) -> bool:
     return False
 
 
+@pytest.mark.kills
 def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(inputs):
     output = inputs["output"]
     settings = inputs | {"max_turns": 1, "max_length": 1100, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}

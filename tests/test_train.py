@@ -365,6 +365,7 @@ def test_stored_logprobs_are_reused_and_never_stale(tmp_path, monkeypatch, mixed
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kills
 def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(400))
     settings = offline_po(path, tiny_model, tiny_model, max_steps=40, train_sampling_strategy="random")
@@ -389,6 +390,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     assert utils.is_complete(output / "checkpoint-40") and (output / "train_results.json").is_file()
 
 
+@pytest.mark.kills
 def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
     tmp_path, plain_runs, mixed_rows, tiny_model, other_model
 ):
@@ -552,6 +554,7 @@ def test_a_second_start_into_one_folder_is_refused_and_has_written_nothing(tmp_p
     assert not list((tmp_path / "out").glob(".*"))
 
 
+@pytest.mark.kills
 def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(64) * 320)
     settings = offline_po(path, tiny_model, tiny_model, train_method="SFT", encoding_processes=2, max_steps=1)
