@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -712,9 +713,22 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun is killed: its orphans would write on into the files of the next launch."""
+    """End this process when torchrun or the loop's script is killed: orphans would keep the next launch out.
+
+    The script is no parent of its programs: it is looked for every second.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+    if loop := os.environ.get("SPAG_LOOP_PID"):
+        threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
+
+
+def _end_with(pid: int) -> None:
+    import psutil  # which the loop needs, not all that read records
+
+    while psutil.pid_exists(pid):
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent() -> None:
