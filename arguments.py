@@ -362,8 +362,6 @@ def _output_problems(args) -> list[str]:
     resume = str(args.resume_from_checkpoint or False).lower() != "false"
     if resume and args.overwrite_output_dir:
         return ["--resume_from_checkpoint and --overwrite_output_dir exclude each other"]
-    if (checkpoint := named_checkpoint(args)) and not utils.is_complete(checkpoint):
-        return [f"--resume_from_checkpoint {checkpoint}: not a whole checkpoint folder"]
     return []
 
 

@@ -9,6 +9,7 @@ The same command again continues from the last whole checkpoint, or says that al
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import shutil
@@ -71,22 +72,46 @@ class Output:
 
     def _claim(self) -> tuple[bool, str | None]:
         """Whether all is there, and the checkpoint to continue from."""
-        overwrite = self.args.overwrite_output_dir and not utils.restarted()
-        checkpoint = named_checkpoint(self.args)
-        self.settings.check(self.args.same_run, overwrite=overwrite)
-        if checkpoint:
-            self._settings(Path(checkpoint).parent, lambda: Path(checkpoint)).check(self.args.same_run)
-        elif not overwrite and (self.folder / FINISHED).is_file():
+        finished, _ = self._look()
+        if finished:
             return True, None
-        self.settings.claim(self.args.same_run, overwrite=overwrite)
-        if not overwrite:
-            checkpoint = checkpoint or utils.last_complete_checkpoint(self.folder)
-        if checkpoint and not [*Path(checkpoint).glob("optimizer*"), *Path(checkpoint).glob("global_step*")]:
-            raise ValueError(
-                f"{checkpoint}: saved without its optimizer (--save_only_model), which training cannot continue from; "
-                f"{self.settings.remedy}"
-            )
+        utils.lock(self.settings.lock_path)
+        return self._look()  # another launch may have ended in between
+
+    def _look(self) -> tuple[bool, str | None]:
+        overwrite = self.args.overwrite_output_dir and not utils.restarted()
+        self.settings.check(self.args.same_run, overwrite=overwrite)
+        if overwrite:
+            return False, None
+        if (self.folder / FINISHED).is_file():
+            return True, None
+        if checkpoint := self._furthest_checkpoint():
+            self._check_optimizer(Path(checkpoint))
         return False, checkpoint
+
+    def _furthest_checkpoint(self) -> str | None:
+        """Of this folder's whole ones and the one that was named, which a start of the same command names again."""
+        own, named = utils.last_complete_checkpoint(self.folder), named_checkpoint(self.args)
+        if not named or own and os.path.realpath(Path(named).parent) == os.path.realpath(self.folder):
+            return own
+        if not utils.is_complete(named):
+            raise ValueError(f"--resume_from_checkpoint {named}: not a whole checkpoint folder")
+        self._settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
+        return max(filter(None, (named, own)), key=_step)
+
+    def _check_optimizer(self, checkpoint: Path) -> None:
+        """Raise ValueError where the optimizer's state is not there, or not as this launch would read it."""
+        plain, by_deepspeed = (list(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
+        parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))  # of ZeRO: one of each rank
+        if not (by_deepspeed if self.args.deepspeed else plain):
+            why = "saved without its optimizer (--save_only_model), which training cannot continue from"
+            if plain or by_deepspeed:
+                why = f"saved {'without' if plain else 'with'} --deepspeed; continue it so"
+        elif self.args.deepspeed and parts not in (0, self.args.world_size) and not self.args.save_on_each_node:
+            why = f"ZeRO saved it for {parts} processes, here are {self.args.world_size}; continue with {parts}"
+        else:
+            return
+        raise ValueError(f"{checkpoint}: {why}; {self.settings.remedy}")
 
     def write_settings(self, trainer: SPAGTrainer) -> None:
         """Write settings.json: what makes this run the same, every resolved setting, the data, library versions."""
@@ -101,6 +126,10 @@ class Output:
             if dataset
         }
         self.settings.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
+
+
+def _step(checkpoint: str) -> int:
+    return json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
 
 
 # --- the data and the models ---------------------------------------------------------------------------------------
@@ -233,13 +262,9 @@ def set_up(argv: list[str]) -> SPAGTrainer | None:
     Raises ValueError and OSError for bad input.
     """
     args = parse_arguments(argv)
-    try:
-        if not args.show_examples and not Output(args).claim():
-            return None
-        return build_trainer(args)
-    except BaseException:
-        utils.unlock()  # nothing of a start that fails stays
-        raise
+    if not args.show_examples and not Output(args).claim():
+        return None
+    return build_trainer(args)
 
 
 def build_trainer(args: SPAGArguments) -> SPAGTrainer:
@@ -282,7 +307,6 @@ def run(trainer: SPAGTrainer) -> None:
     if args.lora_merge and trainer.is_world_process_zero():
         merge_lora(args)
     trainer.save_metrics("train", result.metrics)
-    utils.unlock()
 
 
 def leave() -> None:

@@ -511,7 +511,7 @@ class SPAGTrainer(Trainer):
         """Mark the folder as whole when every rank has written its part; only then may an older one go."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            (folder / utils.COMPLETE).unlink(missing_ok=True)  # of an earlier launch that got further
+            (folder / utils.COMPLETE).unlink(missing_ok=True)  # of one that has lost a file since
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)

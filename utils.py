@@ -1,8 +1,6 @@
 """What every program shares: records in and out, flags, finished work and its locks, ranks, tokens. No torch."""
 
 import argparse
-import atexit
-import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -16,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -37,7 +36,7 @@ RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
-LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.1  # another start may be looking at a lock, which takes an instant
+LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
@@ -455,9 +454,10 @@ def _show(setting) -> str:
     return str(setting)
 
 
-# The locks of this process: descriptor, and whether the folder was made for it. They are POSIX locks, which die with
-# their process and are not inherited by its children; closing any other descriptor of the file would end them.
-_locks: dict[Path, tuple[int, bool]] = {}
+# The locks of this process, with their descriptors. They are POSIX locks, which die with their process and are not
+# inherited by its children; closing any other descriptor of the file would end them. The empty files stay: one that is
+# taken away could be locked by one process and made anew by another.
+_locks: dict[Path, int] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
 
@@ -466,30 +466,17 @@ def lock(path: str | os.PathLike) -> None:
     path = Path(path).absolute()
     if path in _locks:
         return
-    made_folder = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(LOCK_ATTEMPTS):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        if _try_lock(descriptor, fcntl.LOCK_EX, path) and _is_at(path, descriptor):
-            _locks[path] = descriptor, made_folder
-            return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if not wait_until(lambda: _try_lock(descriptor, fcntl.LOCK_EX, path), LOCK_TIMEOUT):
         os.close(descriptor)
-        time.sleep(LOCK_PAUSE)
-    raise ValueError(LOCKED.format(path.parent))
+        raise ValueError(LOCKED.format(path.parent))
+    _locks[path] = descriptor
 
 
-def unlock(*paths: str | os.PathLike) -> None:
-    """Give up these locks, all of this process if none is named; nothing that was made for them stays."""
-    for path in [Path(path).absolute() for path in paths] or list(_locks):
-        descriptor, made_folder = _locks.pop(path)
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-        if made_folder:
-            with contextlib.suppress(OSError):  # it holds results
-                path.parent.rmdir()
-
-
-atexit.register(unlock)
+def unlock(path: str | os.PathLike) -> None:
+    """Give up a lock of this process before it ends."""
+    os.close(_locks.pop(Path(path).absolute()))
 
 
 def is_locked(path: str | os.PathLike) -> bool:
@@ -515,14 +502,6 @@ def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
     except OSError as error:
         _warn_without_locks(path.parent, str(error))
     return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether a file is still there, and not one that its owner has removed meanwhile."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 @functools.cache
@@ -551,7 +530,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except (ValueError, OSError) as error:
             answer = {"error": str(error)}
         store.set(key, json.dumps(answer))
-    answer = json.loads(store.get(key))  # waits for rank 0
+    while not store.check([key]):  # without limit: rank 0 may be fetching a model from the hub
+        time.sleep(0.1)
+    answer = json.loads(store.get(key))
     store.set(f"{key}/{rank()}", "")
     if rank() == 0:  # without torchrun the store lives in this process
         store.wait([f"{key}/{other}" for other in range(world_size())])
@@ -758,9 +739,22 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun is killed: its orphans would write on into the files of the next launch."""
+    """End this process when torchrun or the loop's script is killed: orphans would keep the next launch out.
+
+    The script is no parent of its programs: it is looked for every second.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+    if loop := os.environ.get("SPAG_LOOP_PID"):
+        threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
+
+
+def _end_with(pid: int) -> None:
+    import psutil  # which the loop needs, not all that read records
+
+    while psutil.pid_exists(pid):
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent() -> None:

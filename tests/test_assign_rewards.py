@@ -245,7 +245,7 @@ def refuse(tmp_path, run, capsys):
             run_program(lambda: run(*flags, **settings))
         lines = capsys.readouterr().err.splitlines()
         assert exit_info.value.code == 2 and len(lines) == 1
-        assert [path.name for path in tmp_path.iterdir() if "rows" in path.name or path.name.endswith("tmp")] == []
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith("rows") or path.suffix == ".tmp"]
         return lines[0]
 
     return run_badly
@@ -492,7 +492,7 @@ def test_a_failed_run_leaves_the_rows_of_the_last_one(run, tmp_path):
 
 def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, capsys, monkeypatch):
     _, printed = run("--outcomes", tmp_path / "outcomes.json", overwrite=False)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if "episodes" not in path.name}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[!.e]*")}
     assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
     with monkeypatch.context() as patch:
         patch.setattr(rows_room, "judge_files", None)  # no episode is judged again

@@ -61,7 +61,7 @@ def hold(path):
     )
 
 
-def test_a_lock_keeps_others_out_dies_with_its_owner_and_leaves_nothing_when_given_up(tmp_path):
+def test_a_lock_keeps_others_out_dies_with_its_owner_and_can_be_given_up(tmp_path):
     path = tmp_path / "out" / ".run.lock"
     owner = hold(path)
     assert owner.stdout.readline() == "locked\n" and utils.is_locked(path)
@@ -74,27 +74,26 @@ def test_a_lock_keeps_others_out_dies_with_its_owner_and_leaves_nothing_when_giv
     utils.lock(path)  # of one process
     assert not utils.is_locked(path)
     assert "another process is writing to this run" in hold(path).communicate()[1]
-    utils.unlock()
-    assert not path.exists() and path.parent.exists()  # the folder is the first owner's
-    utils.lock(tmp_path / "new" / ".run.lock")
-    utils.unlock()
-    assert not (tmp_path / "new").exists()
+    utils.unlock(path)
+    other = hold(path)
+    assert other.stdout.readline() == "locked\n" and utils.is_locked(path)
+    other.kill()
+    other.communicate()
 
 
-def test_a_lock_that_its_owner_removes_at_that_moment_is_taken_anew(tmp_path, monkeypatch):
-    path = tmp_path / ".run.lock"
-    opened, moments = os.open, iter([path.unlink])
+def test_a_lock_that_another_start_looks_at_in_that_moment_is_taken(tmp_path, monkeypatch):
+    attempts = iter([BlockingIOError(11, "Resource temporarily unavailable"), None])
+    ours = utils.fcntl.lockf
 
-    def open_then_lose(*args):
-        descriptor = opened(*args)
-        next(moments, lambda: None)()
-        return descriptor
+    def lock_later(*args):
+        if error := next(attempts):
+            raise error
+        ours(*args)
 
-    monkeypatch.setattr(os, "open", open_then_lose)
-    utils.lock(path)
+    monkeypatch.setattr(utils.fcntl, "lockf", lock_later)
+    utils.lock(tmp_path / ".run.lock")
     monkeypatch.undo()
-    assert path.exists() and "another process" in hold(path).communicate()[1]
-    utils.unlock()
+    assert "another process" in hold(tmp_path / ".run.lock").communicate()[1]
 
 
 def test_without_locks_there_is_one_warning_and_work_goes_on(tmp_path, monkeypatch, caplog):
@@ -108,13 +107,14 @@ def test_without_locks_there_is_one_warning_and_work_goes_on(tmp_path, monkeypat
     assert [record.message for record in caplog.records] == [
         f"{tmp_path}: no locks on this file system ([Errno 38] Function not implemented); run one launch at a time"
     ]
-    utils.unlock()
 
 
 RANK = """
-import json, os, torch, utils
+import datetime, json, os, time, torch, utils
 answers = []
-for make in (lambda: utils.rank(), lambda: open("nowhere"), lambda: ["again"]):
+if utils.rank() == 1:
+    utils.launch_store().set_timeout(datetime.timedelta(seconds=0.5))  # for a launch to start, not for rank 0 to work
+for make in (lambda: utils.rank(), lambda: open("nowhere"), lambda: time.sleep(1.5) or ["again"]):
     try:
         answers.append(utils.from_rank_0(make))
     except ValueError as error:
@@ -150,6 +150,9 @@ class Store:
 
     def set(self, key, value):
         pass
+
+    def check(self, keys):
+        return True
 
     def get(self, key):
         return json.dumps({"value": self.expected}).encode()

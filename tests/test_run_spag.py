@@ -353,6 +353,22 @@ def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, sta
     assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE  # whom nobody has asked for yet
 
 
+PROGRAM = "import os, time, utils; utils.end_with_launcher(); print('pid', os.getpid(), flush=True); time.sleep(60)"
+
+
+def test_a_program_ends_with_the_script_when_that_alone_is_killed(tmp_path):
+    (tmp_path / "logs").mkdir()
+    script = f'root={ROOT}; . tools/loop/run.sh; run stage "{sys.executable}" -c "{PROGRAM}"'
+    environment = os.environ | {"OUTPUT": str(tmp_path), "NODE_RANK": "0"}
+    process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    program = psutil.Process(int(next(line for line in process.stdout if line.startswith("pid ")).split()[1]))
+    assert program.parent().pid != process.pid
+    process.kill()
+    process.wait()
+    program.wait(timeout=10)
+    process.communicate()  # all have closed their output
+
+
 def test_other_machines_leave_rewards_and_report_to_the_first_one(loop):
     several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500", "node_timeout": 77}
     other = loop.finish(node_rank=1, **several)  # it may come first

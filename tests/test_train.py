@@ -416,6 +416,7 @@ def test_a_resumed_run_reads_the_reference_from_its_own_path(tmp_path, mixed_row
     """Resuming from a later checkpoint with the cache lost: the reference is still the start."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     expected = run(tmp_path / "out", settings)
+    (tmp_path / "out" / "train_results.json").unlink()
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     shutil.rmtree(tmp_path / "cache" / "ref_logprobs")
     steps = run(tmp_path / "out", settings, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
@@ -432,11 +433,13 @@ def test_rewriting_a_checkpoint_takes_back_its_mark_and_half_written_ones_never_
     def stop(*_):
         raise KeyboardInterrupt
 
-    resume = {"resume_from_checkpoint": tmp_path / "out" / "checkpoint-2"}
+    (tmp_path / "out" / "train_results.json").unlink()
+    with open(tmp_path / "out" / "checkpoint-4" / "model.safetensors", "ab") as file:
+        file.truncate(5)  # the next launch writes it anew, with the same sizes
     with monkeypatch.context() as patch:
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", settings | resume)
+            run(tmp_path / "out", settings)
     assert utils.last_complete_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
     (tmp_path / "out" / "checkpoint-9").mkdir()
     run(tmp_path / "out", settings | {"save_total_limit": 1, "resume_from_checkpoint": True})
@@ -451,10 +454,81 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
     (tmp_path / "out" / "train_results.json").unlink()
     with pytest.raises(ValueError, match="saved without its optimizer.*--overwrite_output_dir True to start anew"):
         run(tmp_path / "out", settings, resume_from_checkpoint=True)
-    assert not list((tmp_path / "out").glob(".*"))
+    with pytest.raises(ValueError, match="--resume_from_checkpoint nowhere: not a whole checkpoint folder"):
+        run(tmp_path / "other", settings, resume_from_checkpoint="nowhere")
+    assert not (tmp_path / "other").exists()
     run(tmp_path / "out", settings, overwrite_output_dir=True)
     with pytest.raises(ValueError, match="train_method: OfflinePO then, SFTwithKL now"):
         run(tmp_path / "out", settings | {"train_method": "SFTwithKL"}, resume_from_checkpoint="true")
+
+
+@pytest.mark.parametrize(
+    ("saved", "deepspeed", "message"),
+    [
+        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed; continue it so"),
+        (["optimizer.pt"], True, "saved without --deepspeed; continue it so"),
+        (
+            ["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"],
+            True,
+            "saved it for 2 .*continue with 2",
+        ),
+        (["optimizer.pt"], False, None),
+        (["global_step3/0_optim_states.pt"], True, None),
+        (["global_step3/mp_rank_00_model_states.pt"], True, None),  # no ZeRO
+    ],
+)
+def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(
+    tmp_path, mixed_rows, tiny_model, saved, deepspeed, message
+):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model)
+    if deepspeed:
+        settings["deepspeed"] = ROOT / "configs" / "zero2.json"
+    output = train.Output(train.parse_arguments(flags_of(tmp_path / "out", settings)))
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    for name in saved:
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).touch()
+    utils.mark_complete(checkpoint)
+    output.settings.write(output.args.same_run)
+    if message is None:
+        assert output.claim() and output.args.resume_from_checkpoint == str(checkpoint)
+        return
+    with pytest.raises(ValueError, match=f"checkpoint-3: .*{message}.*; other settings"):
+        output.claim()
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(tmp_path, mixed_rows, tiny_model):
+    """The same command, started again, does not take back what the launch before it did."""
+    settings = offline_po(mixed_rows, tiny_model, tiny_model)
+
+    def chosen(folder: str, named: Path) -> str:
+        flags = flags_of(tmp_path / folder, settings | {"resume_from_checkpoint": named})
+        output = train.Output(train.parse_arguments(flags))
+        output.settings.write(output.args.same_run)
+        assert output.claim()
+        return output.args.resume_from_checkpoint
+
+    def save(folder: str, step: int) -> Path:
+        checkpoint = tmp_path / folder / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "optimizer.pt").touch()
+        utils.write_json(checkpoint / "trainer_state.json", {"global_step": step})
+        utils.mark_complete(checkpoint)
+        return checkpoint
+
+    other = save("other", 10)
+    utils.write_json(
+        tmp_path / "other" / "settings.json",
+        {"settings": train.parse_arguments(flags_of(tmp_path / "other", settings)).same_run},
+    )
+    assert chosen("out", other) == str(other)
+    save("out", 9)
+    assert chosen("out", other) == str(other)
+    last = save("out", 11)
+    assert chosen("out", other) == str(last)
+    assert chosen("out", tmp_path / "out" / "checkpoint-9") == str(last)
+    assert chosen("out", tmp_path / "out" / "checkpoint-8") == str(last)  # deleted when later ones were there
 
 
 def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
@@ -475,7 +549,12 @@ def contents(folder: Path) -> dict:
     }
 
 
-@pytest.mark.parametrize("resume", [{}, {"resume_from_checkpoint": True}])
+def files_of(folder: Path) -> list[Path]:
+    """All that is in a folder but locks."""
+    return [path for path in folder.rglob("*") if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("resume", [{}, {"resume_from_checkpoint": True}, {"resume_from_checkpoint": "lost"}])
 def test_a_finished_run_is_left_as_it_is_and_one_with_other_settings_is_refused(
     tmp_path, capsys, monkeypatch, mixed_rows, tiny_model, resume
 ):
@@ -551,7 +630,7 @@ def test_a_second_start_into_one_folder_is_refused_and_has_written_nothing(tmp_p
     assert second.returncode == 2 and "another process is writing to this run; end that one first" in second.stderr
     assert contents(tmp_path / "out") == before
     train.run(trainer)
-    assert not list((tmp_path / "out").glob(".*"))
+    assert [path.name for path in (tmp_path / "out").glob(".*")] == [".settings.lock"]
 
 
 @pytest.mark.kills
@@ -671,7 +750,7 @@ def test_bad_rows_are_found_before_any_model_is_loaded(tmp_path, monkeypatch, ti
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", offline_po(str(path), tiny_model, tiny_model))
-    assert not loaded and not (tmp_path / "out").exists()
+    assert not loaded and files_of(tmp_path / "out") == []
 
 
 def test_a_reference_with_another_vocabulary_is_refused_before_any_model_is_loaded(
@@ -706,7 +785,7 @@ def test_model_folders_without_all_that_is_needed_are_refused(tmp_path, mixed_ro
     ]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "out", offline_po(mixed_rows, model, reference))
-    assert not (tmp_path / "out").exists()
+    assert files_of(tmp_path / "out") == []
 
 
 def test_a_loss_that_is_no_number_stops_training(tmp_path, tiny_model):

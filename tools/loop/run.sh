@@ -2,6 +2,7 @@
 # What the scripts share: messages, settings, and how a program is run, logged, and ended with the script.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export SPAG_LOOP_PID=$$ # programs end with this script, also when it is killed
 child=''
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }

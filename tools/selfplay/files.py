@@ -6,7 +6,7 @@ In one folder, with one stem:
     STEM_settings.json     what the games depend on; a restart with other settings is refused
     STEM_results.json      every game of the word list, in its order, once all are there
     STEM_summary.json      outcomes and counts of the results
-    .STEM_....lock         of the launch and of each rank, while they are at work
+    .STEM_....lock         of the launch and of each rank: empty, locked while they are at work
 
 After the start ranks do not wait for each other: the one that finds all games there writes the results. Only a rank
 that had to leave games waits for the others to end, since its failure ends the launch.
@@ -248,7 +248,7 @@ class EpisodeFiles:
         return next(files, next(filter(utils.is_locked, self._rank_locks()), None))
 
     def _rank_locks(self) -> list[Path]:
-        """The locks of ranks, held or left by a kill."""
+        """The locks of ranks, held or not."""
         return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
 
     def _rank_paths(self) -> list[Path]:
