@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tools.selfplay.rewards import assign_rewards
 from tools.selfplay.rows import RowFlags, make_rows
-from utils import flag, parse_flags, run_program, set_up_logging
+from utils import end_with_launcher, flag, parse_flags, run_program, set_up_logging
 
 __all__ = ["assign_rewards"]
 
@@ -29,6 +29,7 @@ class Flags(RowFlags):
 
 
 def main() -> None:
+    end_with_launcher()
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
     gc.disable()  # millions of small objects come and go, none in cycles; looking for cycles takes a tenth of the time
