@@ -22,13 +22,11 @@ MFU is useful operations over those of a matrix product in the same precision, m
 """
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import utils
-from tools.bench.common import LlamaFlags, describe_run, print_run, print_table, run_ranks
-from tools.bench.train_mode import make_inputs, measure
-from utils import flag
+from tools.bench.common import describe_run, print_run, print_table, run_ranks
+from tools.bench.train_mode import Settings, make_inputs, measure
 
 DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
 COLUMNS = {  # of the table, and how they are printed
@@ -46,48 +44,17 @@ COLUMNS = {  # of the table, and how they are printed
 }
 
 
-@dataclass
-class Settings(LlamaFlags):
-    """What is measured."""
-
-    query_tokens: int = flag("tokens of a row's query", default=450)
-    target_tokens: int = flag(
-        "tokens of a row's target, with --method_rows their mean; BOS and EOS besides", default=60
-    )
-    method_rows: bool = flag(
-        "True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these",
-        default=False,
-    )
-    batch_size: int = flag("rows of a micro-batch and process", default=2)
-    accumulation: int = flag("micro-batches of a step", default=1)
-    steps: int = flag("measured steps", default=10)
-    warmup_steps: int = flag("steps before them that are left out, at least 1", default=2)
-    learning_rate: float = flag("learning rate", default=2e-6)
-    bf16: bool = flag("True: fp32 weights, computing in bf16, as train.py does", default=False)
-    bf16_weights: bool = flag("True: weights and optimizer are bf16 as well", default=False)
-    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
-    attn_implementation: str = flag("attention kernel", default="sdpa")
-    deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
-    use_cpu: bool = flag("True: leave the GPU alone", default=False)
-    repeats: int = flag("measure each mode so often, in turn; the fastest run counts", default=1)
-
-    def problems(self) -> list[str]:
-        """What is wrong with the flags, a phrase each."""
-        counts = ("query_tokens", "target_tokens", "batch_size", "accumulation", "steps", "warmup_steps", "repeats")
-        return super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1))
-
-    @property
-    def modes(self) -> list[str]:
-        """What is measured: rows can only be dealt out by length where a step has several micro-batches."""
-        several = self.accumulation * utils.world_size() > 1
-        return [DEFAULT, REBALANCED, PLAIN] if several else [DEFAULT, PLAIN]
+def modes_of(settings: Settings) -> list[str]:
+    """What is measured: rows can only be dealt out by length where a step has several micro-batches."""
+    several = settings.accumulation * utils.world_size() > 1
+    return [DEFAULT, REBALANCED, PLAIN] if several else [DEFAULT, PLAIN]
 
 
 def compare(settings: Settings) -> dict:
     """Measure all modes: the lines of the table, ratios, and what they were measured with."""
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), settings)
-        runs = [[measure_mode(settings, folder, mode) for mode in settings.modes] for _ in range(settings.repeats)]
+        runs = [[measure_mode(settings, folder, mode) for mode in modes_of(settings)] for _ in range(settings.repeats)]
     lines = [max(of_mode, key=lambda line: line["tokens/s"]) for of_mode in zip(*runs, strict=True)]
     matmul_rate = max(line["matmul_rate"] for line in lines)
     for line in lines:

@@ -1,12 +1,10 @@
 """One mode of the benchmark of training: what is trained on, and training in this process."""
 
-from __future__ import annotations
-
 import random
 import string
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
@@ -16,17 +14,46 @@ import trainers
 import utils
 from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, SPAGCollator
-from tools.bench.common import device_name, matmul_rate
+from tools.bench.common import LlamaFlags, device_name, matmul_rate
 from tools.engine.generate import now
 from tools.tiny.models import byte_tokenizer
-
-if TYPE_CHECKING:
-    from tools.bench.train import Settings
+from utils import flag
 
 # Tokens of the method's rows: a query is rules and instruction, and a message for each of up to 8 earlier ones;
 # targets are geometric. SFT rows are short. One of three rows is an SFT row.
 RULES_TOKENS, MESSAGE_TOKENS, MOST_EARLIER, MOST_TARGET = 370, 66, 8, 256
 SFT_QUERY_TOKENS, SFT_SHARE = (15, 100), 1 / 3
+
+
+@dataclass
+class Settings(LlamaFlags):
+    """What is measured."""
+
+    query_tokens: int = flag("tokens of a row's query", default=450)
+    target_tokens: int = flag(
+        "tokens of a row's target, with --method_rows their mean; BOS and EOS besides", default=60
+    )
+    method_rows: bool = flag(
+        "True: two game rows of any turn to one SFT row, of lengths as the method has them, instead of these",
+        default=False,
+    )
+    batch_size: int = flag("rows of a micro-batch and process", default=2)
+    accumulation: int = flag("micro-batches of a step", default=1)
+    steps: int = flag("measured steps", default=10)
+    warmup_steps: int = flag("steps before them that are left out, at least 1", default=2)
+    learning_rate: float = flag("learning rate", default=2e-6)
+    bf16: bool = flag("True: fp32 weights, computing in bf16, as train.py does", default=False)
+    bf16_weights: bool = flag("True: weights and optimizer are bf16 as well", default=False)
+    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
+    attn_implementation: str = flag("attention kernel", default="sdpa")
+    deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
+    use_cpu: bool = flag("True: leave the GPU alone", default=False)
+    repeats: int = flag("measure each mode so often, in turn; the fastest run counts", default=1)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the flags, a phrase each."""
+        counts = ("query_tokens", "target_tokens", "batch_size", "accumulation", "steps", "warmup_steps", "repeats")
+        return super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1))
 
 
 # --- what is trained on --------------------------------------------------------------------------------------------
