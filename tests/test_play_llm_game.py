@@ -715,6 +715,9 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
         def set(self, key, value):
             pass
 
+        def check(self, keys):
+            return True
+
         def get(self, key):
             return json.dumps({"value": {"settings": {"seed": 1}, "launch": "of rank 0"}}).encode()
 
