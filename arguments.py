@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -47,8 +46,6 @@ SAME_RUN = (
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
-
-logger = logging.getLogger(__name__)
 
 
 def _help(text: str, **metadata):

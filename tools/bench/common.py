@@ -111,6 +111,19 @@ def _run_rank(rank: int, measure: Callable, args: tuple, folder: str, ranks: int
         torch.distributed.destroy_process_group()
 
 
+def compare_and_print(
+    kind: type[LlamaFlags], description: str, compare: Callable[..., dict], print_report: Callable[[dict], None]
+) -> None:
+    """The main of a benchmark: read its settings, measure, print, and write what --output asks for."""
+    settings = utils.parse_flags(kind, description=description)
+    if utils.rank():  # the first process starts those that are measured
+        return
+    report = compare(settings)
+    print_report(report)
+    if settings.output:
+        utils.write_json(settings.output, report)
+
+
 # --- what is printed -----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import utils
-from tools.bench.common import LlamaFlags, describe_run, print_run, print_table, run_ranks
+from tools.bench.common import LlamaFlags, compare_and_print, describe_run, print_run, print_table, run_ranks
 from tools.bench.play_mode import CONTINUOUS, make_inputs, measure
 from tools.selfplay.options import GENERATE, PlayFlags
 from utils import flag
@@ -175,13 +175,7 @@ def print_report(report: dict) -> None:
 
 
 def main() -> None:
-    settings = utils.parse_flags(Settings, description=__doc__)
-    if utils.rank():  # the first process starts those that play
-        return
-    report = compare(settings)
-    print_report(report)
-    if settings.output:
-        utils.write_json(settings.output, report)
+    compare_and_print(Settings, __doc__, compare, print_report)
 
 
 if __name__ == "__main__":

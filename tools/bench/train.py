@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 import utils
-from tools.bench.common import describe_run, print_run, print_table, run_ranks
+from tools.bench.common import compare_and_print, describe_run, print_run, print_table, run_ranks
 from tools.bench.train_mode import Settings, make_inputs, measure
 
 DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
@@ -105,13 +105,7 @@ def print_report(report: dict) -> None:
 
 
 def main() -> None:
-    settings = utils.parse_flags(Settings, description=__doc__)
-    if utils.rank():  # the first process starts those that train
-        return
-    report = compare(settings)
-    print_report(report)
-    if settings.output:
-        utils.write_json(settings.output, report)
+    compare_and_print(Settings, __doc__, compare, print_report)
 
 
 if __name__ == "__main__":

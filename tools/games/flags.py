@@ -1,13 +1,10 @@
 """The flags that say which game is played, in every program that has to do with games."""
 
-import logging
 from dataclasses import dataclass
 
 from tools.games import prompts
-from tools.games.game import DEFAULT_GAME, Game, load_game
+from tools.games.game import DEFAULT_GAME, Game, game_setting, load_game
 from utils import flag
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -43,3 +40,9 @@ class GameFlags(GameChoice):
     def load_templates(self, game: Game) -> prompts.Templates:
         """The prompts of the flags. Raises ValueError that lists what is wrong with the file."""
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
+
+    def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
+        """Game and prompts as runs are compared by them."""
+        path = str(self.prompt_templates or game.prompt_file)
+        wording = {"path": path, "sha256": prompts.templates_digest(templates)}
+        return {"game": game_setting(game), "prompt_templates": wording}

@@ -35,7 +35,6 @@ PASSING = (408, 409, 425, 429)  # besides 5xx
 NO_MONEY = "insufficient_quota"  # comes as 429, but does not pass
 WRONG_SETUP = (401, 403, 404)  # key or model: no request will ever succeed
 MAX_TOKENS, NEW_MAX_TOKENS = "max_tokens", "max_completion_tokens"  # OpenAI's newer models know the second only
-logger = logging.getLogger(__name__)
 
 
 class BadReplyError(Exception):

@@ -9,7 +9,7 @@ import torch
 
 from tools.games import prompts
 from tools.games.flags import GameFlags
-from tools.games.game import Game, game_setting
+from tools.games.game import Game
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
 from utils import flag, too_small, warn_on_rank_0
@@ -98,11 +98,9 @@ class PlayFlags(GameFlags, ServerFlags):
         """What games depend on besides players, words and seed, as runs are compared by it."""
         names = ("task_type", "max_length", "max_new_tokens", "min_new_tokens")
         names += ("temperature", "top_k", "top_p", "bf16", "fp16", "tf32", "engine")
-        path = str(self.prompt_templates or game.prompt_file)
         return {
-            "game": game_setting(game),
+            **self.game_settings(game, templates),
             "max_turns": self.turns(game),
-            "prompt_templates": {"path": path, "sha256": prompts.templates_digest(templates)},
             **{name: getattr(self, name) for name in names},
             # Not named when it is off: runs that were begun before there was such a flag go on.
             **({"chat_template": True} if self.chat_template else {}),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tools.games import prompts
 from tools.games.flags import GameFlags
-from tools.games.game import Game, game_setting
+from tools.games.game import Game
 from tools.selfplay.rewards import Games, PromptFn, all_rows, check_decay, paid_rows
 from utils import (
     BadRecordError,
@@ -54,12 +54,8 @@ class RowFlags(GameFlags):
         """What rows depend on besides episodes and SFT examples, as runs are compared by it."""
         elsewhere = {"overwrite", "match", "game_options"}  # the latter two are in the game's setting
         own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
-        path = str(self.prompt_templates or game.prompt_file)
-        return own | {
-            "game": game_setting(game),
-            "prompt_templates": {"path": path, "sha256": prompts.templates_digest(templates)},
-            "tokenizer": {"path": self.tokenizer, "sha256": chat.sha256} if chat else None,
-        }
+        tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
+        return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
 
 
 def judge_files(
