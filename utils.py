@@ -101,8 +101,8 @@ def _iter_lines(path, lines, on_skip: Callable[[str], None] | None) -> Iterator[
             if text := line.strip():
                 _check_utf8(text, where)
                 record, end = _scan(text, 0, where)
-                if end < len(text):
-                    raise BadRecordError(f"{where}: {text[end:].strip()[:20]!r} after the JSON object; one object a line")
+                if rest := text[end:].strip():
+                    raise BadRecordError(f"{where}: {rest[:20]!r} after the JSON object; one object a line")
                 yield where, record
         except BadRecordError as error:
             if not on_skip:
