@@ -349,7 +349,7 @@ class SPAGTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
-        totals = sum(torch.stack(Denominators.of(self._prepare_inputs(batch))) for batch in batches)
+        totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
         # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
