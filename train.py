@@ -184,13 +184,12 @@ def check_models(args: SPAGArguments, tokenizer) -> None:
 
 
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
-    """A causal LM from safetensors: in half precision under DeepSpeed, which keeps fp32 copies; else in fp32."""
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    """A causal LM from safetensors, its weights in `args.weights_dtype`."""
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             output_loading_info=True,
-            dtype=half if args.deepspeed else torch.float32,
+            dtype=args.weights_dtype,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             use_safetensors=True,
@@ -204,7 +203,7 @@ def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):
-    """The model with fresh adapters; its own weights are frozen."""
+    """The model with fresh adapters, in fp32 unless DeepSpeed keeps a copy of that; its own weights are frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -214,7 +213,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
         lora_dropout=args.lora_dropout,
         target_modules="all-linear" if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
     )
-    return get_peft_model(model, config)
+    return get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
 
 
 def merge_lora(args: SPAGArguments) -> None:
