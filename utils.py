@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
 LIBC = ctypes.CDLL(None)
@@ -38,6 +38,8 @@ START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
+RANK_0_FIRST = 3  # seconds
+OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
@@ -624,6 +626,7 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -671,8 +674,27 @@ def run_program(main: Callable[[], T]) -> T:
     try:
         return main()
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
-        sys.exit(2)
+        end_with_error(str(error))
+
+
+def end_with_error(message: str) -> NoReturn:
+    """End the program with one line and exit status 2.
+
+    Ranks mostly fail alike: rank 0 speaks at once, and its launcher then ends the others before they do.
+    """
+    if rank() > 0:
+        time.sleep(RANK_0_FIRST)
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
+    sys.exit(2)
+
+
+def _name_missing_package(kind, error, trace) -> None:
+    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
