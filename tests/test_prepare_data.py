@@ -13,7 +13,7 @@ from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import word_list
 from tools.selfplay.rows import read_sft_rows
-from utils import alpaca_to_row, read_json_or_jsonl, run_program
+from utils import alpaca_to_row, parse_command, read_json_or_jsonl, run_program
 
 RULES = [f"\nrule {index}: {{max_turns}} turns\n" for index in range(6)] + [
     "no slot here\n",
@@ -98,7 +98,7 @@ def test_what_is_no_release_is_refused_in_one_line(convert, capsys, tmp_path, co
 
 def test_a_subcommand_is_needed():
     with pytest.raises(SystemExit) as exit_info:
-        prepare_data.parse_args([])
+        parse_command(prepare_data.COMMANDS, [], description="")
     assert exit_info.value.code == 2
 
 
@@ -176,8 +176,8 @@ def test_the_overlap_of_two_lists_is_printed_both_ways(call, tmp_path):
     other = tmp_path / "other.txt"
     call("words", "--number", 10, "--output", tmp_path / "ten.txt")
     other.write_text("\n".join((tmp_path / "ten.txt").read_text().upper().split()[:4] + ["zzyzx"]) + "\n")
-    (line,) = call("words", "--number", 10, "--compare", other)
-    assert json.loads(line) == {
+    printed = call("words", "--number", 10, "--output", tmp_path / "ten.txt", "--compare", other)
+    assert json.loads(printed[1]) == {
         "compared_with": str(other),
         "words": 10,
         "words_there": 5,
