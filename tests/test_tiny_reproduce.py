@@ -1,6 +1,5 @@
 """The learning table of the embedded world: rows of the controls, the loops that are run, and the table."""
 
-import argparse
 import json
 import math
 import random
@@ -174,12 +173,12 @@ def programs(games, monkeypatch):
     return programs
 
 
-def arguments(folder: Path, workers: int = 2) -> argparse.Namespace:
-    return argparse.Namespace(output_dir=str(folder), seeds=2, epochs=2, workers=workers)
+def reproduce(folder: Path, workers: int = 2, epochs: int = 2) -> None:
+    tiny_reproduce.Reproduce(output_dir=str(folder), seeds=2, epochs=epochs, workers=workers).run()
 
 
 def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, capsys):
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     table = (tmp_path / "table.md").read_text()
     printed = capsys.readouterr().out
     assert table in printed
@@ -206,7 +205,7 @@ def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, c
 @pytest.fixture
 def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
     """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     names = [name for name, _ in programs.calls]
     assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # nothing ran twice
     return dict(programs.calls)  # of a world's two calls the second: the loop
@@ -246,39 +245,37 @@ def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
 def test_what_is_finished_is_not_run_again(programs, tmp_path):
     programs.fails_at = "seed0/released"
     with pytest.raises(RuntimeError, match="exit status 1"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
     before = {name for name, _ in programs.calls}
     assert not (tmp_path / "table.md").exists()
     programs.calls, programs.fails_at = [], None
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     assert {name for name, _ in programs.calls} & before == {"seed0/released"}
     programs.calls = []
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     assert programs.calls == []
 
 
 def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
     programs.fails_at = "seed0/world"
     with pytest.raises(RuntimeError, match="exit status 1"):
-        tiny_reproduce.reproduce(arguments(tmp_path, workers=1))
+        reproduce(tmp_path, workers=1)
     assert len(programs.calls) < 6  # of 16: what was begun before the failure was seen
 
 
 def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):
     programs.guessed = 0
     with pytest.raises(RuntimeError, match="guesses the word in 0.0% of its games"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
 
 
 def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path):
-    tiny_reproduce.reproduce(arguments(tmp_path))
-    other = arguments(tmp_path)
-    other.epochs = 3
+    reproduce(tmp_path)
     with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
-        tiny_reproduce.reproduce(other)
+        reproduce(tmp_path, epochs=3)
     (tmp_path / "settings.json").write_text('{"epochs": 2}')
     with pytest.raises(ValueError, match="not the settings of a run, or of an earlier version"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
 
 
 # --- differences ---------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ GAME, MAX_TURNS = Taboo(), 3
 
 
 @dataclass(kw_only=True)
-class WorldFlags:
-    """What the world is made with."""
+class Build:
+    """Make the data and the base model that tools/run_spag.sh starts from."""
 
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
@@ -36,6 +36,24 @@ class WorldFlags:
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=40)
+
+    def run(self) -> None:
+        """Write all that is missing."""
+        folder = Path(self.output_dir)
+        data, rows = folder / "data", folder / "data" / "imitation.json"
+        settings = asdict(self) | {"texts": files_setting(LEXICON, TEMPLATES)}
+        del settings["output_dir"]
+        made_with = RunSettings(
+            folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+        )
+        with made_with.claimed(settings):
+            if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+                print(f"{folder}: all is there")
+                return
+            made_with.write(settings)
+            if not rows.is_file():
+                write_data(folder, self)
+            pretrain(folder, self)
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
@@ -68,29 +86,10 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
             yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
 
 
-# --- building the world --------------------------------------------------------------------------------------------
+# --- building it --------------------------------------------------------------------------------------------------
 
 
-def build(flags: WorldFlags) -> None:
-    """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
-    folder = Path(flags.output_dir)
-    data, rows = folder / "data", folder / "data" / "imitation.json"
-    settings = asdict(flags) | {"texts": files_setting(LEXICON, TEMPLATES)}
-    del settings["output_dir"]
-    made_with = RunSettings(
-        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
-    )
-    with made_with.claimed(settings):
-        if rows.is_file() and (folder / "base" / "train_results.json").is_file():
-            print(f"{folder}: all is there")
-            return
-        made_with.write(settings)
-        if not rows.is_file():
-            write_data(folder, flags)
-        pretrain(folder, flags)
-
-
-def write_data(folder: Path, flags: WorldFlags) -> None:
+def write_data(folder: Path, flags: Build) -> None:
     """Facts, word lists, imitation games with their rows, tokenizer and random model; the rows are written last."""
     lexicon, rng = load_lexicon(), random.Random(flags.seed)
     data = folder / "data"
@@ -121,7 +120,7 @@ def write_data(folder: Path, flags: WorldFlags) -> None:
         "--output_data_path", data / "imitation.json", "--sft_data_path", data / "imitation_facts.json")  # fmt: skip
 
 
-def pretrain(folder: Path, flags: WorldFlags) -> None:
+def pretrain(folder: Path, flags: Build) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
     run(ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base",
         "--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json",
