@@ -337,7 +337,6 @@ def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, 
         (["--metrics", "PIQA=acc", "--tasks", "MMLU"], "--metrics PIQA is none of the --tasks"),
         (["--against", "epoch1"], "--against epoch1 is none of the --models base"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),
-        (["--harness_version", "0.4.1"], "pip install lm-eval==0.4.1, or --harness_version"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, complaint):
@@ -347,14 +346,18 @@ def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, comp
     assert exit_info.value.code == 2 and len(lines) == 1 and complaint in lines[0]
 
 
-def test_a_missing_harness_names_its_install_command(call, capsys, monkeypatch, tmp_path):
-    def missing(name):
-        raise evaluate_reasoning.metadata.PackageNotFoundError(name)
+@pytest.mark.parametrize("installed, found", [(None, "it is not there"), ("0.4.1", "there is 0.4.1, and results")])
+def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, installed, found):
+    def version(name):
+        if installed is None:
+            raise evaluate_reasoning.metadata.PackageNotFoundError(name)
+        return installed
 
-    monkeypatch.setattr(evaluate_reasoning.metadata, "version", missing)
+    monkeypatch.setattr(evaluate_reasoning.metadata, "version", version)
     with pytest.raises(SystemExit):
         call("--models", "base=M", "--output_dir", str(tmp_path))
-    assert f"pip install lm-eval=={HARNESS_VERSION}" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
 
 
 def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):

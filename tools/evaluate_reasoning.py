@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tools.reasoning.jobs import HarnessFlags, gpus, run_job, run_jobs
+from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, run_job, run_jobs
 from tools.reasoning.scores import Score
 from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
 from utils import (
@@ -99,18 +99,15 @@ class Flags(HarnessFlags):
         return [devices[number % len(devices)] for number in range(self.num_processes or len(devices))]
 
 
-def check_harness(version: str) -> None:
-    """Raise ValueError unless this version of the harness is installed; it is not imported."""
-    install = f"pip install {HARNESS}=={version}"
+def check_harness() -> None:
+    """Raise ValueError unless the right version of the harness is installed; it is not imported."""
     try:
         installed = metadata.version(HARNESS)
     except metadata.PackageNotFoundError:
-        raise ValueError(f"tools.evaluate_reasoning needs lm-evaluation-harness: {install}") from None
-    if installed != version:
-        raise ValueError(
-            f"{HARNESS} {installed} is installed, and results change with its version: {install},"
-            f" or --harness_version {installed} to use this one throughout"
-        )
+        installed = None
+    if installed != HARNESS_VERSION:
+        found = f"there is {installed}, and results change with its version" if installed else "it is not there"
+        raise ValueError(f"needs lm-evaluation-harness; {found}: pip install {HARNESS}=={HARNESS_VERSION}")
 
 
 def main() -> None:
@@ -118,7 +115,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()
-    check_harness(flags.harness_version)
+    check_harness()
     jobs, folder = flags.jobs(flags.benchmarks()), Path(flags.output_dir)
     lock(folder / LOCK)
     to_run = [job for job in jobs if job.is_to_run(overwrite=flags.overwrite)]
@@ -131,7 +128,7 @@ def main() -> None:
     for job in jobs:
         table.setdefault(job.model, {})[job.benchmark.name] = job.score()
     settings = {
-        **{"harness": flags.harness_version, "dtype": flags.dtype, "limit": flags.limit},
+        **{"harness": HARNESS_VERSION, "dtype": flags.dtype, "limit": flags.limit},
         "against": flags.against or flags.models[0].name,
         "models": {job.model: job.request["settings"]["model"] for job in jobs},
         "benchmarks": [benchmark._asdict() for benchmark in flags.benchmarks()],

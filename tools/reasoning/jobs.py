@@ -76,7 +76,6 @@ class HarnessFlags:
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
-    harness_version: str = flag("of lm-eval; results of another one may be others", default=HARNESS_VERSION)
 
     def jobs(self, benchmarks: Sequence[Benchmark]) -> list[Job]:
         """All models on all benchmarks; the models of a benchmark stand side by side."""
@@ -88,13 +87,13 @@ class HarnessFlags:
             own = benchmark.task not in {known.task for known in BENCHMARKS}  # those are never the user's
             asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
             for model, folder in folders.items():
-                settings = {"harness": self.harness_version, **asked, "model": prints[model]}
+                settings = {"harness": HARNESS_VERSION, **asked, "model": prints[model]}
                 request = {
                     **asked,
                     "model": str(folder),
                     "batch_size": self.batch_size,
                     "trust_remote_code": self.trust_remote_code,
-                    "include_path": self.include_path if own else None,
+                    "include_path": str(Path(self.include_path).resolve()) if own and self.include_path else None,
                     "settings": settings | {"own_tasks": own_tasks if own else None},
                 }
                 path = Path(self.output_dir) / model / f"{benchmark.task.replace('/', '_')}.json"
@@ -121,21 +120,17 @@ def gpus() -> list[str]:
 
 def run_job(job: Job, device: str | None) -> str | None:
     """Run the harness on one GPU (None: where it likes); returns what went wrong, None if nothing did."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = plain_environment() | {"PYTHONPATH": path}
-    if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = device
+    environment = plain_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     job.path.parent.mkdir(parents=True, exist_ok=True)
     log = job.path.with_suffix(".log")
     command = [sys.executable, "-m", "tools.reasoning.harness", json.dumps(job.request), str(job.path.resolve())]
     job.path.unlink(missing_ok=True)  # one made under other settings
     with open(log, "wb") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
-    if status == 0:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+    if done.returncode == 0:
         return None
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "no message")
-    return f"{job.name} ended with status {status}: {last.strip()} ({log})"
+    *_, last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+    return f"{job.name} ended with status {done.returncode}: {last.strip() or 'no message'} ({log})"
 
 
 def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None], run: Callable[[Job, str | None], str | None]) -> None:
