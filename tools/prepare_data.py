@@ -1,17 +1,18 @@
 """Make the files that play and training start from.
 
     python -m tools.prepare_data words --output data/target_words.txt
+    python -m tools.prepare_data split --input WORDS.txt --output train_words.txt --held_out held_out_words.txt
     python -m tools.prepare_data alpaca --input alpaca_data.json --output data/alpaca_train.json
     python -m tools.prepare_data imitation --episodes games_results.json --output data/train_imitation.json
     python -m tools.prepare_data prompts --from_release SPAG/utils.py --output configs/release_prompts.json
 
-`words` makes the list of target words; `alpaca` turns raw Alpaca records into SFT rows; `imitation` makes rows for
+`words` makes the list of target words; `split` holds some back, for evaluation on words that self-play never sees;
+`alpaca` turns raw Alpaca records into SFT rows; `imitation` makes rows for
 SFTwithKL out of a strong model's games; `prompts` takes the wording of all prompts out of a checkout of the released
 code, for models that were trained on it. Beside its output X.EXT each writes X_source.json: what it was made of, with
 which settings, counts, and the SHA-256 of inputs and output.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from tools.games import prompts
 from tools.games.release import release_templates
 from tools.selfplay.rows import RowFlags, make_rows
 from tools.selfplay.sidecar import Output
-from tools.selfplay.word_list import WORD_PACKAGES, WORD_SOURCE, frequent_words, load_word_sources, overlap
+from tools.selfplay.word_list import Split, Words
 from utils import (
     BadRecordError,
     alpaca_to_row,
@@ -28,37 +29,11 @@ from utils import (
     flag,
     iter_records,
     parse_command,
-    replacing,
     run_program,
     set_up_logging,
-    too_small,
     write_json,
     write_records,
 )
-
-
-@dataclass(kw_only=True)
-class Words(Output):
-    """The most frequent English words, the most frequent first, without stop words; needs wordfreq and stop-words."""
-
-    number: int = flag("of words", default=50_000)
-    min_letters: int = flag("of a word", default=3)
-    compare: str | None = flag("another word list, to print how many words are in both", default=None)
-
-    def run(self) -> None:
-        """Write the list."""
-        if problems := too_small(self, number=1, min_letters=1):
-            raise ValueError("; ".join(problems))
-        self.check(*([self.compare] if self.compare else []))
-        counts = Counter(dict.fromkeys(("words", "not_alphabetic", "too_short", "stop_words"), 0))
-        settings = {"number": self.number, "min_letters": self.min_letters}
-        words = frequent_words(*load_word_sources(), **settings, counts=counts)
-        counts["words"] = len(words)
-        with replacing(self.output) as file:
-            file.writelines(f"{word}\n" for word in words)
-        self.write_source(WORD_SOURCE, settings=settings | {"packages": WORD_PACKAGES}, counts=counts)
-        if self.compare:
-            print(json.dumps(overlap(words, self.compare), ensure_ascii=False))
 
 
 @dataclass(kw_only=True)
@@ -118,7 +93,7 @@ class Prompts(Output):
         self.write_source("utils.py of the released code", self.from_release, settings=settings, counts=counts)
 
 
-COMMANDS = {"words": Words, "alpaca": Alpaca, "imitation": Imitation, "prompts": Prompts}
+COMMANDS = {"words": Words, "split": Split, "alpaca": Alpaca, "imitation": Imitation, "prompts": Prompts}
 
 
 def main() -> None:
