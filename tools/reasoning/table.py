@@ -125,18 +125,19 @@ def write_radar(path: Path, table: Mapping[str, Mapping[str, Score]]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    shares = {model: [100 * scores[name].value / best[name] for name in names] for model, scores in table.items()}
+    start = max(0, 10 * math.floor(min(map(min, shares.values())) / 10 - 0.5))
     angles = [2 * math.pi * number / len(names) for number in range(len(names) + 1)]
     # Text stays text, and the same results give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.family": "sans-serif"}):
         figure = Figure(figsize=(7.5, 6), layout="constrained")
         axis = figure.add_subplot(projection="polar", theta_offset=math.pi / 2, theta_direction=-1)
-        for model, scores in table.items():
-            shares = [100 * scores[name].value / best[name] for name in names]
-            axis.plot(angles, [*shares, shares[0]], "o-", label=model, markersize=4)
+        for model, row in shares.items():
+            axis.plot(angles, [*row, row[0]], "o-", label=model, markersize=4)
         axis.set_xticks(angles[:-1], [f"{name}\n{best[name]:.1f}" for name in names])
         axis.tick_params(axis="x", pad=20)
-        axis.set_ylim(top=100)
+        axis.set_ylim(start, 100)
         figure.legend(loc="outside right upper", frameon=False)
-        figure.supxlabel("percent of the best model's value (below its name)", fontsize=9)
+        figure.supxlabel(f"percent of the best value, given below each name; centre: {start}%", fontsize=9)
         with replacing(path, "wb") as file:
             figure.savefig(file, format="svg", metadata={"Date": None})
