@@ -621,10 +621,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
 
 
-def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
     """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
     parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
@@ -636,6 +636,16 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
             or f"{unknown[0]!r} belongs to no flag"
         )
     return kind(**vars(values))
+
+
+def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
+    """Read `COMMAND --flag ...` into the dataclass of this command, whose docstring is the command's description."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
+    command = parser.parse_args(words[:1]).command
+    kind = kinds[command]
+    return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
