@@ -27,6 +27,11 @@ Message = Mapping[str, str]  # "role" and "content"
 History = Sequence[Message]
 
 
+def whole_word(word: str) -> re.Pattern:
+    """Finds the word in any case where no letter or digit is joined to it."""
+    return re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", re.IGNORECASE)
+
+
 class Outcome(NamedTuple):
     """One of the ways in which a game can end."""
 
