@@ -330,6 +330,15 @@ def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
     assert [row["weight"] for row in rows] == [weight for _, _, weight in expected]
 
 
+def test_bargains_are_drawn_and_each_is_a_task():
+    tasks = BARGAIN.tasks(50, random.Random(1))
+    assert len(set(tasks)) == 50 and tasks == BARGAIN.tasks(50, random.Random(1))
+    for task in tasks:
+        BARGAIN.check_task(task)
+    with pytest.raises(ValueError, match="20 Questions makes no tasks of its own"):
+        QUESTIONS.tasks(1, random.Random(1))
+
+
 # --- one file each ---------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """A bargain: two buyers divide goods that each values in his own way; each is paid by his share of the worth."""
 
+import random
 import re
 
 from tools.games.game import GUESS, ROOT, Game, History, Outcome
@@ -9,6 +10,7 @@ DEAL, UNFIT, NO_DEAL = "deal", "offer of what is not there", "no deal"
 OFFER = re.compile(r"\[I keep:([^\]]*)\]", re.IGNORECASE)
 ACCEPT = re.compile(r"\[accept\]", re.IGNORECASE)
 GOODS = re.compile(r"(\w+):([1-9]\d?):(\d{1,3})/(\d{1,3})", re.ASCII)
+KINDS = ("book", "hat", "ball", "lamp", "knife", "coat", "drum", "vase")
 KEPT = re.compile(r"(\d{1,3}) (\w+)", re.ASCII)
 
 
@@ -69,6 +71,14 @@ class Bargain(Game):
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         return [(GUESS, *match.span()) for match in OFFER.finditer(text)]
+
+    def tasks(self, number: int, rng: random.Random) -> list[str]:
+        """Of each, 3 kinds of 1 to 4 pieces, a piece being worth 1 to 10 to either buyer."""
+
+        def drawn(kind: str) -> str:
+            return f"{kind}:{rng.randint(1, 4)}:{rng.randint(1, 10)}/{rng.randint(1, 10)}"
+
+        return [" ".join(map(drawn, rng.sample(KINDS, 3))) for _ in range(number)]
 
 
 def _goods(task: str) -> list[re.Match]:

