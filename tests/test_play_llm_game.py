@@ -695,7 +695,7 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
             return True
 
         def get(self, key):
-            return json.dumps({"value": {"settings": {"seed": 1}, "launch": "of rank 0"}}).encode()
+            return json.dumps({"value": {"seed": 1}}).encode()
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -707,7 +707,7 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[0\] \(a\)"):
         files.merge(seconds=1, tokens_before=0)
     close(files)
-    with pytest.raises(ValueError, match="not the folder of rank 0; --overwrite needs one that all machines share"):
+    with pytest.raises(ValueError, match="not the folder of rank 0; --overwrite needs one that all share"):
         start(tmp_path, ["a", "b"], overwrite=True)
     (tmp_path / "run_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")  # brought here
     assert start(tmp_path, ["a", "b"])[0].merge(seconds=1, tokens_before=0)["games"] == 2

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import time
-import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -74,18 +73,17 @@ class FinishedGames:
         try:
             self.game.check_episode(episode)
             self.game.outcome(episode["outcome"])
-            index, word, _ = episode["index"], episode["target_word"], episode["length"] + 1  # a number
+            index, word, length = episode["index"], episode["target_word"], episode["length"]
+            if not (type(index) is type(length) is int and index >= 0):
+                raise ValueError(f"'index' is {index!r}, 'length' is {length!r}")
             replies = [(reply["tokens"], reply.get("prompt_tokens")) for reply in episode["replies"]]
             new_tokens = sum(tokens for tokens, _ in replies)
             server_tokens = sum(tokens + prompt for tokens, prompt in replies if prompt is not None)
-            if not (type(index) is int and index >= 0):
-                raise ValueError(f"'index' is {index!r}")
-            known = index < len(self.words) and self.offsets[index] < 0
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
             ) from None
-        if not known:  # of a run with more games, or played twice
+        if index >= len(self.words) or self.offsets[index] >= 0:  # of a run with more games, or played twice
             return
         if word != self.words[index]:
             raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
@@ -114,7 +112,7 @@ class EpisodeFiles:
             results=self._bound,
             remedy=f"use another {apart_by}, or --overwrite True to start anew",  # flags that tell runs apart
         )
-        self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
+        self.own_path = self._rank_path(rank())
         self.shared = True  # whether all ranks of the launch are known to use this folder
         self.own_file: BinaryIO | None = None
 
@@ -128,18 +126,23 @@ class EpisodeFiles:
         if world_size() > 1 and "MASTER_ADDR" not in os.environ:
             raise ValueError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
         overwrite = overwrite and not utils.restarted()
-        first = utils.from_rank_0(lambda: self._begin(settings, overwrite))
+        claimed = utils.from_rank_0(lambda: self._claim(settings, overwrite))
+        if different := utils.differences(claimed, settings):
+            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
         if rank() != 0:
-            self._follow(first, settings, overwrite)
-        self.own_file = _open_to_append(self.own_path)
+            self.shared = utils.wait_until(self._rank_path(0).is_file, utils.SHARING_TIMEOUT)
+            if overwrite and not self.shared:
+                raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all share")
+            utils.lock(_lock_of(self.own_path))
+            self.own_file = _open_to_append(self.own_path)
         finished = self.finished()
         if finished.missing(range(len(self.words))):
             for path in self.made_of_results:  # of fewer games, or of those overwritten
                 path.unlink(missing_ok=True)
         return finished
 
-    def _begin(self, settings: dict, overwrite: bool) -> dict:
-        """Claim the folder for all ranks of this launch; the settings, and a word to know the folder by."""
+    def _claim(self, settings: dict, overwrite: bool) -> dict:
+        """Claim the folder for all ranks of this launch, as its rank 0; the settings."""
         for path in filter(utils.is_locked, self._rank_locks()):  # of a launch whose first rank has ended
             raise ValueError(utils.LOCKED.format(path))
         self.settings.claim(settings, overwrite=overwrite)
@@ -147,23 +150,9 @@ class EpisodeFiles:
         if overwrite:
             for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
                 path.unlink(missing_ok=True)
-        launch = uuid.uuid4().hex
-        self.settings.write(settings, launch=launch)
-        return {"settings": settings, "launch": launch}
-
-    def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
-        """Take this rank's file, in the folder that rank 0 has claimed or, on a machine of its own, in another one."""
-        if different := utils.differences(first["settings"], settings):
-            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
-        self.shared = utils.wait_until(lambda: self._launch() == first["launch"], utils.SHARING_TIMEOUT)
-        if not self.shared and overwrite:
-            raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all machines share")
-        if not self.shared:
-            logger.warning("%s: not rank 0's folder; results are merged only where all rank files are", self.folder)
-            self.settings.check(settings)
-        utils.lock(_lock_of(self.own_path))
-        if not self.shared:
-            self.settings.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
+        self.settings.write(settings)
+        self.own_file = _open_to_append(self.own_path)  # by which the others know the folder
+        return settings
 
     def append(self, episode: Mapping) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -213,9 +202,6 @@ class EpisodeFiles:
         more = ", ..." if len(missing) > NAMED else ""
         return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
 
-    def _launch(self) -> str | None:
-        return self.settings.read("launch") if self.settings.path.is_file() else None
-
     def _bound(self) -> Path | None:
         """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
         files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
@@ -225,13 +211,13 @@ class EpisodeFiles:
         """The locks of ranks, held or not."""
         return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
 
+    def _rank_path(self, number: int) -> Path:
+        return self.folder / f"{self.stem}_rank{number}.jsonl"
+
     def _rank_paths(self) -> list[Path]:
         """The rank files that are there, by rank."""
         pattern = re.compile(re.escape(self.stem) + r"_rank(\d+)\.jsonl")
-        found = {}
-        for path in self.folder.glob("*.jsonl"):
-            if match := pattern.fullmatch(path.name):
-                found[int(match[1])] = path
+        found = {int(match[1]): path for path in self.folder.glob("*") if (match := pattern.fullmatch(path.name))}
         return [found[number] for number in sorted(found)]
 
 
