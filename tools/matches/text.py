@@ -7,7 +7,6 @@ from tools.matches.stats import ALL, BOTH
 
 HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", "loss", "breach")
 HEAD += ("clean", "clean points", "length", "empty")
-NAMES = ("", *HEAD[:4])  # columns of text
 
 
 def shown_rows(results: dict) -> list[dict]:
@@ -86,26 +85,13 @@ def cells(row: dict) -> list[str]:
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """Tables to read: points of every pair where all met, then points and rates by word list and role."""
-    settings, rows = results["settings"], shown_rows(results)
-    parts = [
+    """A table to read: a line for each pair of players, word list and role."""
+    settings = results["settings"]
+    return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
-        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{how_counted(game)}"
-    ]
-    if len(settings["players"]) > 2 and settings["against"] is None:
-        parts.append(f"Points in both roles, of the player on the left against the one above:\n{_matrix(results)}")
-    return "\n\n".join([*parts, _align([list(HEAD), *map(cells, rows)])]) + "\n"
-
-
-def _matrix(results: dict) -> str:
-    """Every player against every other, over all words."""
-    players, whole = results["settings"]["players"], shown_rows(results)[0]["words"]
-    rows = {
-        (row["player"], row["opponent"]): _percent(row["points"], row["points_interval"])
-        for row in results["results"]
-        if (row["words"], row["role"], row["seed"]) == (whole, BOTH, None)
-    }
-    return _align([["", *players], *([one, *(rows.get((one, other), "-") for other in players)] for one in players)])
+        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{how_counted(game)}\n\n"
+        f"{_align([HEAD, *map(cells, shown_rows(results))])}\n"
+    )
 
 
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:
@@ -113,12 +99,12 @@ def _percent(share: float | None, interval: Sequence[float] | None) -> str:
     return with_interval(share, interval, ".1%").replace("%", "")
 
 
-def _align(lines: list[list[str]]) -> str:
+def _align(lines: Sequence[Sequence[str]]) -> str:
     """Cells in columns, names on the left and numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if title in NAMES else cell.rjust(width)
+            cell.ljust(width) if title in HEAD[:4] else cell.rjust(width)
             for title, cell, width in zip(lines[0], line, widths, strict=True)
         ).rstrip()
         for line in lines

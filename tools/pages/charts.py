@@ -38,18 +38,18 @@ def chart(
     title: str,
     lines: Iterable[Line],
     *,
-    note: str = "",
     x_label: str = "",
     y_label: str = "",
     labels: Sequence[str] = (),
     form: str = ".4g",
     joined: bool = True,
+    whole: bool = False,
     reference: tuple[str, float] | None = None,
 ) -> dict:
-    """Title, note, and data and layout of Plotly, of the lines that have points.
+    """Title, and data and layout of Plotly, of the lines that have points.
 
-    `labels` are the names of x = 0, 1, ...; without them x is a number. `form` is that of the values. `reference` is
-    the name and height of a dashed line.
+    `labels` are the names of x = 0, 1, ...; without them x is a number. `form` is that of the values. `whole`
+    shows all from 0 to 1. `reference` is the name and height of a dashed line.
     """
     drawn = [line for line in lines if line[2]]
     gap = min(0.03 * len(labels), 0.8 / max(1, len(drawn)))  # so that intervals at one x do not hide each other
@@ -63,18 +63,9 @@ def chart(
         ends = {"x": [-0.5, len(labels) - 0.5], "y": [reference[1]] * 2, "mode": "lines", "line": style}
         data.insert(0, {"name": plain(reference[0]), "type": "scatter", "hoverinfo": "skip", **ends})
     layout = _layout([trace["name"] for trace in data], x_label, y_label, labels, form)
-    return {"title": title, "note": note, "data": data, "layout": layout}
-
-
-def share_range(charts: Sequence[dict]) -> None:
-    """Give charts of one quantity, a share, the same range, so that they can be compared; all intervals are in it."""
-    traces = [trace for one in charts for trace in one["data"]]
-    reach = [y for trace in traces for y in trace["y"]]
-    for sign, side in ((-1, "arrayminus"), (1, "array")):
-        bars = (zip(trace["y"], trace["error_y"][side], strict=True) for trace in traces if "error_y" in trace)
-        reach += [y + sign * bar for pairs in bars for y, bar in pairs]
-    for one in charts:
-        one["layout"]["yaxis"]["range"] = [max(-0.01, min(reach) - 0.03), min(1.01, max(reach) + 0.03)]
+    if whole:
+        layout["yaxis"]["range"] = [0, 1]
+    return {"title": title, "data": data, "layout": layout}
 
 
 def plain(text: str) -> str:

@@ -17,6 +17,7 @@ from utils import checkpoints, iter_records, log_skipped
 IMITATION = "imitation"
 RANK_FILE = re.compile(r"_rank\d+\.jsonl$")  # of play that may still be going on
 LONGEST_NUMBER = 300  # digits; floats hold no more
+NO_MATCHES = {"settings": {"players": [], "against": None}, "results": []}
 T = TypeVar("T")
 
 
@@ -31,9 +32,9 @@ class Report:
     missing: list[str] = field(default_factory=list)
     plays: list[tuple[str, GameSample]] = field(default_factory=list)  # sets of self-play games, by name
     logs: list[tuple[str, list[Mapping]]] = field(default_factory=list)  # log histories of trainings, by name
-    matches: dict = field(default_factory=dict)  # as matches.json; those of a loop together
+    matches: dict = field(default_factory=lambda: NO_MATCHES)  # as matches.json; those of a loop together
     reasoning: list[Mapping] = field(default_factory=list)  # the rows of the reasoning table
-    settings: list[tuple[str, list[list[str]]]] = field(default_factory=list)
+    settings: list[tuple[str, list[list[str]]]] = field(default_factory=list)  # names and values, by file
     sources: list[dict] = field(default_factory=list)  # sets of games to read: name, games, sampled
     games: list[dict] = field(default_factory=list)  # "source" is the place of theirs
 
@@ -64,27 +65,17 @@ class Report:
             self.missing.append(f"{path}: not readable ({error!r:.200})")
             return None
 
-    def read_settings(self, title: str, path: Path, entry: str | None = None) -> None:
-        """Add the settings in a file, or in one entry of it."""
-        if rows := self.read(path, lambda value: list(flat(value[entry] if entry else value))):
-            self.settings.append((title, rows))
-
-    # --- the folders of one stage; whether there is anything ------------------------------------------------------
+    # --- the folder of one stage; whether there is anything -------------------------------------------------------
 
     def read_play(self, name: str, folder: Path) -> bool:
         """The games of self-play, finished or still being played."""
         results = sorted(folder.glob("*_results.json"))
-        unfinished = sorted(path for path in folder.glob("*.jsonl") if RANK_FILE.search(path.name))
-        if not (results or unfinished):
-            return False
-        games = self.count(f"{name}, self-play", results or unfinished, unfinished=not results)
-        if not results:
-            self.missing.append(f"{name}: games are still being played; {games.games:,} are there.")
-        if games.games:
+        paths = results or sorted(path for path in folder.glob("*.jsonl") if RANK_FILE.search(path.name))
+        if paths and (games := self.count(f"{name}, self-play", paths, unfinished=not results)).games:
             self.plays.append((name, games))
-        for path in sorted(folder.glob("*_settings.json")):
-            self.read_settings(f"{name}, play", path, "settings")
-        return True
+            if not results:
+                self.missing.append(f"{name}: games are still being played; {games.games:,} are there.")
+        return bool(paths)
 
     def read_training(self, name: str, folder: Path) -> bool:
         """The log of a training; while it runs, the numbers stand in its last checkpoint."""
@@ -95,7 +86,6 @@ class Report:
             if not (folder / "train_results.json").is_file():
                 step = entries[-1]["step"]
                 self.missing.append(f"{name}: training has not ended; its curves go to step {step}.")
-        self.read_settings(f"{name}, training", folder / "settings.json")
         return bool(entries)
 
     def read_match(self, name: str, folder: Path) -> bool:
@@ -103,12 +93,9 @@ class Report:
         results = self.read(folder / "matches.json", match_results)
         if results is None:
             return False
-        self.read_settings(f"{name}, match", folder / "matches.json", "settings")
-        if self.matches:
-            players = [*self.matches["settings"]["players"], *results["settings"]["players"]]
-            results["settings"]["players"] = list(dict.fromkeys(players))
-            results["results"] = self.matches["results"] + results["results"]
-        self.matches = results
+        players = [*self.matches["settings"]["players"], *results["settings"]["players"]]
+        settings = {"players": list(dict.fromkeys(players)), "against": results["settings"]["against"]}
+        self.matches = {"settings": settings, "results": self.matches["results"] + results["results"]}
         games = folder / Path(results["games_path"]).name
         if games.is_file():
             self.count(f"{name}, match", [games])
@@ -119,55 +106,42 @@ class Report:
     def read_reasoning(self, name: str, folder: Path) -> bool:
         """The scores of tools/evaluate_reasoning.py."""
         self.reasoning = self.read(folder / "results.json", reasoning_rows) or []
-        self.read_settings(f"{name}, reasoning", folder / "results.json", "settings")
         return bool(self.reasoning)
+
+    def read_loop(self, folder: Path, epochs: Iterable[int]) -> None:
+        """All of a loop's OUTPUT, and notes of what is not there."""
+        stages = [(IMITATION, folder / IMITATION), *((f"epoch {k}", folder / f"epoch{k}") for k in epochs)]
+        for name, path in stages:
+            found = {
+                "games": self.read_play(name, path / "episodes") or name == IMITATION,
+                "training": self.read_training(name, path / "model"),
+                f"match against {IMITATION}": self.read_match(name, path / "eval") or name == IMITATION,
+            }
+            self.missing += [f"{name}: no {kind}." for kind, there in found.items() if not there]
+        self.read_reasoning(self.name, folder / "reasoning")
+        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"][:9])) or 0
+        if planned > (last := max(epochs, default=0)):
+            self.missing.append(f"epochs {last + 1} to {planned}: not begun.")
 
 
 def report_of_folder(folder: Path, game: Game, sample: int) -> Report:
     """The report of all that is in a folder: a loop's OUTPUT, or a folder of play, a training, matches or scores."""
     report = Report(folder.resolve().name, game, sample)
-    epochs = {path: re.fullmatch(r"epoch(\d{1,9})", path.name) for path in folder.glob("epoch*")}
-    numbers = sorted(int(match[1]) for match in epochs.values() if match)
-    if numbers or (folder / IMITATION).is_dir():
-        _read_loop(report, folder, numbers)
-        return report
-    kinds = (report.read_training, report.read_match, report.read_reasoning, report.read_play)
-    if not any(read(report.name, folder) for read in kinds) and not report.missing:
-        raise ValueError(
-            f"{folder}: neither {IMITATION}/ nor epoch1/ is there, and no games, training, matches or scores; give "
-            "the OUTPUT of tools/run_spag.sh or one of its folders"
-        )
+    found = (re.fullmatch(r"epoch(\d{1,9})", path.name) for path in folder.glob("epoch*"))
+    epochs = sorted(int(match[1]) for match in found if match)
+    if epochs or (folder / IMITATION).is_dir():
+        report.read_loop(folder, epochs)
+    else:
+        kinds = (report.read_training, report.read_match, report.read_reasoning, report.read_play)
+        if not any(read(report.name, folder) for read in kinds) and not report.missing:
+            raise ValueError(
+                f"{folder}: neither {IMITATION}/ nor epoch1/ is there, and no games, training, matches or scores; "
+                "give the OUTPUT of tools/run_spag.sh or one of its folders"
+            )
+    for path in sorted(folder.rglob("*settings.json"), key=lambda path: (len(path.parts), path)):
+        if rows := report.read(path, lambda settings: list(flat(settings))):
+            report.settings.append((str(path.relative_to(folder)), rows))
     return report
-
-
-def _read_loop(report: Report, folder: Path, numbers: Sequence[int]) -> None:
-    report.read_settings("The loop", folder / "settings.json")
-    if not report.settings:
-        report.missing.append("The loop's settings.json is not there.")
-    if not report.read_training(IMITATION, folder / IMITATION / "model"):
-        report.missing.append(f"{IMITATION}: no training.")
-    report.read_match(IMITATION, folder / IMITATION / "eval")
-    for number in numbers:
-        name, path = f"epoch {number}", folder / f"epoch{number}"
-        if not report.read_play(name, path / "episodes"):
-            report.missing.append(f"{name}: no games.")
-        for rewards in sorted((path / "rows").glob("*_rewards_settings.json")):
-            report.read_settings(f"{name}, rewards", rewards)
-        if not report.read_training(name, path / "model"):
-            report.missing.append(f"{name}: no training.")
-        if not report.read_match(name, path / "eval"):
-            report.missing.append(f"{name}: no match against {IMITATION}.")
-    report.read_reasoning(report.name, folder / "reasoning")
-    planned, last = planned_epochs(report), max(numbers, default=0)
-    if planned > last:
-        report.missing.append(f"epochs {last + 1} to {planned}: not begun.")
-
-
-def planned_epochs(report: Report) -> int:
-    """How many epochs the loop is to have; 0 where its settings do not tell."""
-    loop = dict(report.settings[0][1]) if report.settings and report.settings[0][0] == "The loop" else {}
-    epochs = loop.get("EPOCHS", "")
-    return int(epochs) if re.fullmatch(r"[0-9]{1,9}", epochs) else 0
 
 
 def report_of_episodes(paths: Sequence[Path], game: Game, sample: int) -> Report:
@@ -198,10 +172,9 @@ def match_results(results: dict) -> dict:
 
 
 def reasoning_rows(results: Mapping) -> list[Mapping]:
-    """The rows of a reasoning table."""
-    return [
-        row for row in results["results"] if row["model"] + row["benchmark"] and row["value"] + (row["stderr"] or 0)
-    ]
+    """The rows of a reasoning table; all are named and have a value."""
+    rows = results["results"]
+    return [row for row in rows if row["model"] + row["benchmark"] and row["value"] + (row["stderr"] or 0) >= 0]
 
 
 def flat(settings: Mapping, prefix: str = "") -> Iterable[list[str]]:

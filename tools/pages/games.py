@@ -3,7 +3,6 @@
 Memory does not grow with the number of games. No torch, no files.
 """
 
-import math
 import random
 import re
 from collections import Counter
@@ -49,10 +48,9 @@ class GameSample(GameCounts):
         """The share of the games that ended so."""
         return share_estimate(self.outcomes[outcome], self.games)
 
-    def length(self, outcome: str | None = None) -> Estimate | None:
-        """Mean number of messages up to the decisive one, of the games that ended so or of all."""
-        counts = (self.outcomes, self.lengths, self.squared_lengths)
-        return mean_estimate(*(of[outcome] if outcome else of.total() for of in counts))
+    def cut_off_share(self) -> Estimate | None:
+        """The share of messages that ended at the token limit; None where the games do not tell."""
+        return share_estimate(self.cut_off_replies.total(), self.messages.total()) if self.tells_replies else None
 
     def sampled(self) -> list[dict]:
         """At most `size` games in the order of the file, as the page shows them; all outcomes as far as they go."""
@@ -88,24 +86,14 @@ def share_estimate(count: int, total: int) -> Estimate | None:
     return count / total, low, high
 
 
-def mean_estimate(count: int, total: float, squares: float) -> Estimate | None:
-    """A mean with its normal interval (from two observations on), from their sum and the sum of their squares."""
-    if count < 2:
-        return (total, None, None) if count else None
-    mean = total / count
-    half = QUANTILE * math.sqrt(max(0.0, squares - count * mean**2) / (count - 1) / count)
-    return mean, mean - half, mean + half
-
-
 def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> dict:
     """A game as the page takes it; `number` is its place in the file, from 0."""
     word, history, replies = episode["target_word"], episode["history"], episode.get("replies") or ()
     messages = [
         {
             "role": message["role"],
-            "parts": marked(game, word, message["content"][:MOST_CHARACTERS]),
+            "parts": marked(game, word, message["content"]),
             "cut_off": reply.get("finish_reason") == LENGTH,
-            "hidden": max(0, len(message["content"]) - MOST_CHARACTERS),
         }
         for message, reply in zip_longest(history, replies[: len(history)], fillvalue={})
     ]
@@ -121,10 +109,12 @@ def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> d
 
 def marked(game: Game, task: str, text: str) -> list[list[str]]:
     """The text in (kinds, text) pieces by the game's marks: "", SECRET, GUESS, or both with a blank between."""
-    marks = game.marks(task, text)
-    edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
+    shown, marks = text[:MOST_CHARACTERS], game.marks(task, text[:MOST_CHARACTERS])
+    edges = sorted({0, len(shown), *(edge for _, *span in marks for edge in span)})
     pieces = []
     for start, end in zip(edges, edges[1:], strict=False):
         kinds = {kind for kind, first, last in marks if first <= start < last}
-        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(text[start:end])])
+        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(shown[start:end])])
+    if len(text) > len(shown):
+        pieces.append(["", f" … and {len(text) - len(shown):,} more characters"])
     return pieces

@@ -54,7 +54,6 @@ function showMessage(game, message, place) {
     [message.cut_off, "cut off at the token limit"]].filter(([holds]) => holds).map(([, note]) => ` · ${note}`);
   const parts = message.parts.map(([kind, text]) => kind ? el("span", {class: kind}, text) : text);
   if (!message.parts.some(([, text]) => text.trim())) parts.push(el("i", {}, "(empty message)"));
-  if (message.hidden) parts.push(el("i", {}, ` … ${message.hidden.toLocaleString("en")} more characters`));
   const kind = `message ${message.role === data.first_role ? "first" : "second"}${decisive ? " decisive" : ""}${late ? " late" : ""}`;
   return el("div", {class: kind}, el("div", {class: "quiet"}, el("b", {}, message.role), `${player}, message ${place}`, ...notes),
     el("div", {class: "text"}, ...parts));

@@ -59,7 +59,7 @@ def page_html(report: Report) -> str:
 def section_html(section: Section) -> str:
     """A section with places for its charts, which the script draws."""
     figures = "".join(
-        f"<figure><figcaption><h3>{text(chart['title'])}</h3><p>{text(chart['note'])}</p></figcaption>"
+        f"<figure><figcaption><h3>{text(chart['title'])}</h3></figcaption>"
         f'<div class="plot" role="img" aria-label="{text(chart["title"])}"></div></figure>'
         for chart in section.charts
     )

@@ -1,14 +1,14 @@
 """What the page says: the verdict on top, and sections with charts and tables."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tools.games.game import Game
 from tools.matches.stats import BOTH
 from tools.matches.text import HEAD, as_role, cells, how_counted, shown_rows, with_interval
-from tools.pages.charts import ALL_GAMES, PERCENT, at_places, chart, curve, outcome_colours, share_range
+from tools.pages.charts import ALL_GAMES, PERCENT, at_places, chart, curve, outcome_colours
 from tools.pages.contents import IMITATION, Report
-from tools.pages.games import QUANTILE, Estimate, GameSample, share_estimate
+from tools.pages.games import Estimate, GameSample, share_estimate
 
 METRICS = {  # of a training log, as the README's glossary names them
     "loss": "whole loss of a step",
@@ -23,6 +23,7 @@ METRICS = {  # of a training log, as the README's glossary names them
 }
 OF_GAMES = "policy_loss"  # logged by self-play training only
 NOT_SUPERVISED = ("ratio", "reward")  # what tells nothing of supervised training
+Logs = Sequence[tuple[str, Sequence[Mapping]]]  # log histories by name
 
 
 @dataclass
@@ -44,7 +45,7 @@ def sections(report: Report) -> list[Section]:
     kept = {name: note for name, note in METRICS.items() if not name.startswith(NOT_SUPERVISED)}
     intro = "As logged by train.py. Each epoch starts from the model of the one before, which is its reference."
     found = [
-        match_section(report) if report.matches else None,
+        match_section(report) if shown_rows(report.matches) else None,
         play_section(report.plays) if report.plays else None,
         reasoning_section(report.reasoning) if report.reasoning else None,
         training_section("learning", "Training on games", intro, by_games, METRICS | roles),
@@ -58,48 +59,38 @@ def sections(report: Report) -> list[Section]:
 
 def verdict(report: Report) -> list[str]:
     """What came of it, in two sentences."""
-    if report.matches and (rows := last_pair(shown_rows(report.matches))):
+    if rows := shown_rows(report.matches):
         return match_verdict(report, rows)
-    sentences = []
+    sentences = ["Nothing was played or trained."]
     if report.plays:
         name, games = report.plays[-1]
-        shares = [(outcome.name, games.share(outcome.name)) for outcome in report.game.outcomes]
-        ended = ", ".join(f"{share[0]:.1%} “{outcome}”" for outcome, share in shares if share)
-        sentences.append(f"{name}: {games.games:,} games ended {ended}." if ended else f"{name}: no games.")
-    if report.logs:
+        ended = ", ".join(f"{count / games.games:.1%} “{outcome}”" for outcome, count in games.outcomes.most_common())
+        sentences = [f"{name}: {games.games:,} games ended {ended}."]
+    elif report.logs:
         name, log = report.logs[-1]
-        if losses := [entry["loss"] for entry in log if isinstance(entry.get("loss"), (int, float))]:
-            sentences.append(f"{name}: the loss went from {losses[0]:.3g} to {losses[-1]:.3g}.")
-    return [*sentences[:1], "No match was played, so nothing here says whether a model plays better than another."]
+        losses = [entry["loss"] for entry in log if isinstance(entry.get("loss"), (int, float))] or [math.nan]
+        sentences = [f"{name}: the loss went from {losses[0]:.3g} to {losses[-1]:.3g} in {log[-1]['step']} steps."]
+    return [*sentences, "No match was played, so nothing here says whether a model plays better than another."]
 
 
-def last_pair(rows: Sequence[Mapping]) -> list[Mapping]:
-    """The rows of the last player against the first opponent, over all words."""
-    pair = [row for row in rows if row["opponent"] == rows[0]["opponent"]][-1:]
-    return [
-        row
-        for row in rows
-        if all(row[key] == pair[0][key] for key in ("player", "opponent")) and row["words"] == rows[0]["words"]
-    ]
-
-
-def match_verdict(report: Report, rows: Sequence[Mapping]) -> list[str]:
-    """Whether the last player is better than its opponent, and in which role."""
-    whole, opponent = rows[0], rows[0]["opponent"]
+def match_verdict(report: Report, shown: Sequence[Mapping]) -> list[str]:
+    """Whether the last player is better than the first opponent, over all words, and in which role."""
+    opponent = shown[0]["opponent"]
+    player = [row["player"] for row in shown if row["opponent"] == opponent][-1]
+    rows = {row["role"]: row for row in reversed(shown) if (row["player"], row["opponent"]) == (player, opponent)}
     _, heights = reference(report)
     parts = []
-    for row in rows:
-        if row["role"] != BOTH:
-            alone = f" ({opponent} against itself {heights[row['role']]:.1%})" if heights else ""
-            parts.append(f"{as_role(row['role'])} {points_of(row)}{alone}")
+    for role in report.game.roles:
+        alone = f" ({opponent} against itself {heights[role]:.1%})" if heights else ""
+        parts.append(f"{as_role(role)} {points_of(rows[role])}{alone}")
     by_role = f"It scores {', '.join(parts)}."
-    if whole["role"] != BOTH:
-        return [f"{whole['player']} played itself only: {whole['games']:,} games.", by_role]
-    equal, (low, high) = heights.get(BOTH, 0.5), whole["points_interval"]
+    if BOTH not in rows:
+        return [f"{player} played itself only.", by_role]
+    equal, (low, high) = heights.get(BOTH, 0.5), rows[BOTH]["points_interval"]
     better = "plays better than" if low > equal else "plays worse than" if high < equal else "cannot be told from"
     return [
-        f"{whole['player']} {better} {opponent}: {points_of(whole)} of the points in both roles, where equals score "
-        f"{equal:.1%}, in {whole['games']:,} games.",
+        f"{player} {better} {opponent}: {points_of(rows[BOTH])} of the points in both roles, where equals score "
+        f"{equal:.1%}, in {rows[BOTH]['games']:,} games.",
         by_role,
     ]
 
@@ -130,11 +121,9 @@ def reference(report: Report) -> tuple[str, dict[str, float]]:
     return name, own and own | {BOTH: sum(own.values()) / len(own)}
 
 
-def match_section(report: Report) -> Section | None:
+def match_section(report: Report) -> Section:
     """Points by role and word list, and the table."""
     rows = shown_rows(report.matches)
-    if not rows:
-        return None
     drawn = [row for row in rows if row["player"] != row["opponent"]] or rows
     pairs = list(dict.fromkeys((row["player"], row["opponent"]) for row in drawn))
     one = len({opponent for _, opponent in pairs}) == 1
@@ -150,16 +139,14 @@ def match_section(report: Report) -> Section | None:
         ]
         line = (name, heights[role]) if one and heights else ("equality", 0.5)
         title = f"Points {as_role(role)}{against}"
-        charts.append(chart(title, lines, labels=labels, form=PERCENT, y_label="points", joined=one, reference=line))
-    charts = [chart for chart in charts if chart["data"]]
-    share_range(charts)
+        charts.append(chart(title, lines, labels=labels, form=PERCENT, whole=True, joined=one, reference=line))
     table = ("All numbers of match play", HEAD, [cells(row) for row in rows])
     intro = f"{how_counted(report.game)} Bars are the same intervals."
-    return Section("match", f"Matches{against}", intro, charts, [table])
+    return Section("match", f"Matches{against}", intro, [one for one in charts if one["data"]], [table])
 
 
 def _points(row: Mapping | None) -> Estimate | None:
-    return row and (row["points"], *row["points_interval"])
+    return (row["points"], *row["points_interval"]) if row else None
 
 
 # --- self-play -----------------------------------------------------------------------------------------------------
@@ -168,35 +155,26 @@ def _points(row: Mapping | None) -> Estimate | None:
 def play_section(plays: Sequence[tuple[str, GameSample]]) -> Section:
     """How games ended, how long they were, and replies that are none."""
     labels, sets = [name for name, _ in plays], [games for _, games in plays]
-    game = sets[0].game
-    colours = outcome_colours(game)
+    colours = outcome_colours(sets[0].game)
     epochs = labels[0] == "epoch 1"
     shares = [at_places(name, colour, (games.share(name) for games in sets)) for name, colour in colours.items()]
-    lengths = [at_places("all games", ALL_GAMES, (games.length() for games in sets))]
-    lengths += [at_places(name, colour, (games.length(name) for games in sets)) for name, colour in colours.items()]
-    faults, title = list(_fault_lines(game, sets)), "Empty replies, and replies cut off at the token limit"
+    lengths = [
+        at_places("all games", ALL_GAMES, ((games.mean_length, None, None) if games.games else None for games in sets))
+    ]
+    faults = [
+        at_places("empty", 0, (share_estimate(games.empty_replies.total(), games.messages.total()) for games in sets)),
+        at_places("cut off at the token limit", 1, (games.cut_off_share() for games in sets)),
+    ]
     charts = [
         chart("How games ended", shares, y_label="share of games", form=PERCENT, labels=labels, joined=epochs),
         chart("Game length", lengths, y_label="messages up to the deciding one", labels=labels, joined=epochs),
-        chart(title, faults, y_label="share of the role's messages", form=PERCENT, labels=labels, joined=epochs),
+        chart("Faulty replies", faults, y_label="share of messages", form=PERCENT, labels=labels, joined=epochs),
     ]
     head = ["games of", "games", *colours, "messages", "empty replies"]
     table = ("Games", head, [_play_cells(name, games, colours) for name, games in plays])
     intro = "All games are counted. Bars are 95% intervals that take games, or messages, as independent: they are too "
     intro += "narrow where a word was played several times."
     return Section("play", "Games", intro, charts, [table])
-
-
-def _fault_lines(game: Game, sets: Sequence[GameSample]) -> Iterable[tuple]:
-    faults = {"empty": [games.empty_replies for games in sets]}
-    if any(games.tells_replies for games in sets):
-        faults["cut off"] = [games.cut_off_replies for games in sets]
-    for fault, counts in faults.items():
-        for role in game.roles:
-            number = len(game.roles) * list(faults).index(fault) + game.roles.index(role)
-            pairs = zip(counts, sets, strict=True)
-            estimates = (share_estimate(found[role], games.messages[role]) for found, games in pairs)
-            yield at_places(f"{fault}, {role}", number, estimates)
 
 
 def _play_cells(name: str, games: GameSample, outcomes: Iterable[str]) -> list[str]:
@@ -214,44 +192,23 @@ def _play_cells(name: str, games: GameSample, outcomes: Iterable[str]) -> list[s
 
 
 def reasoning_section(rows: Sequence[Mapping]) -> Section:
-    """The scores of models on benchmarks, in percent."""
+    """The scores of models on benchmarks."""
     models, benchmarks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "benchmark"))
-    scores = {(row["model"], row["benchmark"]): row for row in rows}
-
-    def score(model: str, benchmark: str):
-        row = scores.get((model, benchmark))
-        if row is None or row["stderr"] is None:
-            return row and (row["value"] / 100, None, None)
-        half = QUANTILE * row["stderr"]
-        return tuple(
-            share / 100 for share in (row["value"], max(0, row["value"] - half), min(100, row["value"] + half))
-        )
-
-    lines = [
-        at_places(model, number, (score(model, benchmark) for benchmark in benchmarks))
-        for number, model in enumerate(models)
-    ]
-    drawn = chart("Scores", lines, labels=benchmarks, form=PERCENT, joined=False, y_label="score")
-    found = [[score(model, benchmark) or (None, None, None) for benchmark in benchmarks] for model in models]
-    table = [
-        [model, *(with_interval(value, None if bounds[0] is None else bounds, PERCENT) for value, *bounds in line)]
-        for model, line in zip(models, found, strict=True)
-    ]
-    intro = (
-        "By tools/evaluate_reasoning.py. 95% intervals cover the choice of questions, not the randomness of training."
-    )
-    return Section("reasoning", "Reasoning", intro, [drawn], [("Scores", ["model", *benchmarks], table)])
+    scores = {
+        (row["model"], row["benchmark"]): f"{row['value']:.1f}" + (f" ± {row['stderr']:.1f}" if row["stderr"] else "")
+        for row in rows
+    }
+    table = [[model, *(scores.get((model, benchmark), "-") for benchmark in benchmarks)] for model in models]
+    intro = "Percent, and standard errors that cover the choice of questions, not the randomness of training."
+    return Section("reasoning", "Reasoning", intro, tables=[("Scores", ["model", *benchmarks], table)])
 
 
-def training_section(
-    id: str, title: str, intro: str, logs: Sequence[tuple[str, Sequence[Mapping]]], metrics: Mapping[str, str]
-) -> Section:
+def training_section(id: str, title: str, intro: str, logs: Logs, metrics: Mapping[str, str]) -> Section:
     """A chart for each metric that was logged, with a curve per training."""
     drawn = [
         chart(
-            metric,
+            f"{metric}: {note}",
             [curve(name, number, log, metric) for number, (name, log) in enumerate(logs)],
-            note=note,
             x_label="optimizer step",
             y_label=metric,
         )
