@@ -57,6 +57,8 @@ def said(text="Hello.", finish_reason="stop", usage=USAGE) -> dict:
 class Stub:
     """An HTTP server: `behave(number, body)` gives status, headers and body of each answer, or None to hang up."""
 
+    tokenize = staticmethod(lambda body: (404, {}, {}))
+
     def __init__(self, behave=lambda number, body: (200, {}, said())):
         self.behave, self.lock = behave, threading.Lock()
         self.requests, self.times, self.in_flight = [], [], 0
@@ -67,6 +69,8 @@ class Stub:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    return self.answer(*stub.tokenize(body))
                 with stub.lock:
                     number = len(stub.requests)
                     headers = {name.lower(): value for name, value in self.headers.items()}
@@ -79,7 +83,9 @@ class Stub:
                 if answer is None:
                     self.close_connection = True
                     return
-                status, headers, body = answer
+                self.answer(*answer)
+
+            def answer(self, status, headers, body):
                 body = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 for name, value in {"Content-Type": "application/json", **headers}.items():
