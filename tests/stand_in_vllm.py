@@ -3,7 +3,8 @@
 The variable STAND_IN tells it otherwise, as JSON: {"fail": TEXT} ends it with that line, {"slow": SECONDS} lets it
 wait before it answers, {"die_after": REPLIES} ends it in play, {"take_port": FILE} has another program on its port at
 the first start, {"texts_only": true} keeps token ids to itself, {"model": true} samples from the model in FOLDER,
-{"note": FILE} appends what it was started with and asked, a line each. It has a child, as vLLM has.
+{"note": FILE} appends what it was started with and asked, a line each. With canned replies it
+has a child, as vLLM has.
 """
 
 import argparse
@@ -157,10 +158,10 @@ def main():
     flags = parse(sys.argv[1:])
     assert os.environ["VLLM_API_KEY"] not in " ".join(sys.argv)
     hidden = [name for name in os.environ if name in ("RANK", "PYTHONPATH") or name.startswith("TORCHELASTIC")]
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    note(
-        started=sys.argv[1:], pids=[os.getpid(), child.pid], hidden=hidden, gpus=os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    pids = [os.getpid()]
+    if not TOLD.get("model"):
+        pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+    note(started=sys.argv[1:], pids=pids, hidden=hidden, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"))
     say("loading the model")
     if "fail" in TOLD:
         sys.exit(TOLD["fail"])
