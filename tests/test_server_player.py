@@ -250,6 +250,41 @@ class TestRequests:
             del body["prompt"]
             assert body == {"model": "some/model", "max_tokens": 4, **expected}
 
+    def test_with_its_tokenizer_prompts_go_out_as_ids(
+        self, stub, place, tiny_model, tokenizer, tmp_path, monkeypatch, capsys
+    ):
+        """The server says that it sees 70 tokens, which is not what it was sent."""
+        server = stub()
+        how = {"openai_tokenizer": tiny_model, "max_length": 60, "max_games": 2, "min_new_tokens": 1}
+        assert run_here(flags(place, tmp_path, server.url, **how), monkeypatch) == 0
+        game = results(tmp_path)[0]
+        prompt = play_prompt(GAME, [], game["target_word"], 2, load_templates(place / "prompts.json", GAME))
+        ids = [1, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        assert len(ids) > 56 and ids[-56:] in server.prompts()
+        for *_, body in server.requests:
+            assert body["stop_token_ids"] == [2] and body["min_tokens"] == 1 and body["return_token_ids"]
+        assert len({body["seed"] for *_, body in server.requests}) == 8
+        assert all(reply["prompt_cut"] for reply in game["replies"])
+        assert capsys.readouterr().err.count("counts 70 prompt tokens, 56 were sent") == 1
+
+    @pytest.mark.parametrize(
+        "counted, message",
+        [
+            ((200, {}, {"count": 69}), "puts 1 special token before prompts"),
+            ((200, {}, {"count": 70}), "puts no special tokens before prompts"),
+            ((404, {}, {}), "it cannot be known whether"),
+            ((200, {}, {"count": "many"}), "it cannot be known whether"),
+        ],
+    )
+    def test_without_it_a_run_says_whether_the_tokens_are_known(
+        self, counted, message, stub, place, tmp_path, monkeypatch, capsys
+    ):
+        server = stub()
+        server.tokenize = lambda body: counted
+        assert run_here(flags(place, tmp_path, server.url, max_games=2), monkeypatch) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "--openai_tokenizer MODEL" in line]
+        assert len(lines) == 1 and message in lines[0]
+
     def test_models_that_know_max_completion_tokens_only_are_asked_again_with_it(
         self, stub, place, tmp_path, monkeypatch
     ):

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -61,6 +62,7 @@ def told(place, tmp_path, monkeypatch):
 
     monkeypatch.setenv("VLLM", str(place / "canned"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(vllm.tempfile, "tempdir", str(tmp_path))
     tell()
     yield tell
     for number in pids(tmp_path):
@@ -281,6 +283,7 @@ class TestAuto:
             ({"engine": "slots", "tensor_parallel_size": 2, "vllm": "x"}, "--vllm, --tensor_parallel_size: only for"),
             ({"tensor_parallel_size": 0, "vllm_memory": 0}, "--tensor_parallel_size is 0; .*; --vllm_memory is 0.0"),
             ({"vllm_args": "a 'b"}, '--vllm_args "a \'b" cannot be split into words'),
+            ({"vllm_args": "--x --port=1"}, "--vllm_args: --port=1 is set by this program"),
             ({"device_map": "auto"}, "--device_map is not for --engine vllm"),
         ],
     )
@@ -303,8 +306,10 @@ class TestFaults:
         assert run_here(flags(place, tiny_model, tmp_path), monkeypatch) == 2
         err = capsys.readouterr().err
         assert "the last lines of its vLLM:\nloading the model\nValueError: no such architecture\n" in err
-        last = f"error: {os.path.realpath(tiny_model)}: its vLLM has ended with status 1; --engine slots plays without"
-        assert last in err.splitlines()[-1]
+        last = r"error: (.*): its vLLM has ended with status 1 \(its output: (.*)\); --engine slots plays without"
+        folder, log = re.search(last, err.splitlines()[-1]).groups()
+        assert folder == os.path.realpath(tiny_model)
+        assert Path(log).read_text() == "loading the model\nValueError: no such architecture\n"
 
     def test_the_wait_shows_progress(self, told, place, tiny_model, tmp_path, monkeypatch, capsys):
         told(slow=2)
@@ -331,7 +336,7 @@ class TestFaults:
         assert run_here(arguments, monkeypatch) == 2
         err = capsys.readouterr().err
         assert "a fault of the engine?[31m" in err  # no control characters
-        assert re.search("its vLLM has ended with status 7; the games played so far are safe$", err.splitlines()[-1])
+        assert re.search(r"has ended with status 7 \(.*\); the games played so far are safe$", err.splitlines()[-1])
         safe = (tmp_path / f"{STEM}_rank0.jsonl").read_bytes()
         assert 8 <= safe.count(b"\n") <= 12
         told()

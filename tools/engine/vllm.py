@@ -40,8 +40,9 @@ HOST = "127.0.0.1"
 VARIABLE = "VLLM"  # names the executable
 LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds, while a server starts
 ANSWER_LIMIT = 1 << 20  # bytes
-TAIL_BYTES, TAIL_LINES = 1 << 14, 15  # of a server's output
+TAIL_BYTES, TAIL_LINES = 1 << 16, 15  # of a server's output
 PORT_TAKEN, PORTS = "address already in use", 3  # what a server says then, and how many ports are tried
+OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that this program sets
 HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY")  # besides what plain_environment leaves out
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class VLLMFlags:
         if not 0 < self.vllm_memory <= 1:
             problems.append(f"--vllm_memory is {self.vllm_memory}; it must be above 0 and at most 1")
         try:
-            shlex.split(self.vllm_args)
+            taken = [word for word in shlex.split(self.vllm_args) if word.split("=")[0].replace("_", "-") in OURS]
+            problems += [f"--vllm_args: {word} is set by this program" for word in taken]
         except ValueError as error:
             problems.append(f"--vllm_args {self.vllm_args!r} cannot be split into words ({error})")
         if engine == VLLM and (missing := self.vllm_missing()):
@@ -169,6 +171,7 @@ class VLLMServer:
         self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # known to no other server
         self.port = 0
         self.process: subprocess.Popen | None = None
+        self.log = ""  # where its output was kept after it ended by itself
 
     @property
     def url(self) -> str:
@@ -190,7 +193,7 @@ class VLLMServer:
                 if self._wait(started):
                     logger.info("%s: vLLM answers after %.0f s", self.folder, time.monotonic() - started)
                     return self
-                if PORT_TAKEN not in self._tail().lower():
+                if PORT_TAKEN not in " ".join(self._tail()).lower():
                     break
             raise ValueError(f"{self._died()}; --engine slots plays without vLLM")
         except BaseException:
@@ -233,7 +236,7 @@ class VLLMServer:
         kept = {name: value for name, value in plain_environment().items() if not name.startswith(HIDDEN)}
         path = f"{os.path.dirname(self.executable)}{os.pathsep}{kept.get('PATH', '')}"  # tools that compile kernels
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        return kept | gpus | {"PATH": path, "VLLM_API_KEY": self.key}
+        return {"VLLM_NO_USAGE_STATS": "1"} | kept | gpus | {"PATH": path, "VLLM_API_KEY": self.key}
 
     def _wait(self, started: float) -> bool:
         """Whether it answers, as soon as it does or has ended."""
@@ -242,8 +245,8 @@ class VLLMServer:
             if self._answers():
                 return True
             if time.monotonic() - told > TELL_EVERY:
-                told, last = time.monotonic(), self._tail().splitlines()[-1:]
-                logger.info("%s: vLLM is starting, %.0f s: %s", self.folder, told - started, "".join(last))
+                told, last = time.monotonic(), "".join(self._tail()[-1:])
+                logger.info("%s: vLLM is starting, %.0f s: %s", self.folder, told - started, last)
             time.sleep(LOOK_EVERY)
         return False
 
@@ -259,14 +262,22 @@ class VLLMServer:
             connection.close()
 
     def _died(self) -> str:
-        logger.error("%s: the last lines of its vLLM:\n%s", self.folder, self._tail())
+        """How it ended. Logs its last lines up to the last error, once, and keeps all that it wrote in a file."""
+        if not self.log:
+            lines = self._tail()
+            end = max((at + 1 for at, line in enumerate(lines) if "error" in line.lower()), default=len(lines))
+            logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(lines[:end][-TAIL_LINES:]))
+            descriptor, self.log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+            with open(descriptor, "wb") as file:
+                self.output.seek(0)
+                shutil.copyfileobj(self.output, file)
         status = self.process.returncode
         how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
-        return f"{self.folder}: its vLLM has ended {how}"
+        return f"{self.folder}: its vLLM has ended {how} (its output: {self.log})"
 
-    def _tail(self) -> str:
+    def _tail(self) -> list[str]:
         """Its last lines, as a terminal may see them."""
         size = os.fstat(self.output.fileno()).st_size
         text = os.pread(self.output.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
         lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-        return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines[-TAIL_LINES:])
+        return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]

@@ -18,6 +18,7 @@ from tools.players.server_flags import KEY_VARIABLE
 from utils import warn_on_rank_0
 
 CONNECT_TIMEOUT = 10  # seconds
+KEEP_ALIVE = 3  # seconds of an idle connection: vLLM closes it after 5, perhaps with a request on its way
 TOKENIZE_TIMEOUT = 10  # seconds for a question that is no part of the game
 BODY_LIMIT = 1 << 22  # bytes of an answer, decompressed
 MESSAGE_LIMIT = 100_000  # characters of a reply
@@ -62,7 +63,7 @@ class Server:
     def __init__(self, url: str | None, *, key: str | None = None, connections: int):
         self.own = key is not None  # one of this process, on loopback
         self.key = key or os.environ.get(KEY_VARIABLE)
-        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
+        limits = httpx2.Limits(connections, connections, keepalive_expiry=KEEP_ALIVE)
         self.http = LimitedClient(limits=limits, follow_redirects=False, trust_env=not self.own)
         self.client = openai.AsyncOpenAI(
             api_key=self.key or "none",  # the client insists on one; not all servers do

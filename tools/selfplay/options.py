@@ -108,6 +108,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             **{name: getattr(self, name) for name in names},
             # Not named when it is off: runs that were begun before there was such a flag go on.
             **({"chat_template": True} if self.chat_template else {}),
+            **({"vllm_args": self.vllm_args} if self.vllm_args else {}),
         }
 
     def set_precision(self) -> None:
