@@ -20,6 +20,7 @@ import datasets
 import torch
 import yaml
 from huggingface_hub import snapshot_download
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import HfArgumentParser, TrainingArguments
 
 import utils
@@ -30,8 +31,10 @@ REFERENCE = {REFERENCE_NAME: None, "ref_logprobs": "precompute", "loss_normaliza
 METHOD_ARGUMENTS = {
     "SFT": {},
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
-    "OfflinePO": {"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE}
-    | {"allow_no_game_rows": False},
+    "OfflinePO": {
+        **{"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
+        "allow_no_game_rows": False,
+    },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
 
@@ -181,8 +184,10 @@ class SPAGArguments(TrainingArguments):
 
         On a CPU the Trainer sets up accelerate without DeepSpeed; here DeepSpeed is put on top of the same gloo group.
         """
-        if self.deepspeed and "LOCAL_RANK" not in os.environ:
-            self._set_up_alone()
+        if self.deepspeed:
+            self._announce_compilation()
+            if "LOCAL_RANK" not in os.environ:
+                self._set_up_alone()
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
         if self.deepspeed and self.use_cpu:
@@ -192,6 +197,15 @@ class SPAGArguments(TrainingArguments):
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
+
+    def _announce_compilation(self) -> None:
+        """Say that DeepSpeed compiles operators, for minutes, where it has not done so before."""
+        zero = utils.read_json(self.deepspeed)["zero_optimization"]
+        operators = ["deepspeed_shm_comm"] if self.use_cpu else []
+        operators += ["cpu_adam"] if zero.get("offload_optimizer", {}).get("device") == "cpu" else []
+        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        if missing := [name for name in operators if not list(folder.glob(f"**/{name}.so"))]:
+            utils.warn_on_rank_0("DeepSpeed compiles %s now, once on a machine: minutes", ", ".join(missing))
 
     def _set_up_alone(self) -> None:
         """Be what torchrun makes of one process: without its variables DeepSpeed looks for MPI."""
@@ -306,6 +320,11 @@ def _method_problems(args) -> list[str]:
         )
     if args.label_smoothing_factor:
         problems.append("--label_smoothing_factor is not used by any method")
+    alone = args.use_cpu or args.no_cuda or not torch.accelerator.is_available()
+    if args.fsdp and alone:
+        problems.append("--fsdp needs GPUs: without them each process would hold the whole model")
+    if args.use_liger_kernel and (alone or importlib.util.find_spec("liger_kernel") is None):
+        problems.append("--use_liger_kernel needs a GPU, and pip install liger-kernel")
     return problems
 
 

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
 import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
-import utils
 from arguments import SPAGArguments, named_checkpoint, parse_arguments
 from dataloaders import IGNORE_INDEX, RowCounts, RowDataset, SPAGCollator, encode_rows, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from errno import ENOSPC
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
-ERROR_TIMEOUT = 5  # seconds that another rank waits for rank 0 to tell an error, and the launcher to end it
 LOCKED = "{}: another process is writing to this run; end that one first"
 LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
+RANK_0_FIRST = 3  # seconds
+OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
@@ -369,8 +370,7 @@ class RunSettings:
 
     The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing. `upgrade(stored, now)` gives settings of an
-    earlier version their present names.
+    ends the message of a refused start, which has written nothing.
     """
 
     def __init__(
@@ -379,9 +379,8 @@ class RunSettings:
         *,
         results: Callable[[], Path | None],
         remedy: str,
-        upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
     ):
-        self.path, self.results, self.remedy, self.upgrade = Path(settings_path), results, remedy, upgrade
+        self.path, self.results, self.remedy = Path(settings_path), results, remedy
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
@@ -407,7 +406,7 @@ class RunSettings:
             return
         if not self.path.is_file():
             raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.upgrade(self.read(), settings), settings):
+        if different := differences(self.read(), settings):
             raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):
@@ -694,9 +693,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
 
 
-def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
     """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
-    parser = _Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -708,12 +710,14 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     return kind(**vars(values))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Leaves errors that all ranks have to rank 0."""
-
-    def error(self, message):
-        yield_to_rank_0()
-        super().error(message)
+def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
+    """Read `COMMAND --flag ...` into the dataclass of this command, whose docstring is the command's description."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
+    command = parser.parse_args(words[:1]).command
+    kind = kinds[command]
+    return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
@@ -752,15 +756,27 @@ def run_program(main: Callable[[], T], *, expected: type[Exception] = ValueError
     try:
         return main()
     except (expected, OSError) as error:
-        yield_to_rank_0()
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
-        sys.exit(2)
+        end_with_error(str(error))
 
 
-def yield_to_rank_0() -> None:
-    """Let rank 0 tell an error that all ranks have: the launcher ends the others while they wait here."""
-    if rank():
-        time.sleep(ERROR_TIMEOUT)
+def end_with_error(message: str) -> NoReturn:
+    """End the program with one line and exit status 2.
+
+    Ranks mostly fail alike: rank 0 speaks at once, and its launcher then ends the others before they do.
+    """
+    if rank() > 0:
+        time.sleep(RANK_0_FIRST)
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
+    sys.exit(2)
+
+
+def _name_missing_package(kind, error, trace) -> None:
+    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -814,6 +830,7 @@ def end_workers_with_this_process() -> None:
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     logging.basicConfig(
         level=logging.INFO if rank() == 0 else logging.WARNING,

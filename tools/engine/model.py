@@ -31,6 +31,7 @@ class Counts:
     prefix_tokens: int = 0  # at the start of all prompts, computed once and stored once
     new_tokens: int = 0
     steps: int = 0  # forward passes
+    at_once: int = 0  # requests that were computed together, at most
     prefill_seconds: float | None = None  # these two are None where a step does both
     decode_seconds: float | None = None
 
@@ -41,6 +42,7 @@ class LocalModel:
     def __init__(self, model, tokenizer, sampling: Sampling):
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.stop_ids = _stop_ids(model, tokenizer)
+        self.cache_tokens: int | None = None  # whose keys and values fit in memory; None: any number
         # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
         model.generation_config = GenerationConfig()
 
