@@ -51,7 +51,7 @@ read_settings_file "$@"
 : "${LORA_RANK:=}"             # train LoRA adapters of this rank and play on with them merged in; needs peft
 : "${SEED:=42}"                # of play, rewards and training; epoch k adds k
 : "${PRECISION:=auto}"         # bf16, fp16 or fp32; auto: bf16 with a GPU, else fp32
-: "${DEEPSPEED:=auto}"         # its configuration, or none; auto: configs/default_offload_opt_param.json with a GPU
+: "${DEEPSPEED:=auto}"         # its configuration, or none; auto: what fits the GPUs' memory (tools/loop/README.md)
 : "${GRADIENT_CHECKPOINTING:=auto}" # True or False; auto: True with a GPU
 : "${SAVE_STEPS:=0.2}"         # save to resume from every so many steps, below 1 this part of the run; 0: never
 : "${NPROC:=auto}"             # processes of this machine; auto: its GPUs, or 1

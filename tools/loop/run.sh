@@ -2,6 +2,7 @@
 # What the scripts share: messages, settings, and how a program is run, logged, and ended with the script.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 export SPAG_LOOP_PID=$$ # programs end with this script, also when it is killed
 child=''
 set -m # what runs in the background is a process group of its own
