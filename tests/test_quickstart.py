@@ -102,7 +102,7 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert "transformers" in requirements and "deepspeed" not in requirements
     build, loop, show = start.calls()[-3:]
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart"
-    assert show == "-m tools.tiny_world show outputs/quickstart"
+    assert show == "-m tools.tiny_world show --output_dir outputs/quickstart"
     assert loop == (
         f"loop {start.folder}/.venv/bin/python --settings configs/tiny.sh --model outputs/quickstart/base "
         "--output outputs/quickstart --imitation_data outputs/quickstart/data/imitation.json "
@@ -125,8 +125,8 @@ def test_quick_is_a_smaller_run_in_a_folder_of_its_own(start):
     assert start.run(QUICK="1")[0] == 0
     build, loop, show = start.calls()[-3:]
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart_quick " + SMALL
-    assert "--epochs 1 " in loop and show == "-m tools.tiny_world show outputs/quickstart_quick"
-    assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show elsewhere")
+    assert "--epochs 1 " in loop and show == "-m tools.tiny_world show --output_dir outputs/quickstart_quick"
+    assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show --output_dir elsewhere")
 
 
 def test_the_tests_get_the_same_torch_and_their_own_requirements(start):

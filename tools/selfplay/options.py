@@ -67,9 +67,7 @@ class PlayFlags(GameFlags, ServerFlags):
         if self.min_new_tokens > self.max_new_tokens:
             problems.append(f"--min_new_tokens {self.min_new_tokens} is above --max_new_tokens {self.max_new_tokens}")
         if not 0 < self.temperature < math.inf:
-            problems.append(
-                f"--temperature is {self.temperature}; it must be above 0 ({TESTING} is greedy)"
-            )
+            problems.append(f"--temperature is {self.temperature}; it must be above 0 ({TESTING} is greedy)")
         if not 0 < self.top_p <= 1:
             problems.append(f"--top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.bf16 and self.fp16:
