@@ -25,12 +25,13 @@ from tools.play_llm_game import Flags as PlayFlags
 from utils import parse_flags
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
+PLAY_FAILED = "epoch1_play failed (exit 3); its log: "
 STAGES = ("imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report")
 SETTLED = {"nproc": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
 # Stands in for every program of the loop: notes the call and its stage, speaks, does as it is told.
 STUB = """
-import json, os, sys
+import json, os, signal, sys
 
 words = sys.argv[1:]
 told = json.loads(os.environ.get("STUB_TOLD", "{}"))
@@ -49,7 +50,11 @@ if name == "train":
 if told.get(stage) == "fail":
     print("something is wrong here")
     sys.exit(3)
-if told.get(stage) == "sleep":
+if told.get(stage) == "warn":
+    print(f"12:00:00 rank 0 WARNING {stage} saw something\\n" * 2)
+if told.get(stage) == "hold on":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if told.get(stage) in ("sleep", "hold on"):
     os.system("sleep 60; true")
 print("last words")
 """
@@ -325,6 +330,15 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_the_terminal_sho
     assert "games:  45%|####      | 9/20\n" in out  # a progress bar's carriage return, read as text
 
 
+def test_warnings_of_the_stages_are_repeated_at_the_end(loop):
+    told = {"imitation": "warn", "epoch1_train": "warn"}
+    both = ["Warnings:", "  imitation: imitation saw something", "  epoch1_train: epoch1_train saw something"]
+    assert loop.run(told)[2].splitlines()[-3:] == both
+    assert "Warnings:" not in loop.run()[2]  # those of this start
+    _, _, err = loop.run({"imitation": "warn", "epoch1_play": "fail"})
+    assert err.splitlines()[-3:-1] == [f"run_spag.sh: {PLAY_FAILED}{loop.output}/logs/epoch1_play.log", both[0]]
+
+
 def test_the_end_of_a_program_that_fails_is_shown_before_the_loop_speaks(loop):
     process = subprocess.run(
         [SCRIPT, *flags_of(loop.settings)],
@@ -344,14 +358,17 @@ def test_a_loop_that_was_killed_asks_all_programs_again(loop, stage):
     assert tuple(loop.finish()) == STAGES
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status):
-    process = loop.start({"epoch1_play": "sleep"})
+@pytest.mark.parametrize("number, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143), ("SIGUSR1", 143)])
+@pytest.mark.parametrize("does", ["sleep", "hold on"])
+def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status, does):
+    process = loop.start({"epoch1_play": does})
     wait_until(lambda: "epoch1_play" in loop.calls(), process)
     children = psutil.Process(process.pid).children
     (sleep,) = wait_until(lambda: [child for child in children(True) if child.name() == "sleep"], process)
-    process.send_signal(number)
+    process.send_signal(signal.Signals[number])
+    started = time.monotonic()
     _, err = process.communicate(timeout=20)
+    assert time.monotonic() - started < 10
     assert process.returncode == status and "run_spag.sh: stopped in epoch1_play; the same command continues" in err
     assert users_of(loop.output) == []
     assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE  # whom nobody has asked for yet
