@@ -158,7 +158,8 @@ class TestRequests:
         (started,) = notes(tmp_path, "started")
         words = started["started"]
         assert words[:2] == ["serve", os.path.realpath(tiny_model)] and words[-1] == "--enforce-eager"
-        given = dict(zip(words[2:-1:2], words[3::2], strict=False))
+        assert words[-4:-1] == ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
+        given = dict(zip(words[2:-4:2], words[3:-4:2], strict=True))
         expected = {"host": "127.0.0.1", "generation-config": "vllm", "max-model-len": "256", "dtype": "float32"}
         expected |= {"max-num-seqs": "256", "uvicorn-log-level": "warning"}
         assert {name: given[f"--{name}"] for name in expected} == expected
