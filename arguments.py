@@ -150,13 +150,19 @@ class SPAGArguments(TrainingArguments):
         if self.use_cpu:
             self.dataloader_pin_memory = False
 
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Half precision where DeepSpeed keeps fp32 copies, and for a frozen base under adapters; else fp32."""
+        half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        return half if self.deepspeed or self.lora_rank else torch.float32
+
     @cached_property
     def same_run(self) -> dict:
         """All that the results depend on, as `utils.RunSettings` compares it."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
-        settings["weights"] = "half" if self.deepspeed and (self.bf16 or self.fp16) else "float32"
+        settings["weights"] = "float32" if self.weights_dtype == torch.float32 else "half"
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         if self.loss_normalization == "micro_batch":
             settings["per_device_train_batch_size"] = self.train_batch_size
@@ -172,20 +178,24 @@ class SPAGArguments(TrainingArguments):
 
         On a CPU the Trainer sets up accelerate without DeepSpeed; here DeepSpeed is put on top of the same gloo group.
         """
+        if self.deepspeed and "LOCAL_RANK" not in os.environ:
+            self._set_up_alone()
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
         if self.deepspeed and self.use_cpu:
             import deepspeed
             from accelerate.utils import DistributedType
 
-            if not torch.distributed.is_initialized():  # a single process without torchrun
-                alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-                for name, value in alone.items():
-                    os.environ.setdefault(name, value)
-                torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
+
+    def _set_up_alone(self) -> None:
+        """Be what torchrun makes of one process: without its variables DeepSpeed looks for MPI."""
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # which nobody listens to
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
 
 
 def _model_setting(name: str) -> dict[str, str]:

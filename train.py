@@ -9,6 +9,7 @@ The same command again continues from the last whole checkpoint, or says that al
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -17,11 +18,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
-import utils
 from arguments import SPAGArguments, named_checkpoint, parse_arguments
 from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, encode_rows, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer
@@ -39,7 +40,7 @@ class Output:
 
     def __init__(self, args: SPAGArguments):
         self.args, self.folder = args, Path(args.output_dir)
-        self.settings = self._settings(self.folder, self._held)
+        self.settings = run_settings(self.folder, lambda: next(iter(self._held()), None))
 
     def claim(self) -> bool:
         """Keep other launches out and choose the checkpoint to continue from; False if all is there already.
@@ -51,24 +52,22 @@ class Output:
             print(f"{self.folder}: all is there")
         return not finished
 
-    def begin(self) -> None:
-        """Take away what is not to be continued from."""
+    def begin(self, trainer: SPAGTrainer) -> None:
+        """Take away what is not to be continued from, and write settings.json: how this run is made, and by what."""
         (self.folder / FINISHED).unlink(missing_ok=True)  # first: without it nobody takes the rest for finished
-        if not self.args.resume_from_checkpoint:
-            for folder in utils.checkpoints(self.folder):
-                shutil.rmtree(folder)
-            for path in self.folder.glob("*.safetensors"):
+        for path in self._held() if not self.args.resume_from_checkpoint else []:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
+        datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+        data = {name: {"key": rows.key, **dataclasses.asdict(rows.counts)} for name, rows in datasets.items() if rows}
+        installed = filter(importlib.util.find_spec, RECORDED_PACKAGES)
+        versions = {package: importlib.metadata.version(package) for package in installed}
+        self.settings.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
 
-    @staticmethod
-    def _settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunSettings:
-        remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
-        remedy += "--overwrite_output_dir True to start anew"
-        return utils.RunSettings(folder / "settings.json", results=results, remedy=remedy)
-
-    def _held(self) -> Path | None:
-        held = [*utils.checkpoints(self.folder), *self.folder.glob("*.safetensors"), *self.folder.glob(FINISHED)]
-        return held[0] if held else None
+    def _held(self) -> list[Path]:
+        return [*utils.checkpoints(self.folder), *self.folder.glob("*.safetensors"), *self.folder.glob(FINISHED)]
 
     def _claim(self) -> tuple[bool, str | None]:
         """Whether all is there, and the checkpoint to continue from."""
@@ -81,10 +80,8 @@ class Output:
     def _look(self) -> tuple[bool, str | None]:
         overwrite = self.args.overwrite_output_dir and not utils.restarted()
         self.settings.check(self.args.same_run, overwrite=overwrite)
-        if overwrite:
-            return False, None
-        if (self.folder / FINISHED).is_file():
-            return True, None
+        if overwrite or (self.folder / FINISHED).is_file():
+            return not overwrite, None
         if checkpoint := self._furthest_checkpoint():
             self._check_optimizer(Path(checkpoint))
         return False, checkpoint
@@ -96,7 +93,7 @@ class Output:
             return own
         if not utils.is_complete(named):
             raise ValueError(f"--resume_from_checkpoint {named}: not a whole checkpoint folder")
-        self._settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
+        run_settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
         return max(filter(None, (named, own)), key=_step)
 
     def _check_optimizer(self, checkpoint: Path) -> None:
@@ -113,19 +110,12 @@ class Output:
             return
         raise ValueError(f"{checkpoint}: {why}; {self.settings.remedy}")
 
-    def write_settings(self, trainer: SPAGTrainer) -> None:
-        """Write settings.json: what makes this run the same, every resolved setting, the data, library versions."""
-        datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
-        versions = {}
-        for package in RECORDED_PACKAGES:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
-        data = {
-            name: {"key": dataset.key, **dataclasses.asdict(dataset.counts)}
-            for name, dataset in datasets.items()
-            if dataset
-        }
-        self.settings.write(self.args.same_run, arguments=self.args.to_dict(), data=data, versions=versions)
+
+def run_settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunSettings:
+    """What the run in a folder was made with; `results()` is a path of it."""
+    remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
+    remedy += "--overwrite_output_dir True to start anew"
+    return utils.RunSettings(folder / "settings.json", results=results, remedy=remedy)
 
 
 def _step(checkpoint: str) -> int:
@@ -194,13 +184,12 @@ def check_models(args: SPAGArguments, tokenizer) -> None:
 
 
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
-    """A causal LM from safetensors: in half precision under DeepSpeed, which keeps fp32 copies; else in fp32."""
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    """A causal LM from safetensors, its weights in `args.weights_dtype`."""
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             output_loading_info=True,
-            dtype=half if args.deepspeed else torch.float32,
+            dtype=args.weights_dtype,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             use_safetensors=True,
@@ -214,7 +203,7 @@ def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):
-    """The model with fresh adapters; its own weights are frozen."""
+    """The model with fresh adapters, in fp32 unless DeepSpeed keeps a copy of that; its own weights are frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -224,7 +213,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
         lora_dropout=args.lora_dropout,
         target_modules="all-linear" if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
     )
-    return get_peft_model(model, config)
+    return get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
 
 
 def merge_lora(args: SPAGArguments) -> None:
@@ -296,9 +285,7 @@ def run(trainer: SPAGTrainer) -> None:
     if args.show_examples:
         return show_examples(trainer)
     if trainer.is_world_process_zero():
-        output = Output(args)
-        output.begin()
-        output.write_settings(trainer)
+        Output(args).begin(trainer)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:

@@ -9,7 +9,6 @@ import gc
 import hashlib
 import inspect
 import json
-import logging
 import math
 import os
 import re
@@ -38,7 +37,6 @@ import utils
 from arguments import SPAGArguments
 from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
 
-logger = logging.getLogger(__name__)
 WEIGHTS_AND_CODE = (".safetensors", ".py")
 
 
@@ -278,12 +276,9 @@ def _load_stored(path: Path, rows: int) -> np.ndarray | None:
     """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
     try:
         values = np.load(path)
-    except FileNotFoundError:
+        return values if values.shape == (rows,) else None
+    except (OSError, ValueError, EOFError):
         return None
-    except (OSError, ValueError, EOFError) as error:
-        logger.warning("%s: damaged (%s), computing anew", path, error)
-        return None
-    return values if values.shape == (rows,) else None
 
 
 def model_digest(name_or_path: str) -> str:
@@ -354,7 +349,7 @@ class SPAGTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
-        totals = sum(torch.stack(Denominators.of(self._prepare_inputs(batch))) for batch in batches)
+        totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
         # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))

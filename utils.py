@@ -22,21 +22,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-CHUNK = 1 << 20  # characters or bytes read at a time
-UNDECODABLE = re.compile(r"[\udc80-\udcff]")  # what stands for bytes that are no UTF-8, where faults are skipped
+CHUNK = 1 << 20  # bytes read at a time
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 BLANKS = re.compile(r"\s*")
+DECODER = json.JSONDecoder()
+AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, where no element does
 logger = logging.getLogger(__name__)
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
+RANK_0_FIRST = 3  # seconds
+OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
 
@@ -63,25 +66,29 @@ def log_skipped(message: str) -> None:
 def iter_records(
     path: str | os.PathLike, *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
 ) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", object) for every object of a JSON list or JSONL file, in constant memory.
+    """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
-    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over).
+    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). JSONL, and
+    lists with a record on each line, as `write_records` writes them, take constant memory.
     `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, telling `on_skip`.
 
     Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
     a list that is cut off, and a record that is not an object.
     """
-    try:
-        with open_text(path, errors="surrogateescape" if skip_bad else "strict") as file:
-            first = _first_character(file)
-            if not first:
-                raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
-            if first == "[":
-                yield from _iter_list(path, file, on_skip if skip_bad else None)
-            else:
-                yield from _iter_lines(path, file, on_skip if skip_bad else None)
-    except UnicodeDecodeError as error:
-        raise BadRecordError(f"{path}:{_undecodable_line(path)}: not UTF-8 ({error.reason})") from None
+    with open_text(path, errors="surrogateescape") as file:
+        lines = enumerate(file, start=1)
+        first = next((each for each in lines if each[1].strip()), None)
+        if first is None:
+            raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
+        if not first[1].lstrip().startswith("["):
+            yield from _iter_lines(path, itertools.chain([first], lines), on_skip if skip_bad else None)
+            return
+        try:
+            yield from _iter_list(path, file, *first)
+        except BadRecordError as error:
+            if not skip_bad:
+                raise
+            on_skip(f"{error} (the rest of the file is lost)")
 
 
 def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
@@ -89,129 +96,86 @@ def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
     return [record for _, record in iter_records(path)]
 
 
-def _first_character(file) -> str:
-    """The first character that is not blank, or "" if there is none; the file is wound back to its start."""
-    first = ""
-    while not first and (chunk := file.read(CHUNK)):
-        first = chunk.lstrip()[:1]
-    file.seek(0)
-    return first
-
-
-def _undecodable_line(path) -> int:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return number
-
-
-def _iter_lines(path, file, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
+def _iter_lines(path, lines, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+    for number, line in lines:
         where = f"{path}:{number}"
-        if on_skip and UNDECODABLE.search(line):  # else the file could not have been read so far
-            _fault(f"{where}: not UTF-8", on_skip)
-            continue
         try:
-            yield where, _as_object(json.loads(line), where)
-        except json.JSONDecodeError as error:
-            _fault(f"{where}: not a JSON object on one line ({error.msg}, column {error.colno})", on_skip)
+            if text := line.strip():
+                _check_utf8(text, where)
+                record, end = _scan(text, 0, where)
+                if rest := text[end:].strip():
+                    raise BadRecordError(f"{where}: {rest[:20]!r} after the JSON object; one object a line")
+                yield where, record
         except BadRecordError as error:
-            _fault(str(error), on_skip)
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-            _fault(f"{where}: JSON that Python does not read ({error})", on_skip)
+            if not on_skip:
+                raise
+            on_skip(str(error))
 
 
-def _iter_list(path, file, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
-    reader = _JSONListReader(path, file)
+def _iter_list(path, file, before: int, line: str) -> Iterator[tuple[str, dict]]:
+    """The elements of a list: one a line as long as they stand so, the rest of any other layout as a whole."""
+    number, text, expected = before, line, "["
+    if line.strip() == "[":
+        text, expected = "", AFTER["["]
+        for number, text in enumerate(file, start=1 + before):
+            if not text.startswith("{") or not text.endswith("},\n"):
+                break
+            try:
+                _check_utf8(text, path)
+                record, end = DECODER.raw_decode(text)
+            except (ValueError, RecursionError):
+                break
+            if text[end:] != ",\n":
+                break
+            yield f"{path}:{number}", record
+            text, expected = "", AFTER[","]
+    yield from _iter_elements(path, text + file.read(), number, expected)
+
+
+def _iter_elements(path, text: str, line: int, expected: str | None) -> Iterator[tuple[str, dict]]:
+    """The elements in the text of a list, where an element or one of the characters `expected` comes next."""
+    at, found = 0, ""
+    while True:
+        start, at = at, BLANKS.match(text, at).end()
+        line += text.count("\n", start, at)
+        where, found = f"{path}:{line}", text[at : at + 1]
+        if expected == AFTER["]"]:
+            break
+        if not found:
+            raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
+        if found in expected:
+            at, expected = at + 1, AFTER[found]
+        elif expected == ",]":
+            raise BadRecordError(f"{where}: expected ',' or ']', found {found!r}")
+        else:
+            record, end = _scan(text, at, where)
+            _check_utf8(text[at:end], where)
+            yield where, record
+            line += text.count("\n", at, end)
+            at, expected = end, ",]"
+    if found:
+        raise BadRecordError(f"{where}: {found!r} after the end of the JSON list; one list a file")
+
+
+def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
+    """The object that begins at a place of a text, and where it ends."""
     try:
-        separator = reader.take("[")
-        if reader.peek() == "]":
-            separator = reader.take("]")
-        while separator != "]":
-            yield reader.element()
-            separator = reader.take(",]")
-        reader.end()
-    except BadRecordError as error:
-        _fault(f"{error} (the rest of the file is lost)" if on_skip else str(error), on_skip)
-
-
-def _as_object(record, where: str) -> dict:
+        record, end = DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        why = f"({error.msg}, column {error.colno})"
+        raise BadRecordError(f"{where}: not a JSON object, or the file was cut off here {why}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
     if not isinstance(record, dict):
         raise BadRecordError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return record
+    return record, end
 
 
-def _fault(message: str, on_skip: Callable[[str], None] | None) -> None:
-    if on_skip is None:
-        raise BadRecordError(message)
-    on_skip(message)
-
-
-class _JSONListReader:
-    """Takes the elements of one large JSON list off a file, holding a chunk of it at a time."""
-
-    def __init__(self, path, file):
-        self.path, self.file, self.decoder = path, file, json.JSONDecoder()
-        self.buffer, self.position, self.line, self.at_end = "", 0, 1, False
-
-    def peek(self) -> str:
-        """Pass over blanks; the next character, or "" at the end of the file."""
-        while True:
-            blanks = BLANKS.match(self.buffer, self.position)
-            self._advance(blanks.end())
-            if self.position < len(self.buffer):
-                return self.buffer[self.position]
-            if self.at_end:
-                return ""
-            self._fill()
-
-    def take(self, expected: str) -> str:
-        """Take one character, which must be one of `expected`."""
-        found = self.peek()
-        if not found:
-            raise BadRecordError(f"{self.path}:{self.line}: the JSON list has no end; was the file cut off?")
-        if found not in expected:
-            raise BadRecordError(f"{self.path}:{self.line}: expected one of {expected!r}, found {found!r}")
-        self._advance(self.position + 1)
-        return found
-
-    def element(self) -> tuple[str, dict]:
-        """Take one element of the list."""
-        self.peek()
-        where = f"{self.path}:{self.line}"
-        while True:
-            try:
-                record, end = self.decoder.raw_decode(self.buffer, self.position)
-                break
-            except json.JSONDecodeError as error:
-                if self.at_end:
-                    raise BadRecordError(f"{where}: not JSON, or the file was cut off here ({error.msg})") from None
-                self._fill()
-            except (ValueError, RecursionError) as error:
-                raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
-        if UNDECODABLE.search(self.buffer, self.position, end):
-            raise BadRecordError(f"{where}: not UTF-8")
-        self._advance(end)
-        return where, _as_object(record, where)
-
-    def end(self) -> None:
-        """Nothing but blanks may follow the list."""
-        if found := self.peek():
-            raise BadRecordError(f"{self.path}:{self.line}: {found!r} after the end of the JSON list; one list a file")
-
-    def _advance(self, position: int) -> None:
-        self.line += self.buffer.count("\n", self.position, position)
-        self.position = position
-
-    def _fill(self) -> None:
-        rest = self.buffer[self.position :]
-        more = self.file.read(max(CHUNK, len(rest)))  # at least doubles, so that one huge element stays linear
-        self.buffer, self.position, self.at_end = rest + more, 0, not more
+def _check_utf8(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are no UTF-8 were read as surrogates
+        raise BadRecordError(f"{where}: not UTF-8") from None
 
 
 def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
@@ -328,23 +292,16 @@ def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row)
 
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     """SHA-256 over the contents of the files, in the order given."""
-    whole = hashlib.sha256()
-    for path in paths:
-        whole.update(_sha256(path).digest())
-    return whole.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(file_sha256(path)) for path in paths)).hexdigest()
 
 
 def file_sha256(path: str | os.PathLike) -> str:
     """SHA-256 of one file, as sha256sum prints it."""
-    return _sha256(path).hexdigest()
-
-
-def _sha256(path: str | os.PathLike):
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
-    return digest
+    return digest.hexdigest()
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -662,11 +619,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
 
 
-def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str) -> T:
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
     """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
     parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -676,6 +634,16 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
             or f"{unknown[0]!r} belongs to no flag"
         )
     return kind(**vars(values))
+
+
+def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
+    """Read `COMMAND --flag ...` into the dataclass of this command, whose docstring is the command's description."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
+    command = parser.parse_args(words[:1]).command
+    kind = kinds[command]
+    return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
@@ -714,8 +682,27 @@ def run_program(main: Callable[[], T]) -> T:
     try:
         return main()
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
-        sys.exit(2)
+        end_with_error(str(error))
+
+
+def end_with_error(message: str) -> NoReturn:
+    """End the program with one line and exit status 2.
+
+    Ranks mostly fail alike: rank 0 speaks at once, and its launcher then ends the others before they do.
+    """
+    if rank() > 0:
+        time.sleep(RANK_0_FIRST)
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
+    sys.exit(2)
+
+
+def _name_missing_package(kind, error, trace) -> None:
+    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
 
 
 # --- processes -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from conftest import GOLDEN, load_golden
 from transformers import AutoTokenizer
 
 import dataloaders
+import utils
 from dataloaders import RowDataset, SPAGCollator, encode_example, encode_rows, load_rows
 
 RECORDED = load_golden("collator.json")
@@ -205,3 +206,58 @@ def test_bad_files_are_errors_that_name_file_and_line(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.json"):
         load_rows([str(tmp_path / "nowhere.json")], cache_dir=str(tmp_path / "cache"))
+
+
+RECORDS = [{"query": "a", "n": [1, {"b": 2}]}, {"query": "’é\u2028"}, {}, {"query": "}, {"}]
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda records: "[\n" + ",\n".join(map(utils.to_json, records)) + "\n]\n",  # as write_records
+        lambda records: json.dumps(records),
+        lambda records: "\ufeff\n" + json.dumps(records, indent=1).replace("\n", "\r\n"),
+        lambda records: "[" + "\n,".join(map(json.dumps, records)) + "]",
+        lambda records: "[\n" + ",\n".join(map(json.dumps, records[:2])) + ",\n\n " + json.dumps(records[2:])[1:],
+        lambda records: "\n" + "\n\n".join(map(utils.to_json, records)),
+    ],
+)
+def test_records_are_read_with_their_lines_however_the_file_is_laid_out(tmp_path, lay_out):
+    path = tmp_path / "records"
+    path.write_bytes(lay_out(RECORDS).encode())
+    read = list(utils.iter_records(path))
+    assert [record for _, record in read] == RECORDS
+    lines = path.read_text("utf-8-sig").split("\n")
+    for where, record in read:
+        line = lines[int(where.rsplit(":", 1)[1]) - 1]
+        assert line.strip().lstrip("[,").startswith("{"), (where, record)
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "message"),
+    [
+        ('[\n{"a": 1},\n{"b"', 1, ":3: not a JSON object, or the file was cut off"),
+        ('[\n{"a": 1},\n', 1, ":2: the JSON list has no end"),
+        ('[\n{"a": 1}\n{"b": 2}\n]', 1, ":3: expected ',' or ']', found '{'"),
+        ('[\n{"a": 1},\n5]', 1, ":3: expected a JSON object, got int"),
+        ('[\n{"a": 1},\n{"b": "\udcff"},\n{}]', 1, ":3: not UTF-8"),
+        ('[\n{"a": 1},\n]', 1, ":3: not a JSON object"),
+        ('[]\n{"a": 1}', 0, ":2: '{' after the end"),
+        ('{"a": 1} {}\n', 0, ":1: '{}' after the JSON object"),
+        ('{"a": 1}\n{"b": "\udcff"}', 1, ":2: not UTF-8"),
+        ('{"a": ' * 100_000, 0, ":1: JSON that Python does not read"),
+        ('[{"a": ' * 100_000, 0, ":1: JSON that Python does not read"),
+    ],
+)
+def test_faults_of_a_file_are_named_by_line_and_skipped_on_request(tmp_path, text, read, message):
+    path = tmp_path / "records"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    records = utils.iter_records(path)
+    for _ in range(read):
+        next(records)
+    with pytest.raises(utils.BadRecordError) as caught:
+        next(records)
+    assert str(caught.value).startswith(f"{path}{message}")
+    skipped = []
+    assert len(list(utils.iter_records(path, skip_bad=True, on_skip=skipped.append))) == read
+    assert skipped and skipped[0].startswith(f"{path}{message}")

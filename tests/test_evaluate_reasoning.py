@@ -14,21 +14,13 @@ from forks import python
 from test_finished_work import hold
 
 from tools import evaluate_reasoning
-from tools.evaluate_reasoning import HARNESS_VERSION, parse_args
+from tools.evaluate_reasoning import Flags
 from tools.reasoning import jobs as reasoning_jobs
 from tools.reasoning import table as reasoning_table
-from tools.reasoning.table import (
-    MARK,
-    MEAN,
-    PUBLISHED,
-    PUBLISHED_NAMES,
-    Score,
-    difference,
-    geometric_mean,
-    mean_difference,
-    read_score,
-)
-from utils import NamedPath, run_program
+from tools.reasoning.jobs import HARNESS_VERSION
+from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
+from tools.reasoning.table import MARK, PUBLISHED, PUBLISHED_NAMES
+from utils import parse_flags, run_program
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -193,7 +185,7 @@ def write_result(job, good, questions=100):
     stderr = float(np.std(scores, ddof=1) / math.sqrt(questions))
     job.path.parent.mkdir(parents=True, exist_ok=True)
     result = {
-        "settings": job.settings,
+        "settings": job.request["settings"],
         "questions": questions,
         "shots": job.benchmark.shots,
         "metrics": {
@@ -210,15 +202,15 @@ def flags_for(folder, **models):
 
 
 def test_the_eight_benchmarks_are_the_default_with_their_shots_and_metrics():
-    args = parse_args(["--models", "base=M", "--output_dir", "D"])
-    assert tuple(args.tasks) == reasoning_table.BENCHMARKS
+    flags = parse_flags(Flags, ["--models", "base=M", "--output_dir", "D"], description="")
+    assert tuple(flags.benchmarks()) == reasoning_table.BENCHMARKS
     assert PUBLISHED_NAMES == ("MMLU", "BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "WinoGrande", "PIQA")
 
 
 def test_shots_and_metrics_can_be_changed():
     flags = ["--tasks", "ARC-c:25", "PIQA", "own:1", "--metrics", "ARC-c=acc_norm", "own=f1,none"]
-    args = parse_args(["--models", "base=M", "--output_dir", "D", *flags])
-    assert [tuple(task) for task in args.tasks] == [
+    parsed = parse_flags(Flags, ["--models", "base=M", "--output_dir", "D", *flags], description="")
+    assert [tuple(task) for task in parsed.benchmarks()] == [
         ("ARC-c", "arc_challenge", 25, "acc_norm"),
         ("PIQA", "piqa", 0, "acc"),
         ("own", "own", 1, "f1,none"),
@@ -344,8 +336,7 @@ def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, 
         (["--tasks", "MMLU", "MMLU:0"], "--tasks names mmlu twice"),
         (["--metrics", "PIQA=acc", "--tasks", "MMLU"], "--metrics PIQA is none of the --tasks"),
         (["--against", "epoch1"], "--against epoch1 is none of the --models base"),
-        (["--limit", "0"], "--limit must be at least 1"),
-        (["--harness_version", "0.4.1"], "pip install lm-eval==0.4.1, or --harness_version"),
+        (["--limit", "0"], "--limit is 0; it must be at least 1"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, complaint):
@@ -355,14 +346,18 @@ def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, comp
     assert exit_info.value.code == 2 and len(lines) == 1 and complaint in lines[0]
 
 
-def test_a_missing_harness_names_its_install_command(call, capsys, monkeypatch, tmp_path):
-    def missing(name):
-        raise evaluate_reasoning.metadata.PackageNotFoundError(name)
+@pytest.mark.parametrize("installed, found", [(None, "it is not there"), ("0.4.1", "there is 0.4.1, and results")])
+def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, installed, found):
+    def version(name):
+        if installed is None:
+            raise evaluate_reasoning.metadata.PackageNotFoundError(name)
+        return installed
 
-    monkeypatch.setattr(evaluate_reasoning.metadata, "version", missing)
+    monkeypatch.setattr(evaluate_reasoning.metadata, "version", version)
     with pytest.raises(SystemExit):
         call("--models", "base=M", "--output_dir", str(tmp_path))
-    assert f"pip install lm-eval=={HARNESS_VERSION}" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
 
 
 def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
@@ -374,11 +369,11 @@ def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
 
 def test_jobs_are_dealt_to_the_devices_that_are_free(tmp_path):
     job = reasoning_jobs.Job
-    jobs = [job(NamedPath(str(n), ""), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
+    jobs = [job(str(n), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
     both, seen = threading.Barrier(2, timeout=10), []
 
     def run(job, device):
-        seen.append((job.model.name, device))
+        seen.append((job.model, device))
         both.wait()  # passes only where two run at a time
 
     reasoning_jobs.run_jobs(jobs, ["4", "5"], run)
@@ -409,17 +404,18 @@ def test_the_published_means_are_the_geometric_means_of_their_rows():
 
 def test_models_asked_the_same_questions_are_compared_question_by_question():
     own, other = [100.0, 100.0, 0.0, 100.0], [100.0, 0.0, 0.0, 100.0]
-    found = difference(score(75.0, 25.0, own), score(50.0, 28.9, other))
-    assert found.value == 25.0 and found.paired
-    assert found.stderr == pytest.approx(np.std([0, 100, 0, 0], ddof=1) / 2)  # 25
-    assert found.within_stderr is True
-    assert difference(score(75.0, 25.0, own), score(75.0, 25.0, own)).stderr == 0
+    found = difference([score(75.0, 25.0, own)], [score(50.0, 28.9, other)])
+    assert found["value"] == 25.0 and found["paired"]
+    assert found["stderr"] == pytest.approx(np.std([0, 100, 0, 0], ddof=1) / 2)  # 25
+    assert found["within_stderr"] is True
+    assert difference([score(75.0, 25.0, own)], [score(75.0, 25.0, own)])["stderr"] == 0
 
 
 def test_without_the_questions_errors_add_as_of_independent_ones():
-    found = difference(score(60.0, 3.0), score(50.0, 4.0))
-    assert (found.value, found.stderr, found.paired, found.within_stderr) == (10.0, 5.0, False, False)
-    assert difference(score(60.0, None), score(50.0, 4.0)).within_stderr is None
+    found = difference([score(60.0, 3.0)], [score(50.0, 4.0)])
+    assert found == {"value": 10.0, "stderr": 5.0, "paired": False, "within_stderr": False}
+    assert difference([score(60.0, None)], [score(50.0, 4.0)])["within_stderr"] is None
+    assert difference([score(0.0, 0.0)], [score(50.0, 4.0)])["stderr"] == 4.0
 
 
 def test_the_error_of_a_difference_of_means_is_that_of_small_changes():
@@ -430,13 +426,13 @@ def test_the_error_of_a_difference_of_means_is_that_of_small_changes():
     def scores(side):
         return [score(one.mean(), one.std(ddof=1) / 20, one) for one in side]
 
-    found = mean_difference(scores(answers[0]), scores(answers[1]))
+    found = difference(scores(answers[0]), scores(answers[1]))
     draws = []
     for _ in range(2000):
         chosen = rng.integers(400, size=(3, 400))
         drawn = np.take_along_axis(answers, chosen[None], axis=2).mean(axis=2)
         draws.append(np.subtract(*np.exp(np.log(drawn).mean(axis=1))))
-    assert found.paired and found.stderr == pytest.approx(np.std(draws), rel=0.1)
+    assert found["paired"] and found["stderr"] == pytest.approx(np.std(draws), rel=0.1)
 
 
 def test_scores_whose_mean_is_not_the_value_are_not_compared():

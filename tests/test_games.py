@@ -16,7 +16,7 @@ from tools.games.twenty_questions import TwentyQuestions
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.play import play_game
 
-QUESTIONS = TwentyQuestions()
+QUESTIONS, CITY, BARGAIN = TwentyQuestions(), load_game("guess_my_city"), load_game("bargain")
 
 
 def messages(game, *texts):
@@ -24,12 +24,18 @@ def messages(game, *texts):
     return [{"role": game.roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
+# Messages that decide a game with its example task, and some that do not.
+SAID = ["Yes", "No.", "Is it `word`?", "word", "I know the word! It is word", "Are you from `Lyon`?", "In France."]
+SAID += ["[I keep: 1 book]", "[I keep: 9 book]", "[accept]", ""]
+
+
 # --- finding a game --------------------------------------------------------------------------------------------------
 
 
 def test_games_of_this_project_are_found_by_name():
-    assert own_games() == ["taboo", "twenty_questions"]
-    assert [load_game(name).title for name in own_games()] == ["Adversarial Taboo", "20 Questions"]
+    assert own_games() == ["bargain", "guess_my_city", "taboo", "twenty_questions"]
+    titles = ["A bargain", "Guess My City", "Adversarial Taboo", "20 Questions"]
+    assert [load_game(name).title for name in own_games()] == titles
     assert load_game().name == "taboo" and load_game("taboo", match="word").match == "word"
 
 
@@ -58,9 +64,13 @@ def test_an_own_game_with_the_name_of_another_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name, options, complaint",
     [
-        ("chess", {}, "--game chess: there is taboo, twenty_questions; your own is FILE.py:Class"),
-        ("../taboo", {}, "there is taboo"),
-        ("game", {}, "there is taboo"),
+        (
+            "chess",
+            {},
+            "--game chess: there is bargain, guess_my_city, taboo, twenty_questions; your own is FILE.py:Class",
+        ),
+        ("../taboo", {}, "there is bargain"),
+        ("game", {}, "there is bargain"),
         ("none.py:Mine", {}, "none.py: FileNotFoundError"),
         ("no_module:Mine", {}, "no_module: ModuleNotFoundError: No module named 'no_module'"),
         ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
@@ -125,27 +135,30 @@ def test_what_a_game_says_of_itself_is_checked(change, problem):
 def test_shipped_prompt_files_fit_their_game(name):
     game = load_game(name)
     templates = prompts.load_templates(game.prompt_file, game)
-    secret_of = [role for role in game.roles if "zebra" in game.secrets(role, "zebra").values()]
+    task = game.example_task.replace("word", "zebra")  # which no rule names
     for length in range(3):
         history = messages(game, *["Hm?"] * length)
-        knows = game.next_role(history) in secret_of
-        assert ("zebra" in prompts.play_prompt(game, history, "zebra", 4)) is knows
-        drawn = prompts.training_prompt(game, history, "zebra", 4, rng=random.Random(length), templates=templates)
-        assert ("zebra" in drawn) is knows
+        speaks = game.next_role(history)
+        known = [secret for role in game.roles for secret in game.secrets(role, task).values()]
+        drawn = prompts.training_prompt(game, history, task, 4, rng=random.Random(length), templates=templates)
+        for prompt in (prompts.play_prompt(game, history, task, 4), drawn):
+            told = [secret in prompt for secret in known]
+            assert told == [secret in game.secrets(speaks, task).values() for secret in known]
 
 
 @pytest.mark.parametrize("name", own_games())
-@given(st.lists(st.sampled_from(["Yes", "No.", "Is it `apple`?", "apple", "I know the word! It is apple", ""])))
+@given(st.lists(st.sampled_from(SAID)))
 def test_a_verdict_is_explained_and_its_points_are_shares(name, texts):
     game = load_game(name)
-    history = messages(game, *texts)
-    outcome, length = game.judge(history, "apple", 3)
+    history, task = messages(game, *texts), game.example_task
+    outcome, length = game.judge(history, task, 3)
     assert length <= min(len(history), 6) and outcome in [each.name for each in game.outcomes]
-    assert all(0 <= points <= 1 for points in game.points("apple", history[:length], outcome))
-    assert set(game.rewards("apple", history[:length], outcome)) <= set(game.roles)
-    assert game.explain("apple", history[:length], outcome)
+    assert all(0 <= points <= 1 for points in game.points(task, history[:length], outcome))
+    rewards = game.rewards(task, history[:length], outcome)
+    assert set(rewards) <= set(game.roles) and all(0 <= reward <= 1 for reward in rewards.values())
+    assert game.explain(task, history[:length], outcome)
     for text in texts:
-        assert all(0 <= start <= end <= len(text) for _, start, end in game.marks("apple", text))
+        assert all(0 <= start <= end <= len(text) for _, start, end in game.marks(task, text))
 
 
 def test_an_outcome_that_the_game_does_not_have_is_an_error_at_once():
@@ -237,7 +250,100 @@ def test_a_game_names_itself_in_its_episode():
     assert players["answerer"].asked[0].secrets == {"target_word": "apple"}
 
 
-def test_nothing_outside_its_file_knows_of_twenty_questions():
+# --- Guess My City ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "texts, outcome, length",
+    [
+        (["Is it warm?", "Often.", "Are you from `Lyon`?"], "found", 3),
+        (["Are you from `lyon, FRANCE`?"], "found", 1),
+        (["Are you from `Paris`? Are you from `Lyon` ?"], "found", 1),
+        (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
+        (["Are you from `Paris`?", "No, further south."], "not found", 2),
+        (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
+        (["Which language?", "That of france."], "answerer names the place", 2),
+        (["Which language?", "I am no Lyonnais."], "not found", 2),
+        (["Which continent?", "Europe"], "not found", 2),
+        (["a", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
+    ],
+)
+def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
+    assert CITY.judge(messages(CITY, *texts), "Lyon, France, Europe", 3) == (outcome, length)
+
+
+@pytest.mark.parametrize("task", ["Lyon", "Lyon, France", "Lyon, , Europe", "Lyon, France, Europe, Earth"])
+def test_a_line_that_is_no_city_is_refused(task):
+    with pytest.raises(ValueError, match="is no city; expected City, Country, Region"):
+        CITY.check_task(task)
+
+
+# --- a bargain -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "texts, outcome, length, points",
+    [
+        # All is worth 2 * 4 + 1 * 2 = 10 to the first and 2 * 1 + 1 * 8 = 10 to the second.
+        (["[I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),
+        (["[I keep: 2 Book, 1 hat]", "No. [i keep: 1 hat, 1 book]", "Fine: [ACCEPT]"], "deal", 3, (0.4, 0.9)),
+        (["[I keep: ]", "[accept]"], "deal", 2, (0.0, 1.0)),
+        (["[I keep: 1 hat] or rather [I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),  # the last one
+        (["[I keep: 2 book]", "Hm.", "[accept]"], "no deal", 3, (0.0, 0.0)),  # nothing to accept
+        (["[accept]", "[accept]"], "no deal", 2, (0.0, 0.0)),
+        (["I keep: 2 book", "[accept]"], "no deal", 2, (0.0, 0.0)),
+        (["[I keep: 3 book]", "[accept]"], "offer of what is not there", 1, (0.0, 0.0)),
+        (["Hello", "[I keep: 1 ball]"], "offer of what is not there", 2, (0.0, 0.0)),
+        (["[I keep: everything]"], "offer of what is not there", 1, (0.0, 0.0)),
+        (["a", "b", "c", "d", "e", "[I keep: 2 book]", "[accept]"], "no deal", 6, (0.0, 0.0)),
+    ],
+)
+def test_a_bargain_is_judged_and_paid_by_its_rules(texts, outcome, length, points):
+    history, task = messages(BARGAIN, *texts), "book:2:4/1 hat:1:2/8"
+    assert BARGAIN.judge(history, task, 3) == (outcome, length)
+    assert BARGAIN.points(task, history[:length], outcome) == pytest.approx(points)
+    assert list(BARGAIN.rewards(task, history[:length], outcome).values()) == pytest.approx(points)
+
+
+@pytest.mark.parametrize("task", ["book", "book:2:4", "book:0:1/1", "book:1:1/1 Book:1:1/1", "book:1:0/5"])
+def test_a_line_that_is_no_bargain_is_refused(task):
+    with pytest.raises(ValueError, match="no goods|worth nothing"):
+        BARGAIN.check_task(task)
+
+
+def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
+    """Rewards of 0.4 and 0.9, and of 1 and nothing: rows are the share by decay times the role's reward."""
+    task, played = "book:2:4/1 hat:1:2/8", {"game": "bargain", "max_turns": 6}
+    texts = ["[I keep: 2 book, 1 hat]", "[I keep: 1 hat, 1 book]", "[accept]"]
+    fair = played | {"target_word": task, "history": messages(BARGAIN, *texts)}
+    greedy = played | {"target_word": task, "history": messages(BARGAIN, "[I keep: 2 book, 1 hat]", "[accept]")}
+    rows = assign_rewards([fair, greedy], game=BARGAIN, decay_weight=0.5, rng=random.Random(0))
+    # N_first = 2, N_second = 1, N = 3: weights 3 / 4 and 3 / 2. The first's shares of a game of two: 1/3 and 2/3.
+    expected = [
+        ("first_buyer", 0.4 / 3, 0.75),
+        ("second_buyer", 0.9, 1.5),
+        ("first_buyer", 0.8 / 3, 0.75),
+        ("first_buyer", 1.0, 0.75),
+    ]
+    assert [row["role"] for row in rows] == [role for role, _, _ in expected]
+    assert [row["reward"] for row in rows] == pytest.approx([reward for _, reward, _ in expected])
+    assert [row["weight"] for row in rows] == [weight for _, _, weight in expected]
+
+
+def test_bargains_are_drawn_and_each_is_a_task():
+    tasks = BARGAIN.tasks(50, random.Random(1))
+    assert len(set(tasks)) == 50 and tasks == BARGAIN.tasks(50, random.Random(1))
+    for task in tasks:
+        BARGAIN.check_task(task)
+    with pytest.raises(ValueError, match="20 Questions makes no tasks of its own"):
+        QUESTIONS.tasks(1, random.Random(1))
+
+
+# --- one file each ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["twenty", "guess_my_city", "bargain"])
+def test_nothing_outside_its_file_knows_of_a_game(name):
     sources = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("tools/**/*.sh")]
-    named = [path.name for path in sources if "twenty" in path.read_text(encoding="utf-8").lower()]
-    assert named == ["twenty_questions.py"]
+    named = [path.name for path in sources if name in path.read_text(encoding="utf-8").lower()]
+    assert len(named) == 1 and named[0].startswith(name)

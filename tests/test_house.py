@@ -69,7 +69,7 @@ def test_every_room_is_on_a_floor():
 
 
 def test_no_room_is_called_like_a_package_or_a_program():
-    """`python tools/x.py` puts tools/ first on the import path."""
+    """`python tools/x.py` puts tools/ on the import path."""
     rooms = {path.parent.name for path in ROOT.glob("tools/*/*.py")}
     assert not rooms & {path.stem for path in ROOT.glob("tools/*.py")}
     assert [room for room in sorted(rooms) if importlib.util.find_spec(room)] == []

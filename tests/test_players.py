@@ -200,7 +200,7 @@ class EchoEngine:
         self.waiting: list[tuple[int, str]] = []
         self.runs: list[list[str]] = []
 
-    def start(self, request, prompt, *, game):
+    def start(self, request, prompt, *, game, limit):
         self.waiting.append((request, prompt))
 
     def run(self):
@@ -304,7 +304,7 @@ class TestBatchEngine:
         local = load(tiny_model)
         engine, expected, sizes = BatchEngine(local, 8), generate(local, list("abcdefgh")), []
 
-        def answer(prompts):
+        def answer(prompts, limits):
             sizes.append(len(prompts))
             if len(prompts) > 2:
                 raise torch.OutOfMemoryError
@@ -321,7 +321,7 @@ class TestBatchEngine:
     def test_memory_that_does_not_suffice_for_one_prompt_is_an_error(self, tiny_model):
         local = load(tiny_model)
 
-        def answer(prompts):
+        def answer(prompts, limits):
             raise torch.OutOfMemoryError
 
         engine = BatchEngine(local, 1)

@@ -13,7 +13,7 @@ from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import word_list
 from tools.selfplay.rows import read_sft_rows
-from utils import alpaca_to_row, read_json_or_jsonl, run_program
+from utils import alpaca_to_row, parse_command, read_json_or_jsonl, run_program
 
 RULES = [f"\nrule {index}: {{max_turns}} turns\n" for index in range(6)] + [
     "no slot here\n",
@@ -98,7 +98,7 @@ def test_what_is_no_release_is_refused_in_one_line(convert, capsys, tmp_path, co
 
 def test_a_subcommand_is_needed():
     with pytest.raises(SystemExit) as exit_info:
-        prepare_data.parse_args([])
+        parse_command(prepare_data.COMMANDS, [], description="")
     assert exit_info.value.code == 2
 
 
@@ -140,7 +140,7 @@ def sources(tmp_path):
     """A file of each kind of input."""
     files = {name: tmp_path / f"{name}.json" for name in ("alpaca", "episodes")} | {"code": tmp_path / "utils.py"}
     files["alpaca"].write_text(json.dumps(ALPACA))
-    files["episodes"].write_text(json.dumps([GAME, GAME | {"history": GAME["history"][:2]}]))
+    files["episodes"].write_text(json.dumps([GAME, GAME | {"history": GAME["history"][:2]}], indent=1))
     files["code"].write_text(CODE)
     return files
 
@@ -176,8 +176,8 @@ def test_the_overlap_of_two_lists_is_printed_both_ways(call, tmp_path):
     other = tmp_path / "other.txt"
     call("words", "--number", 10, "--output", tmp_path / "ten.txt")
     other.write_text("\n".join((tmp_path / "ten.txt").read_text().upper().split()[:4] + ["zzyzx"]) + "\n")
-    (line,) = call("words", "--number", 10, "--compare", other)
-    assert json.loads(line) == {
+    printed = call("words", "--number", 10, "--output", tmp_path / "ten.txt", "--compare", other)
+    assert json.loads(printed[1]) == {
         "compared_with": str(other),
         "words": 10,
         "words_there": 5,
@@ -239,13 +239,46 @@ def test_imitation_rows_are_those_of_assign_rewards(call, sources, tmp_path, mon
     assert found["settings"]["seed"] == 7
 
 
+def test_a_list_is_split_into_words_of_training_and_held_out_ones(call, tmp_path):
+    words = [f"word{number}" for number in range(40)]
+    (tmp_path / "all.txt").write_text("\n".join([*words, "word3", ""]))
+    flags = ["--input", tmp_path / "all.txt", "--held_out", tmp_path / "held.txt", "--number", 10]
+    (line,) = call("split", *flags, "--output", tmp_path / "train.txt")
+    train, held_out = ((tmp_path / name).read_text().splitlines() for name in ("train.txt", "held.txt"))
+    assert len(held_out) == 10 and sorted(train + held_out) == sorted(words)
+    assert [train, held_out] == [sorted(each, key=words.index) for each in (train, held_out)]
+    assert json.loads(line)["counts"] == {"words": 30, "held_out": 10}
+    assert json.loads(line)["held_out"] == {"file": "held.txt", "sha256": sha256(tmp_path / "held.txt")}
+    before = sha256(tmp_path / "held.txt")
+    call("split", *flags, "--output", tmp_path / "train.txt")
+    assert sha256(tmp_path / "held.txt") == before
+    call("split", *flags, "--output", tmp_path / "train.txt", "--seed", 1)
+    assert sha256(tmp_path / "held.txt") != before
+
+
+@pytest.mark.parametrize("number", [0, 40])
+def test_neither_part_of_a_split_is_empty(call, capsys, tmp_path, number):
+    (tmp_path / "all.txt").write_text("\n".join(f"word{number}" for number in range(40)))
+    files = ["--input", tmp_path / "all.txt", "--output", tmp_path / "train.txt", "--held_out", tmp_path / "held.txt"]
+    with pytest.raises(SystemExit):
+        call("split", *files, "--number", number)
+    assert f"--number {number}: must be between 1 and 39" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["all.txt"]
+
+
+def split_flags(files, output):
+    held_out = Path(output).with_name("held_out.txt")
+    return ["split", "--number", 1, "--input", files["episodes"], "--output", output, "--held_out", held_out]
+
+
 COMMANDS = {
+    "split": split_flags,
     "words": lambda files, output: ["words", "--number", 10, "--compare", files["episodes"], "--output", output],
     "alpaca": lambda files, output: ["alpaca", "--input", files["alpaca"], "--output", output],
     "imitation": lambda files, output: ["imitation", "--episodes", files["episodes"], "--output", output],
     "prompts": lambda files, output: ["prompts", "--from_release", files["code"], "--output", output],
 }
-READ_BY = {"words": "episodes", "alpaca": "alpaca", "imitation": "episodes", "prompts": "code"}
+READ_BY = {"words": "episodes", "split": "episodes", "alpaca": "alpaca", "imitation": "episodes", "prompts": "code"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -254,7 +287,8 @@ def test_every_output_has_a_file_beside_it_that_tells_what_it_was_made_of(call, 
     printed = call(*COMMANDS[command](sources, output))
     found = read(tmp_path / "made" / "output_source.json")
     assert found == json.loads(printed[0])
-    assert list(found) == ["made_by", "source", "settings", "counts", "inputs", "output"]
+    keys = ["made_by", "source", "settings", "counts", "inputs", "output"]
+    assert list(found) == keys + ["held_out"] * (command == "split")
     assert found["made_by"] == f"tools.prepare_data {command}" and found["output"]["sha256"] == sha256(output)
     for item in found["inputs"]:
         assert item["sha256"] == sha256(Path(item["file"]))

@@ -1,6 +1,5 @@
 """The learning table of the embedded world: rows of the controls, the loops that are run, and the table."""
 
-import argparse
 import json
 import math
 import random
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from tools.games import load_game, prompts, taboo
+from tools.games import prompts, taboo
 from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches
 from tools.selfplay.rewards import Games, paid_rows
@@ -32,31 +31,27 @@ def games():
     return scripted_games(load_lexicon(), rounds=2, rng=random.Random(0))
 
 
-@pytest.fixture(scope="module")
-def played(games) -> controls.Played:
-    game = load_game()
+def rows_of(game: Taboo, games: list[dict]) -> list[dict]:
     templates = prompts.load_templates(TEMPLATES, game)
-    return controls.Played(game, games, partial(prompts.play_prompt, game, templates=templates))
+    judged = Games(game)
+    for episode in games:
+        judged.add(episode)
+    prompt_fn = partial(prompts.play_prompt, game, templates=templates)
+    return list(paid_rows(judged, games, decay_weight=0.8, prompt_fn=prompt_fn))
 
 
 @pytest.fixture(scope="module")
-def rows(played, games):
+def rows(games):
     """The rows of self-play learning."""
-    judged = Games(played.game)
-    for game in games:
-        judged.add(game)
-    return list(paid_rows(judged, games, decay_weight=0.8, prompt_fn=played.prompt_fn))
+    return rows_of(Taboo(), games)
 
 
 # --- controls ------------------------------------------------------------------------------------------------------
 
 
-def test_with_their_own_winners_the_rows_are_those_of_the_method(played, rows):
-    assert [row for of_game in played.rows(played.winners()) for row in of_game] == rows
-
-
-def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(played, games, rows):
-    drawn = list(controls.coin_rows(played, random.Random(0)))
+def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows):
+    drawn = rows_of(controls.Coin(), games)
+    assert drawn == rows_of(controls.Coin(), games)
     won = {(row["query"], row["target"], row["role"]) for row in rows}
     lost = [row for row in drawn if (row["query"], row["target"], row["role"]) not in won]
     assert 0.35 < len(lost) / len(drawn) < 0.65
@@ -68,21 +63,24 @@ def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(played, games
     assert by_role == pytest.approx([decided / 2] * 2)
 
 
-def test_shuffled_rewards_are_those_of_the_same_game_in_another_order(played, rows):
-    shuffled = list(controls.shuffled_rows(played, random.Random(0)))
+def test_shuffled_rewards_are_those_of_the_same_game_in_another_order(games, rows):
+    shuffled = list(controls.shuffled_rows(rows, random.Random(0)))
     without = [{key: row[key] for key in row if key != "reward"} for row in rows]
     assert [{key: row[key] for key in row if key != "reward"} for row in shuffled] == without
     start = 0
-    for of_game in played.rows(played.winners()):
-        end = start + len(of_game)
-        assert Counter(row["reward"] for row in shuffled[start:end]) == Counter(row["reward"] for row in of_game)
-        start = end
+    for game in games:
+        if game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS):
+            winner = Taboo().outcome(game["outcome"]).winner
+            end = start + sum(message["role"] == winner for message in game["history"][: game["length"]])
+            dealt, own = (Counter(row["reward"] for row in each[start:end]) for each in (shuffled, rows))
+            assert dealt == own
+            start = end
     assert start == len(rows)
     assert sum(one["reward"] != other["reward"] for one, other in zip(shuffled, rows, strict=True)) > 0.2 * len(rows)
 
 
-def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(played, rows):
-    cloned = list(controls.cloning_rows(played, SFT))
+def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(rows):
+    cloned = list(controls.cloning_rows(rows, SFT))
     assert {row["type"] for row in cloned} == {"sft"} and len(cloned) == len(rows) + 3
     # With l = -1 in every row: OfflinePO at ratio 1 and KL 0 has mean(reward * weight) + 0.5 * mean over SFT rows.
     expected = sum(row["reward"] * row["weight"] for row in rows) / len(rows) + 0.5 * 1.0
@@ -91,7 +89,7 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(played, rows
 
 
 @pytest.mark.parametrize("control", controls.CONTROLS)
-def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path, monkeypatch, capsys):
+def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path, monkeypatch):
     write_records(tmp_path / "games.json", games)
     write_records(tmp_path / "facts.json", SFT)
     counts = {"attacker": 4, "defender": 2, "sft": 1, "empty": 5}
@@ -104,14 +102,14 @@ def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp
     monkeypatch.setattr("sys.argv", ["controls", *words])
     controls.main()
     made = read_json_or_jsonl(output)
-    assert json.loads(output.with_name("rows_rewards_settings.json").read_text())["settings"]["control"] == control
     if control == controls.SFT:
         assert len(made) == 7 and {row["type"] for row in made} == {"sft"}
     else:
         assert [row["target"] for row in made[-3:]] == ["t"] * 3
         assert made[0]["query"] == rows[0]["query"] or control == controls.COIN
+    before = output.read_bytes()
     controls.main()
-    assert f"{output}: all is there" in capsys.readouterr().out
+    assert output.read_bytes() == before
     monkeypatch.setattr("sys.argv", ["controls", *words, "--seed", "4"])
     with pytest.raises(ValueError, match="seed: 3 then, 4 now"):
         controls.main()
@@ -174,12 +172,12 @@ def programs(games, monkeypatch):
     return programs
 
 
-def arguments(folder: Path, workers: int = 2) -> argparse.Namespace:
-    return argparse.Namespace(output_dir=str(folder), seeds=2, epochs=2, workers=workers)
+def reproduce(folder: Path, workers: int = 2, epochs: int = 2) -> None:
+    tiny_reproduce.Reproduce(output_dir=str(folder), seeds=2, epochs=epochs, workers=workers).run()
 
 
 def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, capsys):
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     table = (tmp_path / "table.md").read_text()
     printed = capsys.readouterr().out
     assert table in printed
@@ -206,7 +204,7 @@ def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, c
 @pytest.fixture
 def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
     """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     names = [name for name, _ in programs.calls]
     assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # nothing ran twice
     return dict(programs.calls)  # of a world's two calls the second: the loop
@@ -246,39 +244,37 @@ def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
 def test_what_is_finished_is_not_run_again(programs, tmp_path):
     programs.fails_at = "seed0/released"
     with pytest.raises(RuntimeError, match="exit status 1"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
     before = {name for name, _ in programs.calls}
     assert not (tmp_path / "table.md").exists()
     programs.calls, programs.fails_at = [], None
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     assert {name for name, _ in programs.calls} & before == {"seed0/released"}
     programs.calls = []
-    tiny_reproduce.reproduce(arguments(tmp_path))
+    reproduce(tmp_path)
     assert programs.calls == []
 
 
 def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
     programs.fails_at = "seed0/world"
     with pytest.raises(RuntimeError, match="exit status 1"):
-        tiny_reproduce.reproduce(arguments(tmp_path, workers=1))
+        reproduce(tmp_path, workers=1)
     assert len(programs.calls) < 6  # of 16: what was begun before the failure was seen
 
 
 def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):
     programs.guessed = 0
     with pytest.raises(RuntimeError, match="guesses the word in 0.0% of its games"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
 
 
 def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path):
-    tiny_reproduce.reproduce(arguments(tmp_path))
-    other = arguments(tmp_path)
-    other.epochs = 3
+    reproduce(tmp_path)
     with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
-        tiny_reproduce.reproduce(other)
+        reproduce(tmp_path, epochs=3)
     (tmp_path / "settings.json").write_text('{"epochs": 2}')
     with pytest.raises(ValueError, match="not the settings of a run, or of an earlier version"):
-        tiny_reproduce.reproduce(arguments(tmp_path))
+        reproduce(tmp_path)
 
 
 # --- differences ---------------------------------------------------------------------------------------------------

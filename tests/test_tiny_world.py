@@ -30,7 +30,7 @@ from tools.tiny.players import (
     fact_rows,
     load_lexicon,
 )
-from utils import read_json_or_jsonl
+from utils import parse_command, read_json_or_jsonl
 
 GAME = taboo.Taboo()
 SMALL = Lexicon(
@@ -205,8 +205,7 @@ def test_what_is_built_stays_and_other_settings_are_refused(world, capsys):
 
 
 def build(*flags):
-    args = tiny_world.parse_args(["build", *flags])
-    args.run(args)
+    parse_command(tiny_world.COMMANDS, ["build", *flags], description="").run()
 
 
 def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
@@ -226,7 +225,7 @@ def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_p
     won = {"imitation": taboo.DEFENDER_WINS}
     write_match(tmp_path / "epoch10" / "eval", "epoch10", won | {"epoch10": taboo.ATTACKER_WINS})
     write_match(tmp_path / "epoch2" / "eval", "epoch2", won | {"epoch2": taboo.TIED})
-    tiny_world.show(tiny_world.parse_args(["show", str(tmp_path)]))
+    tiny_world.Show(output_dir=str(tmp_path)).run()
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines() if line.startswith("epoch")]
     assert [line[:3] for line in lines[:2]] == [["epoch2", "4", "0.750"], ["epoch10", "4", "1.000"]]
@@ -238,4 +237,4 @@ def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_p
 
 def test_show_before_any_match_says_so(tmp_path):
     with pytest.raises(ValueError, match="has not come to a match yet"):
-        tiny_world.show(tiny_world.parse_args(["show", str(tmp_path)]))
+        tiny_world.Show(output_dir=str(tmp_path)).run()

@@ -299,6 +299,29 @@ def test_deepspeed_in_bf16_loads_and_saves_bf16_and_keeps_rewards_and_logprobs_i
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
+AS_WITH_A_GPU = """import sys, arguments, train
+arguments.SPAGArguments._settle_without_gpu = lambda self: None  # use_cpu stays unset
+train.main(sys.argv[1:])"""
+
+
+@pytest.mark.parametrize("program", [["-c", AS_WITH_A_GPU], ["train.py"]])
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]])
+def test_one_process_under_deepspeed_takes_no_launcher(
+    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, program, launcher
+):
+    """By the Trainer's own way to a device, and by ours on a CPU."""
+    settings = offline_po(mixed_rows, tiny_model, other_model, deepspeed=ROOT / "configs" / "zero2.json")
+    if launcher and program[0] == "-c":  # torchrun starts files
+        program = [str(tmp_path / "program.py")]
+        Path(program[0]).write_text(AS_WITH_A_GPU)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [python(), *launcher, *program, *flags_of(tmp_path / "out", settings)]
+    finished = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    expected, output = plain_runs[other_model]
+    assert_same_training(steps_of(tmp_path / "out"), tmp_path / "out", expected, output, tiny_model)
+
+
 # --- the reference -------------------------------------------------------------------------------------------------
 
 
@@ -674,6 +697,25 @@ def test_lora_trains_adapters_against_the_model_without_them(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")(tokens).logits
     assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
     assert (adapted - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [None, "zero3.json"])
+def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, config):
+    pytest.importorskip("peft")
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
+    plain = run(tmp_path / "fp32", settings)
+    if config:
+        steps = launch(tmp_path / "out", 1, settings | {"bf16": True, "deepspeed": ROOT / "configs" / config})
+    else:
+        trainer = train.set_up(flags_of(tmp_path / "out", settings | {"bf16": True}))
+        dtypes = {name: weights.dtype for name, weights in trainer.model.named_parameters()}
+        assert all(dtypes[name] == (torch.float32 if "lora_" in name else torch.bfloat16) for name in dtypes)
+        train.run(trainer)
+        steps = steps_of(tmp_path / "out")
+    assert abs(steps[0]["log_ratio"]) < 1e-6 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-6)
+    assert_close([step["loss"] for step in steps], [step["loss"] for step in plain], rtol=0.03, atol=0.03)
+    merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
 
 
 def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_rows, tiny_model):

@@ -15,3 +15,5 @@ Programs stand here; what they are made of stands in rooms. Imports go one way, 
     bench      speed, memory and size of everything, measured and computed
     loop       what tools/run_spag.sh, quickstart.sh and test.sh share
 """
+
+import utils  # noqa: F401  first: it says in one line what to do where packages are missing

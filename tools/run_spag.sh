@@ -37,7 +37,7 @@ read_settings_file "$@"
 : "${TOP_K:=50}"               # sample from so many tokens; 0: from all
 : "${ENGINE:=auto}"            # of play and matches, as --engine of tools/play_llm_game.py
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=tools/assign_rewards.py}" # program that makes rows of the games, and flags of its own
+: "${REWARDS:=}"              # program that makes rows of the games, with flags; empty: tools/assign_rewards.py
 : "${DECAY_WEIGHT:=0.8}"       # what a message gets of the next one's reward
 : "${GLOBAL_BATCH:=128}"       # rows of an optimizer step, over all processes
 : "${TRAIN_BATCH:=2}"          # rows that a process takes at once
@@ -108,7 +108,7 @@ case $PRECISION in
   *) precision=() ;;
 esac
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
-[ "$SAVE_STEPS" != 0 ] || saving=(--save_strategy no)
+case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac
 game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${MATCH:+--match "$MATCH"})
 prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
@@ -130,9 +130,9 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
     --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" --data_path "$WORDS" \
     --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words --seed "$seed" \
     "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
-  [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" "${REWARDS[@]}" --input_data_path "$episodes" \
-    --output_data_path "$folder/rows/rows.json" --decay_weight "$DECAY_WEIGHT" --seed "$seed" "${game[@]}" \
-    "${prompts[@]}" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
+  [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" "${REWARDS[@]:-$root/tools/assign_rewards.py}" \
+    --input_data_path "$episodes" --output_data_path "$folder/rows/rows.json" --decay_weight "$DECAY_WEIGHT" \
+    --seed "$seed" "${game[@]}" "${prompts[@]}" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
     --learning_rate "$LEARNING_RATE" --seed "$seed" "${TRAIN_ARGS[@]}"

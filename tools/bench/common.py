@@ -1,5 +1,6 @@
-"""What the benchmarks share: flags, processes for each run, tables, what the machine can do."""
+"""What the benchmarks share: shapes of Llamas, flags, processes for each run, tables, what the machine can do."""
 
+import dataclasses
 import importlib.metadata
 import json
 import multiprocessing
@@ -8,120 +9,110 @@ import platform
 import socket
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import start_processes
 
 import utils
 from tools.engine.generate import now
 from tools.tiny.models import random_llama
 from utils import flag
 
-PRESETS = {
-    "tiny": (32, 2, 2, 64, 300),
-    "30m": (512, 8, 8, 1376, 8000),
-    "1b": (2048, 22, 32, 5632, 32000),
-    "7b": (4096, 32, 32, 11008, 32000),
-}
 PACKAGES = ("torch", "transformers", "accelerate")
 MATMUL_SIZE = {"cpu": 2048, "mps": 4096, "cuda": 8192}
 BANDWIDTH_BYTES = {"cpu": 2**28, "mps": 2**30, "cuda": 2**32}
 
 
-# --- flags ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a Llama."""
 
-
-@dataclass
-class LlamaFlags:
-    """The shape of the Llama that is measured, and what all its benchmarks are told. ValueError lists all problems."""
-
-    preset: str = flag("shape of the Llama; the five flags below change it", default="30m", choices=list(PRESETS))
-    hidden_size: int | None = flag("the Llama's hidden size", default=None)
-    layers: int | None = flag("the Llama's layers", default=None)
-    heads: int | None = flag("the Llama's heads", default=None)
-    intermediate_size: int | None = flag("the Llama's intermediate size", default=None)
-    vocab_size: int | None = flag(
-        "the Llama's vocabulary, at least 300; a tokenizer of bytes has 260 tokens", default=None
-    )
-    seed: int = flag("of everything random", default=42)
-    output: str | None = flag("also write the figures to this JSON file", default=None)
-
-    def __post_init__(self):
-        for name, value in zip(self.shape, PRESETS[self.preset], strict=True):
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if problems := self.problems():
-            raise ValueError("\n".join(problems))
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The shape as `random_llama` takes it."""
-        names = ("hidden_size", "layers", "heads", "intermediate_size", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int = 32000
 
     @property
     def layer_weights(self) -> int:
         """Weights of all layers' matrices."""
-        return self.layers * (4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size)
+        attention = 2 * self.hidden_size**2 * (self.heads + self.kv_heads) // self.heads
+        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def parameters(self) -> int:
+        """The norms' few left out."""
+        return self.layer_weights + 2 * self.vocab_size * self.hidden_size
+
+    @property
+    def cache_numbers(self) -> int:
+        """Keys and values of a token."""
+        return 2 * self.layers * self.hidden_size * self.kv_heads // self.heads
+
+
+SHAPES = {
+    "tiny": Shape(32, 2, 2, 2, 64, 300),
+    "30m": Shape(512, 8, 8, 8, 1376, 8000),
+    "1b": Shape(2048, 22, 32, 4, 5632),
+    "7b": Shape(4096, 32, 32, 32, 11008),
+    "13b": Shape(5120, 40, 40, 40, 13824),
+    "70b": Shape(8192, 80, 64, 8, 28672),
+}
+
+
+@dataclass
+class LlamaFlags:
+    """What the benchmarks of a random Llama are told. ValueError lists all problems."""
+
+    preset: str = flag("shape of the Llama", default="30m", choices=list(SHAPES))
+    vocab_size: int | None = flag("the Llama's vocabulary, at least 300, instead of the shape's", default=None)
+    processes: int = flag("processes that share the work, as torchrun would start them", default=1)
+    seed: int = flag("of everything random", default=42)
+
+    def __post_init__(self):
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    @property
+    def shape(self) -> Shape:
+        shape = SHAPES[self.preset]
+        return dataclasses.replace(shape, vocab_size=self.vocab_size or shape.vocab_size)
 
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
-        problems = utils.too_small(self, hidden_size=1, layers=1, heads=1, intermediate_size=1, vocab_size=300)
-        if not problems and self.hidden_size % (2 * self.heads):
-            problems.append("--hidden_size must be a multiple of twice --heads: rotary positions go in pairs")
-        return problems
+        return utils.too_small(self, vocab_size=300, processes=1)
 
     def llama(self, **config):
         """The random Llama of these flags."""
-        return random_llama(seed=self.seed, **self.shape, **config)
+        shape = dataclasses.asdict(self.shape)
+        return random_llama(seed=self.seed, num_key_value_heads=shape.pop("kv_heads"), **shape, **config)
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------
+def run_ranks(processes: int, measure: Callable[..., dict], *args) -> list[dict]:
+    """Call `measure(*args)` in so many new processes, the ranks of a launch; what each gave.
 
-
-def run_ranks(measure: Callable[..., dict | None], *args) -> list[dict | None]:
-    """Call `measure(*args)` in new processes, one for each of this launch, and return what each gave, by rank.
-
-    A process of its own has a peak memory of its own. ValueError if one is killed.
+    A process of its own has a peak memory of its own.
     """
-    multiprocessing.set_forkserver_preload([measure.__module__])  # packages are imported once for all runs
-    ranks = utils.world_size()
+    multiprocessing.set_forkserver_preload(["train", "tools.selfplay.play"])  # imported once for all runs
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(_run_rank, (measure, args, folder, ranks, port), ranks, start_method="forkserver")
-        except ProcessExitedException as error:
-            raise ValueError(f"{error} in {measure.__module__}, most often for want of memory; {args}") from None
-        return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)]
+        start_processes(_run_rank, (measure, args, folder, processes, port), processes, start_method="forkserver")
+        return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(processes)]
 
 
-def _run_rank(rank: int, measure: Callable, args: tuple, folder: str, ranks: int, port: int) -> None:
+def _run_rank(rank: int, measure: Callable, args: tuple, folder: str, processes: int, port: int) -> None:
     os.dup2(2, 1)  # standard output is the table's
-    for name in (*utils.LAUNCHER_VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)
-    if ranks > 1:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    if processes > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})
     utils.write_json(Path(folder, str(rank)), measure(*args))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def compare_and_print(
-    kind: type[LlamaFlags], description: str, compare: Callable[..., dict], print_report: Callable[[dict], None]
-) -> None:
-    """The main of a benchmark: read its settings, measure, print, and write what --output asks for."""
-    settings = utils.parse_flags(kind, description=description)
-    if utils.rank():  # the first process starts those that are measured
-        return
-    report = compare(settings)
-    print_report(report)
-    if settings.output:
-        utils.write_json(settings.output, report)
 
 
 # --- what is printed -----------------------------------------------------------------------------------------------
@@ -135,24 +126,13 @@ def print_table(columns: dict[str, str], lines: Iterable[dict]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     for row in rows:
-        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
 
 
-def describe_run(settings: LlamaFlags, device: str, rates: dict[str, float]) -> dict:
-    """What the figures were measured with."""
-    return {
-        "device": device,
-        "processes": utils.world_size(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "settings": asdict(settings),
-        **rates,
-    }
-
-
-def print_run(report: dict, rates: str) -> None:
-    """The last line below a table."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    print(f"{report['processes']} x {report['device']}; {rates}; {versions}")
+def print_machine(processes: int, device: str, rates: str) -> None:
+    """The last line below a table: what it was measured with."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    print(f"{processes} x {device}; {rates}; {versions}")
 
 
 # --- what the machine can do ---------------------------------------------------------------------------------------

@@ -14,35 +14,12 @@ activations of 2 rows of 2048 tokens, kept at the borders of the layers.
 from dataclasses import asdict, dataclass
 
 import utils
-from tools.bench.common import print_table
+from tools.bench.common import SHAPES, Shape, print_table
 from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
 from utils import flag
 
 GIB = 2**30
 TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
-
-
-@dataclass(frozen=True)
-class Model:
-    """Shape of a Llama."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocabulary: int = 32000
-
-    @property
-    def parameters(self) -> int:
-        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
-        table = 2 * self.vocabulary * self.hidden
-        return int(self.layers * (attention + 3 * self.hidden * self.intermediate) + table)
-
-    @property
-    def cache_bytes(self) -> float:
-        """Keys and values of a token, in bf16."""
-        return 4 * self.layers * self.hidden * self.kv_heads / self.heads
 
 
 @dataclass(frozen=True)
@@ -54,12 +31,7 @@ class GPU:
     operations_per_second: float
 
 
-MODELS = {
-    "1B": Model(22, 2048, 5632, 32, 4),
-    "7B": Model(32, 4096, 11008, 32, 32),
-    "13B": Model(40, 5120, 13824, 40, 40),
-    "70B": Model(80, 8192, 28672, 64, 8),
-}
+MODELS = ("1b", "7b", "13b", "70b")
 GPUS = {
     "A100-40": GPU(40, 1.555e12, 312e12),
     "A100-80": GPU(80, 2.039e12, 312e12),
@@ -96,27 +68,27 @@ class Settings:
             raise ValueError("\n".join(problems))
 
 
-def games_at_once(model: Model, gpu: GPU, spread: int) -> int:
+def games_at_once(model: Shape, gpu: GPU, spread: int) -> int:
     """Games whose caches fit beside the weights, on a GPU or on `spread` together."""
     free = spread * gpu.gib * GIB - 2 * model.parameters
-    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * model.cache_bytes))))
+    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * 2 * model.cache_numbers))))
 
 
-def play_hours(args: Settings, model: Model, gpu: GPU, spread: int) -> float:
+def play_hours(args: Settings, model: Shape, gpu: GPU, spread: int) -> float:
     """Hours of play at `play_share` of the limit; GPUs that share a model take turns."""
     new = args.games * args.messages * args.reply_tokens
     prompts = args.games * args.messages * (args.reply_tokens + 5 + args.instruction_tokens)  # each token once
     seen = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens
     at_once = games_at_once(model, gpu, spread)
-    operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden * seen * new
+    operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden_size * seen * new
     steps = new / at_once
-    read = steps * (2 * model.parameters + args.rule_tokens * model.cache_bytes)
-    read += new * (seen - args.rule_tokens) * model.cache_bytes
+    read = steps * (2 * model.parameters + args.rule_tokens * 2 * model.cache_numbers)
+    read += new * (seen - args.rule_tokens) * 2 * model.cache_numbers
     seconds = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second)
     return seconds * spread / args.gpus / args.play_share / 3600
 
 
-def train_hours(args: Settings, model: Model, gpu: GPU) -> float:
+def train_hours(args: Settings, model: Shape, gpu: GPU) -> float:
     """Hours of training with gradient checkpointing, the reference pass included."""
     row = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens + args.reply_tokens
     game_tokens = args.games * args.rows * row
@@ -124,11 +96,11 @@ def train_hours(args: Settings, model: Model, gpu: GPU) -> float:
     return operations / gpu.operations_per_second / args.gpus / args.train_share / 3600
 
 
-def train_gib(args: Settings, model: Model, offload: bool) -> float:
+def train_gib(args: Settings, model: Shape, offload: bool) -> float:
     """Memory of each GPU under ZeRO-3, with two rows of 2048 tokens."""
     places = 2 * 2048
-    borders = 2 * places * model.hidden * model.layers
-    one_layer = 2 * places * (16 * model.hidden + 4 * model.intermediate)
+    borders = 2 * places * model.hidden_size * model.layers
+    one_layer = 2 * places * (16 * model.hidden_size + 4 * model.intermediate_size)
     gathered = 2 * 2 * (model.parameters / model.layers)  # a layer's weights, and the next one's
     states = gathered if offload else gathered + 16 * model.parameters / args.gpus
     return (borders + one_layer + states) / GIB
@@ -136,7 +108,7 @@ def train_gib(args: Settings, model: Model, offload: bool) -> float:
 
 def table_line(args: Settings, name: str, card: str) -> dict[str, str]:
     """One model on one kind of GPU; empty cells where it does not fit."""
-    model, gpu = MODELS[name], GPUS[card]
+    model, gpu = SHAPES[name], GPUS[card]
     spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
     memory = [train_gib(args, model, offload) for offload in (False, True)]
     fits = [gib < 0.9 * gpu.gib for gib in memory]

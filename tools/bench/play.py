@@ -1,31 +1,55 @@
 """Speed of self-play: the program's defaults beside other ways of generating, a table with ratios and limits.
 
-    python -m tools.bench.play --turns 3 --forced_tokens 32
+    python -m tools.bench.play --turns 3
     python -m tools.bench.play --preset 7b --bf16 True --games 512
-    torchrun --nproc_per_node=2 -m tools.bench.play --modes default
+    python -m tools.bench.play --modes default --processes 2
 
 A random Llama plays with the real rules. Every mode plays as tools/play_llm_game.py does, with these settings:
 release     one game at a time, the whole prompt computed at every turn: as the method was first published;
 batched     whole batches by plain `generate`;
-continuous  transformers' own continuous batching in the place of the engine (not part of the default modes);
 default     the program's defaults: none of its flags that concern speed is set.
-Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens.
+Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens. The
+draw is by seed, game and message, so that all modes play the same lengths.
 
 Columns: "prefill" is the share of the prompts' tokens that was computed, padding counted; "in prefill" and "in decode"
 are shares of the time; "peak GiB" is the sum over processes. "limit" is the share of the computed limit that was
 reached: what the machine's measured rate of a matrix product and its bandwidth of memory allow if every token is
 computed once and, with as many games at a time as here, weights and caches are read once a step; of the two the slower
-one counts. It and "ratio", that to release, go by new tokens per second: games of drawn lengths are not equally long.
+one counts. "ratio" is new tokens per second over those of the first mode.
 """
 
+import asyncio
+import dataclasses
+import gc
+import math
+import random
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import utils
-from tools.bench.common import LlamaFlags, compare_and_print, describe_run, print_run, print_table, run_ranks
-from tools.bench.play_mode import CONTINUOUS, make_inputs, measure
+from tools.bench.common import (
+    LlamaFlags,
+    Shape,
+    bandwidth,
+    device_name,
+    matmul_rate,
+    print_machine,
+    print_table,
+    run_ranks,
+)
+from tools.games import load_game
+from tools.games.prompts import default_templates
+from tools.players.player import Player, Reply, Turn
+from tools.selfplay.lineup import Lineup
 from tools.selfplay.options import GENERATE, PlayFlags
+from tools.selfplay.play import play_games, seed_draws
+from tools.tiny.models import train_tokenizer
+from trainers import peak_memory_gib
 from utils import flag
 
 RELEASE, BATCHED, DEFAULT = "release", "batched", "default"
@@ -33,7 +57,6 @@ FORCED, DRAWN = "forced", "drawn"
 MODE_FLAGS = {
     RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1},
     BATCHED: {"engine": GENERATE},
-    CONTINUOUS: {},
     DEFAULT: {},
 }
 COLUMNS = {  # of the table, and how they are printed
@@ -50,6 +73,7 @@ COLUMNS = {  # of the table, and how they are printed
     "limit": "{:.0%}",
     "ratio": "{:.1f}",
 }
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -59,7 +83,7 @@ class Settings(LlamaFlags):
     modes: list[str] = flag("what is measured", default=[RELEASE, BATCHED, DEFAULT], choices=list(MODE_FLAGS))
     lengths: list[str] = flag("how long replies are", default=[FORCED, DRAWN], choices=[FORCED, DRAWN])
     games: int = flag("games of default; about 3 times those at once, or more", default=200)
-    slow_games: int = flag("games of batched and continuous", default=64)
+    slow_games: int = flag("games of batched", default=64)
     release_games: int = flag("games of release", default=4)
     turns: int = flag("turns of a game", default=5)
     forced_tokens: int = flag("tokens of a reply, where they are forced", default=32)
@@ -74,57 +98,136 @@ class Settings(LlamaFlags):
 
     def num_games(self, mode: str) -> int:
         """How many games a mode plays."""
-        return {RELEASE: self.release_games, DEFAULT: self.games}.get(mode, self.slow_games)
+        return {RELEASE: self.release_games, BATCHED: self.slow_games}.get(mode, self.games)
 
-    def play_flags(self, mode: str, lengths: str) -> PlayFlags:
+    def play_flags(self, mode: str) -> PlayFlags:
         """The flags of tools/play_llm_game.py; what is not named here keeps its default."""
-        most = self.forced_tokens if lengths == FORCED else self.most_tokens
-        least = most if lengths == FORCED else 0
-        return PlayFlags(
-            max_turns=self.turns, max_new_tokens=most, min_new_tokens=least, bf16=self.bf16, **MODE_FLAGS[mode]
+        return PlayFlags(max_turns=self.turns, bf16=self.bf16, **MODE_FLAGS[mode])
+
+    def reply_tokens(self, lengths: str, game: int, message: int) -> int:
+        """Tokens of a message: the same in every mode."""
+        if lengths == FORCED:
+            return self.forced_tokens
+        uniform = random.Random(f"{self.seed}/{game}/{message}").random()
+        return min(self.most_tokens, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / self.mean_tokens)))
+
+
+def make_inputs(folder: Path, settings: Settings) -> None:
+    """Write model/, a random Llama with a tokenizer of this project's texts, and words.txt for all games.
+
+    Replies are plain text that never ends by itself: with --top_k 50 the model draws words and letters only.
+    """
+    rules = default_templates(load_game())["rules"]
+    tokenizer = train_tokenizer(
+        utils.read_words(ROOT / "data/target_words.txt") + 20 * rules, settings.shape.vocab_size
+    )
+    tokenizer.save_pretrained(folder / "model")
+    model = settings.llama(max_position_embeddings=4096, dtype=torch.bfloat16 if settings.bf16 else torch.float32)
+    texts = [tokenizer.decode(token, skip_special_tokens=True) for token in range(len(model.lm_head.weight))]
+    others = [token for token, text in enumerate(texts) if not (text.isascii() and text.strip().isalpha())]
+    model.lm_head.weight.data[others] = 0  # less likely than the likeliest 50, half of which are above 0
+    model.save_pretrained(folder / "model")
+    letters = "abcdefghijklmnopqrstuvwxyz"  # words that no reply holds by chance
+    most = max(map(settings.num_games, settings.modes))
+    names = ["zq" + "".join(letters[number // 26**place % 26] for place in range(3)) for number in range(most)]
+    (folder / "words.txt").write_text("\n".join(names), encoding="utf-8")
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------
+
+
+class FixedLengths:
+    """Asks a player for replies of given lengths."""
+
+    def __init__(self, player: Player, tokens: Callable[[int, int], int]):
+        self.player, self.tokens = player, tokens
+
+    async def reply(self, turn: Turn) -> Reply:
+        """A reply of `tokens(game, message)` tokens."""
+        tokens = self.tokens(turn.index, len(turn.history))
+        return await self.player.reply(dataclasses.replace(turn, max_new_tokens=tokens))
+
+
+def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
+    """Play this rank's share of a mode's games as tools/play_llm_game.py does; what it took."""
+    games = list(enumerate(utils.read_words(f"{folder}/words.txt")[: settings.num_games(mode)]))
+    games = games[utils.rank() :: utils.world_size()]
+    flags = settings.play_flags(mode)
+    game = flags.load_game()
+    players, at_once = Lineup(flags, game).build_players([f"{folder}/model"] * 2, on_batch=lambda: None)
+
+    def tokens(index: int, message: int) -> int:
+        return settings.reply_tokens(lengths, index, message)
+
+    episodes: list[dict] = []
+    seed_draws(settings.seed, games_left=len(games))
+    start = time.monotonic()
+    asyncio.run(
+        play_games(
+            game,
+            games,
+            {role: FixedLengths(player, tokens) for role, player in players.items()},
+            max_turns=flags.turns(game),
+            concurrent_games=at_once,
+            on_episode=episodes.append,
         )
+    )
+    seconds = time.monotonic() - start
+    engine = players[game.roles[0]].engine
+    model = engine.local.model
+    device, dtype = model.device, model.dtype
+    noted = dataclasses.asdict(engine.counts) | {
+        "engine": type(engine).__name__,
+        "at_once": min(engine.batch_size, len(games)),
+        "seconds": seconds,
+        "reply_tokens": [reply["tokens"] for episode in episodes for reply in episode["replies"]],
+        "peak_gib": peak_memory_gib(device),
+        "device": device_name(device),
+    }
+    del model, engine, players
+    if device.type == "cuda":  # room to measure with
+        gc.collect()
+        torch.cuda.empty_cache()
+    return noted | {"matmul_rate": matmul_rate(device, dtype), "bandwidth": bandwidth(device)}
 
 
-def compare(settings: Settings) -> dict:
-    """Measure all modes and lengths: the lines of the table, and what they were measured with."""
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def compare(settings: Settings) -> list[dict]:
+    """Measure all modes and lengths: the lines of the table."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        words = max(settings.num_games(mode) for mode in settings.modes)
-        make_inputs(Path(folder), settings, words, settings.mean_tokens, bf16=settings.bf16)
+        make_inputs(Path(folder), settings)
         for lengths in settings.lengths:
             of_lengths = [measure_mode(settings, folder, mode, lengths) for mode in settings.modes]
-            relate(of_lengths)
+            for line in of_lengths:
+                line["ratio"] = line["new tokens/s"] / of_lengths[0]["new tokens/s"]
             lines += of_lengths
-    rates = {
-        "matmul TFLOP/s": max(line["ranks"][0]["matmul_rate"] for line in lines) / 1e12,
-        "bandwidth GB/s": max(line["ranks"][0]["bandwidth"] for line in lines) / 1e9,
-    }
-    return describe_run(settings, lines[0]["ranks"][0]["device"], rates) | {"lines": lines}
+    return lines
 
 
 def measure_mode(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     """One line of the table."""
-    games = settings.num_games(mode)
-    flags = settings.play_flags(mode, lengths)
-    ranks = run_ranks(measure, folder, flags, games, settings.seed, mode == CONTINUOUS)
-    seconds = max(rank["seconds"] for rank in ranks)
-    new_tokens, prompt, prefill = (sum_of(ranks, name) for name in ("new_tokens", "prompt_tokens", "prefill_tokens"))
-    parts = {name: ranks[0][f"{name}_seconds"] for name in ("prefill", "decode")}
+    ranks = run_ranks(settings.processes, measure, settings, folder, mode, lengths)
+    games, seconds = settings.num_games(mode), max(rank["seconds"] for rank in ranks)
+    new_tokens = sum_of(ranks, "new_tokens")
     line = {
         "lengths": lengths,
         "mode": mode,
-        "at once": min(ranks[0]["batch_size"], -(-games // len(ranks))),
+        "at once": ranks[0]["at_once"],
         "games": games,
         "games/min": 60 * games / seconds,
         "new tokens/s": new_tokens / seconds,
-        "prefill": prefill / prompt or None,  # not counted by transformers' continuous batching
-        **{f"in {name}": part / seconds if part else None for name, part in parts.items()},
+        "prefill": sum_of(ranks, "prefill_tokens") / sum_of(ranks, "prompt_tokens"),
         "peak GiB": sum_of(ranks, "peak_gib"),
-        "new tokens": new_tokens,
         "ranks": ranks,
     }
     if mode == DEFAULT:
-        line["limit seconds"] = limit_seconds(settings, ranks, line["at once"])
+        limit = limit_seconds(settings.shape, ranks, 2 if settings.bf16 else 4)
+        line["limit"] = max(limit.values()) / seconds
+    else:
+        line |= {f"in {part}": ranks[0][f"{part}_seconds"] / seconds for part in ("prefill", "decode")}
     return line
 
 
@@ -132,7 +235,7 @@ def sum_of(ranks: list[dict], name: str) -> float:
     return sum(rank[name] for rank in ranks)
 
 
-def limit_seconds(settings: Settings, ranks: list[dict], at_once: int) -> dict[str, float]:
+def limit_seconds(shape: Shape, ranks: list[dict], number_bytes: int) -> dict[str, float]:
     """Seconds that these games, so many at a time in each process, take at the machine's rate and bandwidth.
 
     Operations: 2 for each weight of the layers and token, computed once; the output layer's for new tokens; attention,
@@ -142,40 +245,23 @@ def limit_seconds(settings: Settings, ranks: list[dict], at_once: int) -> dict[s
     replies = [tokens for rank in ranks for tokens in rank["reply_tokens"]]
     new = sum(replies)
     seen = new * sum_of(ranks, "prompt_tokens") / sum_of(ranks, "prompts") + sum(tokens**2 for tokens in replies) / 2
-    hidden, layers = settings.hidden_size, settings.layers
-    operations = 2 * settings.layer_weights * (sum_of(ranks, "prefill_tokens") + new)
-    operations += 2 * hidden * settings.vocab_size * new + 4 * layers * hidden * seen
-    cache_bytes = 2 * layers * hidden * (2 if settings.bf16 else 4)  # of a token
-    steps = new / at_once  # of all processes together
-    prefix = ranks[0]["prefix_tokens"]
-    read = steps * (ranks[0]["weight_bytes"] + prefix * cache_bytes) + (seen - new * prefix) * cache_bytes
-    return {"operations": operations / sum_of(ranks, "matmul_rate"), "bytes": read / sum_of(ranks, "bandwidth")}
-
-
-def relate(lines: list[dict]) -> None:
-    """Add the ratio to release, and the share of the limit, which the default mode's games give."""
-    by_mode = {line["mode"]: line for line in lines}
-    for line in lines:
-        if RELEASE in by_mode:
-            line["ratio"] = line["new tokens/s"] / by_mode[RELEASE]["new tokens/s"]
-        if DEFAULT in by_mode:
-            default = by_mode[DEFAULT]
-            line["limit"] = line["new tokens/s"] * max(default["limit seconds"].values()) / default["new tokens"]
-
-
-def print_report(report: dict) -> None:
-    """The table in Markdown, and what it was measured with."""
-    print_table(COLUMNS, report["lines"])
-    for line in report["lines"]:
-        if limits := line.get("limit seconds"):
-            parts = ", ".join(f"{seconds:.1f} s by {what}" for what, seconds in limits.items())
-            print(f"limit, {line['lengths']} lengths, {line['games']} games: {parts}")
-    rates = f"matrix product {report['matmul TFLOP/s']:.3f} TFLOP/s, memory {report['bandwidth GB/s']:.0f} GB/s"
-    print_run(report, rates)
+    operations = 2 * shape.layer_weights * (sum_of(ranks, "prefill_tokens") + new)
+    operations += 2 * shape.hidden_size * shape.vocab_size * new + 4 * shape.layers * shape.hidden_size * seen
+    steps, prefix = new / ranks[0]["at_once"], ranks[0]["prefix_tokens"]  # steps of all processes together
+    numbers = steps * (shape.parameters + prefix * shape.cache_numbers) + (seen - new * prefix) * shape.cache_numbers
+    return {
+        "operations": operations / sum_of(ranks, "matmul_rate"),
+        "bytes": numbers * number_bytes / sum_of(ranks, "bandwidth"),
+    }
 
 
 def main() -> None:
-    compare_and_print(Settings, __doc__, compare, print_report)
+    settings = utils.parse_flags(Settings, description=__doc__)
+    lines = compare(settings)
+    print_table(COLUMNS, lines)
+    best = {name: max(line["ranks"][0][name] for line in lines) for name in ("matmul_rate", "bandwidth")}
+    rates = f"matrix product {best['matmul_rate'] / 1e12:.3f} TFLOP/s, memory {best['bandwidth'] / 1e9:.0f} GB/s"
+    print_machine(settings.processes, lines[0]["ranks"][0]["device"], rates)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ process of its own; its seconds and its peak memory include Python and the packa
 games show. The files of a million games take 10 GB for a while.
 """
 
-import argparse
 import contextlib
 import json
 import random
@@ -15,57 +14,64 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+import utils
+from tools.bench.common import print_table
 from tools.games.taboo import Taboo
 from tools.players.player import STOP
 from tools.selfplay.files import EpisodeFiles
-from utils import read_words, run_program
+from utils import flag
 
 GAME, STEM, PROCESSES = Taboo(), "bench", 2
 INTERVAL = 0.02  # seconds between looks at a program's memory
+COLUMNS = {
+    "games": "{:,}",
+    **{f"{program}, s": "{:.1f}" for program in ("merge", "assign_rewards", "report")},
+    **{f"{program}, GiB": "{:.3f}" for program in ("merge", "assign_rewards", "report")},
+}
 ROOT = Path(__file__).resolve().parents[2]
 TALK = "well maybe they often say that it was long ago and nobody there could tell us what to think of it".split()
 
 
-def make_episodes(count: int) -> Iterator[dict]:
-    """Games of 6 to 10 messages, each about a word of its own: guessed, guessed wrongly, said, or undecided."""
-    rng = random.Random(0)
-    for index in range(count):
-        word = "zq" + "".join(chr(ord("a") + int(digit)) for digit in str(index))
-        texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
-        guesses = [f"I know the word! It is `{guess}`!" for guess in (word, "something")]
-        texts[-1] = rng.choice([*guesses, f"{texts[-1]} {word}", texts[-1]])
-        history = [{"role": GAME.roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
-        outcome, length = GAME.judge(history, word, 5)
-        yield {
-            "index": index,
-            "history": history,
-            "target_word": word,
-            "max_turns": 5,
-            "outcome": outcome,
-            "length": length,
-            "replies": [{"finish_reason": STOP, "tokens": 30, "prompt_cut": False}] * len(history),
-        }
+def make_episode(index: int, rng: random.Random) -> dict:
+    """A game of 6 to 10 messages about a word of its own: guessed, guessed wrongly, said, or undecided."""
+    word = "zq" + "".join(chr(ord("a") + int(digit)) for digit in str(index))
+    texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
+    guesses = [f"I know the word! It is `{guess}`!" for guess in (word, "something")]
+    texts[-1] = rng.choice([*guesses, f"{texts[-1]} {word}", texts[-1]])
+    history = [{"role": GAME.roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
+    outcome, length = GAME.judge(history, word, 5)
+    return {
+        "index": index,
+        "history": history,
+        "target_word": word,
+        "max_turns": 5,
+        "outcome": outcome,
+        "length": length,
+        "replies": [{"finish_reason": STOP, "tokens": 30, "prompt_cut": False}] * len(history),
+    }
 
 
 def write_games(folder: Path, count: int) -> None:
     """The word list and the rank files of so many finished games."""
+    rng = random.Random(0)
     with contextlib.ExitStack() as stack:
         names = ["words.txt", *(f"{STEM}_rank{rank}.jsonl" for rank in range(PROCESSES))]
         words, *ranks = (stack.enter_context(open(folder / name, "w", encoding="utf-8")) for name in names)
-        for episode in make_episodes(count):
-            ranks[episode["index"] % PROCESSES].write(json.dumps(episode) + "\n")
+        for index in range(count):
+            episode = make_episode(index, rng)
+            ranks[index % PROCESSES].write(json.dumps(episode) + "\n")
             words.write(episode["target_word"] + "\n")
 
 
 def merge(folder: str) -> None:
     """What the process of play does that ends last."""
     folder = Path(folder)
-    EpisodeFiles(folder, STEM, read_words(folder / "words.txt"), GAME).merge(seconds=0, tokens_before=0)
+    EpisodeFiles(folder, STEM, utils.read_words(folder / "words.txt"), GAME).merge(seconds=0, tokens_before=0)
 
 
 def measure(*arguments: object) -> tuple[float, float]:
@@ -81,8 +87,8 @@ def measure(*arguments: object) -> tuple[float, float]:
     return time.perf_counter() - start, peak / 2**30
 
 
-def compare(count: int) -> None:
-    """Print a line of the table for each program."""
+def compare(count: int) -> dict:
+    """One line of the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_games(folder, count)
@@ -92,23 +98,24 @@ def compare(count: int) -> None:
             "assign_rewards": ("-m", "tools.assign_rewards", "--input_data_path", results, "--output_data_path", rows),
             "report": ("-m", "tools.report", "--episodes", results, "--output", folder / "report.html"),
         }
-        for program, arguments in programs.items():
-            seconds, peak = measure(*arguments)
-            print(f"| {count:9,} | {program:14} | {seconds:7.1f} | {peak:8.3f} |", flush=True)
+        measured = {program: measure(*arguments) for program, arguments in programs.items()}
+    line = {f"{program}, s": seconds for program, (seconds, _) in measured.items()}
+    return {"games": count} | line | {f"{program}, GiB": peak for program, (_, peak) in measured.items()}
+
+
+@dataclass
+class Settings:
+    """What is measured."""
+
+    games: list[int] = flag("how many, in turn", default=[10_000, 1_000_000])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--games", type=int, nargs="+", default=[10_000, 1_000_000], help="how many, in turn")
-    args = parser.parse_args()
-    if min(args.games) < 1:
+    settings = utils.parse_flags(Settings, description=__doc__)
+    if min(settings.games) < 1:
         raise ValueError("--games must be at least 1")
-    print(f"| {'games':>9} | {'program':14} | seconds | peak GiB |\n|{'-' * 11}|{'-' * 16}|{'-' * 9}|{'-' * 10}|")
-    for count in args.games:
-        compare(count)
+    print_table(COLUMNS, [compare(count) for count in settings.games])
 
 
 if __name__ == "__main__":
-    run_program(main)
+    utils.run_program(main)

@@ -1,9 +1,8 @@
 """Speed and memory of self-play training: this project's defaults beside the usual recipe, a table with ratios.
 
-    python -m tools.bench.train --preset 30m --batch_size 2
-    python -m tools.bench.train --preset 30m --batch_size 2 --accumulation 8 --method_rows True
-    python -m tools.bench.train --preset 7b --bf16_weights True --gradient_checkpointing True
-    torchrun --nproc_per_node=2 -m tools.bench.train --preset tiny
+    python -m tools.bench.train --accumulation 8
+    python -m tools.bench.train --preset 7b --bf16 True --gradient_checkpointing True --deepspeed configs/zero2.json
+    python -m tools.bench.train --preset tiny --processes 2 --row_tokens 512
 
 All modes train a random Llama by OfflinePO on the same random rows, each in a process of its own, with the trainer of
 train.py:
@@ -13,99 +12,267 @@ plain       a second, frozen model runs at every step, and logits are (batch, se
 `rebalanced` is measured where a step has several micro-batches; all run under --loss_normalization step and have the
 same losses but for the order of the rows. Only `plain` passes an attention mask, as is usual.
 
-Columns: tokens are those of the rows, without padding. "with reference" adds the pass over the rows before the first
-step, spread over one epoch. "before" is what the process held before the model was built (on a CPU: Python and its
-libraries), part of "peak". With several processes tokens, memory and operations are sums over them.
+Rows have lengths as the method has them: two game rows of any turn to one SFT row. Columns: tokens are those of the
+rows, without padding. "with reference" adds the pass over the rows before the first step, spread over one epoch.
+With several processes tokens, memory and operations are sums over them.
 MFU is useful operations over those of a matrix product in the same precision, measured in the same run. Useful are
 6 x (parameters of the layers x tokens + parameters of the output layer x scored tokens), and for causal attention
 6 x layers x hidden size x length^2 a row: neither the reference nor logits that nothing scores nor recomputation.
+"x plain" is the ratio of tokens/s, "with reference" and "peak GiB" to those of `plain`.
 """
 
+import random
+import string
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import TrainerCallback
+
+import train
+import trainers
 import utils
-from tools.bench.common import compare_and_print, describe_run, print_run, print_table, run_ranks
-from tools.bench.train_mode import Settings, make_inputs, measure
+from arguments import SPAGArguments
+from dataloaders import IGNORE_INDEX, SPAGCollator
+from tools.bench.common import LlamaFlags, Shape, device_name, matmul_rate, print_machine, print_table, run_ranks
+from tools.engine.generate import now
+from tools.tiny.models import byte_tokenizer
+from utils import flag
 
 DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
 COLUMNS = {  # of the table, and how they are printed
     "mode": "{}",
-    "batch": "{}",
     "tokens/s": "{:.1f}",
     "with reference": "{:.1f}",
     "s/step": "{:.3f}",
     "peak GiB": "{:.3f}",
-    "before GiB": "{:.3f}",
-    "first loss": "{:.6f}",
+    "x plain": "{}",
     "last loss": "{:.6f}",
     "MFU": "{:.1%}",
     "padding": "{:.1%}",
 }
+# Tokens of the method's rows: a query is rules and instruction, and a message for each of up to 8 earlier ones;
+# targets are geometric. SFT rows are short. One of three rows is an SFT row.
+RULES_TOKENS, MESSAGE_TOKENS, MOST_EARLIER, MEAN_TARGET, MOST_TARGET = 370, 66, 8, 60, 256
+SFT_QUERY_TOKENS, SFT_SHARE = (15, 100), 1 / 3
+LONGEST_ROW = 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_EARLIER + MOST_TARGET  # with BOS and EOS
 
 
-def modes_of(settings: Settings) -> list[str]:
-    """What is measured: rows can only be dealt out by length where a step has several micro-batches."""
-    several = settings.accumulation * utils.world_size() > 1
-    return [DEFAULT, REBALANCED, PLAIN] if several else [DEFAULT, PLAIN]
+@dataclass
+class Settings(LlamaFlags):
+    """What is measured."""
+
+    row_tokens: int | None = flag("game rows of so many tokens each, instead of the method's lengths", default=None)
+    batch_size: int = flag("rows of a micro-batch and process", default=2)
+    accumulation: int = flag("micro-batches of a step", default=1)
+    steps: int = flag("measured steps", default=10)
+    warmup_steps: int = flag("steps before them that are left out, at least 1", default=2)
+    learning_rate: float = flag("learning rate", default=2e-6)
+    bf16: bool = flag("True: computing in bf16, as train.py does", default=False)
+    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
+    deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the flags, a phrase each."""
+        least = dict.fromkeys(("batch_size", "accumulation", "steps", "warmup_steps"), 1)
+        return super().problems() + utils.too_small(self, row_tokens=MEAN_TARGET + 3, **least)
+
+    @property
+    def modes(self) -> list[str]:
+        """What is measured: rows can only be dealt out by length where a step has several micro-batches."""
+        several = self.accumulation * self.processes > 1
+        return [DEFAULT, REBALANCED, PLAIN] if several else [DEFAULT, PLAIN]
+
+    def row(self, rng: random.Random) -> dict:
+        """A row of random letters, each of them a token."""
+        kind, target = "game", min(MOST_TARGET, 1 + int(rng.expovariate(1 / MEAN_TARGET)))
+        if self.row_tokens:
+            query, target = self.row_tokens - MEAN_TARGET - 2, MEAN_TARGET
+        elif rng.random() < SFT_SHARE:
+            kind, query = "sft", rng.randint(*SFT_QUERY_TOKENS)
+        else:
+            query = RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_EARLIER)
+        query, target = ("".join(rng.choices(string.ascii_letters, k=length)) for length in (query, target))
+        return {"query": query, "target": target, "reward": rng.random(), "type": kind}
 
 
-def compare(settings: Settings) -> dict:
-    """Measure all modes: the lines of the table, ratios, and what they were measured with."""
+def make_inputs(folder: Path, settings: Settings) -> None:
+    """Write a random Llama, its tokenizer of bytes, and as many rows as the steps take."""
+    byte_tokenizer().save_pretrained(folder)
+    settings.llama(max_position_embeddings=settings.row_tokens or LONGEST_ROW).save_pretrained(folder)
+    rng = random.Random(settings.seed)
+    count = settings.batch_size * settings.accumulation * settings.processes * (settings.warmup_steps + settings.steps)
+    utils.write_records(folder / "rows.jsonl", (settings.row(rng) for _ in range(count)))
+
+
+# --- trainers ------------------------------------------------------------------------------------------------------
+
+
+class TimedTrainer(trainers.OfflinePOTrainer):
+    """Times the pass over the rows that precomputes the reference."""
+
+    reference_seconds = 0.0
+
+    def _reference_pass(self, *args):
+        super()._reference_pass(*args)  # warms up
+        start = now(self.args.device)
+        result = super()._reference_pass(*args)
+        self.reference_seconds = now(self.args.device) - start
+        return result
+
+
+class PlainTrainer(TimedTrainer):
+    """The usual recipe: (batch, T, vocabulary) logits for policy and reference, with an attention mask."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ref_logprob = self.reference_logprob(inputs)
+        loss, metrics = self.method_loss(self._logprob(model, inputs), ref_logprob, inputs, num_items_in_batch)
+        self.metrics.add(metrics, inputs)
+        return loss
+
+    def _frozen_logprob(self, model, module, batch):
+        with torch.no_grad(), self.accelerator.autocast():
+            return self._logprob(model, batch)
+
+    def _logprob(self, model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return trainers.sequence_logprob(logits, batch["labels"])
+
+
+class StepClock(TrainerCallback):
+    """The time at the end of each step."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.times.append(now(args.device))
+
+
+class CountingCollator(SPAGCollator):
+    """Counts what each batch holds: tokens, places, scored tokens, and the sum of squared lengths."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.counts: list[tuple[int, int, int, int]] = []
+
+    def __call__(self, examples):
+        batch = super().__call__(examples)
+        lengths = batch["attention_mask"].sum(1)
+        scored = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+        places = batch["input_ids"].numel()
+        self.counts.append((lengths.sum().item(), places, scored.item(), lengths.square().sum().item()))
+        return batch
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------
+
+
+def measure(settings: Settings, inputs: str, mode: str) -> dict:
+    """Train on this rank's share of the rows as train.py does; what it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = SPAGArguments(
+            train_method="OfflinePO",
+            ref_logprobs="online" if mode == PLAIN else "precompute",
+            train_sampling_strategy="batch_rebalance" if mode == REBALANCED else "random",
+            loss_normalization="step",
+            output_dir=f"{folder}/run",
+            cache_dir=f"{folder}/cache",
+            model_name_or_path=inputs,
+            ref_model_name_or_path=inputs,
+            train_data_path=[f"{inputs}/rows.jsonl"],
+            max_length=settings.row_tokens or LONGEST_ROW,
+            per_device_train_batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.accumulation,
+            per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
+            num_train_epochs=1,
+            learning_rate=settings.learning_rate,
+            seed=settings.seed,
+            bf16=settings.bf16,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            deepspeed=settings.deepspeed,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        rate = matmul_rate(args.device, torch.bfloat16 if args.bf16 else torch.float32)
+        tokenizer = train.load_tokenizer(args)
+        clock, collator = StepClock(), CountingCollator(tokenizer)
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer = (PlainTrainer if mode == PLAIN else TimedTrainer)(
+            model=train.load_model(inputs, args),
+            args=args,
+            load_reference=lambda: train.load_model(inputs, args),
+            train_dataset=train.load_dataset(args.train_data_path, tokenizer, args),
+            data_collator=collator,
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    measured = torch.tensor(collator.counts[-settings.steps * settings.accumulation :])  # (micro-batches, 4)
+    tokens, places, scored, squares = measured.sum(0).tolist()
+    return {
+        "device": device_name(args.device),
+        "seconds": clock.times[-1] - clock.times[settings.warmup_steps - 1],
+        "reference_seconds": trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "tokens": tokens,
+        "places": places,
+        "operations": useful_operations(settings.shape, tokens, scored, squares),
+        "matmul_rate": rate,
+        "peak_gib": trainers.peak_memory_gib(args.device),
+    }
+
+
+def useful_operations(shape: Shape, tokens: int, scored: int, squares: int) -> int:
+    """Operations that the loss and its gradient need; `squares` is the sum of the rows' squared lengths."""
+    norms = (2 * shape.layers + 1) * shape.hidden_size
+    output, attention = shape.hidden_size * shape.vocab_size, shape.layers * shape.hidden_size
+    return 6 * ((shape.layer_weights + norms) * tokens + output * scored + attention * squares)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def compare(settings: Settings) -> list[dict]:
+    """Measure all modes: the lines of the table."""
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), settings)
-        runs = [[measure_mode(settings, folder, mode) for mode in modes_of(settings)] for _ in range(settings.repeats)]
-    lines = [max(of_mode, key=lambda line: line["tokens/s"]) for of_mode in zip(*runs, strict=True)]
-    matmul_rate = max(line["matmul_rate"] for line in lines)
+        lines = [measure_mode(settings, folder, mode) for mode in settings.modes]
     for line in lines:
-        line["MFU"] = line["useful_rate"] / matmul_rate
-    *others, plain = lines
-    return describe_run(settings, lines[0]["device"], {"matmul TFLOP/s": matmul_rate / 1e12}) | {
-        "lines": lines,
-        "ratios": {f"{line['mode']} / {PLAIN}": ratios(line, plain) for line in others},
-    }
+        ratios = (line[name] / lines[-1][name] for name in ("tokens/s", "with reference", "peak GiB"))
+        line["x plain"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return lines
 
 
 def measure_mode(settings: Settings, folder: str, mode: str) -> dict:
     """One line of the table."""
-    ranks = run_ranks(measure, settings, folder, mode == PLAIN, mode == REBALANCED)
-    sums = {name: sum(rank["sums"][name] for rank in ranks) for name in ranks[0]["sums"]}
+    ranks = run_ranks(settings.processes, measure, settings, folder, mode)
+    names = ("tokens", "places", "operations", "matmul_rate", "peak_gib")
+    tokens, places, operations, rate, peak = (sum(rank[name] for rank in ranks) for name in names)
     seconds, reference = (max(rank[name] for rank in ranks) for name in ("seconds", "reference_seconds"))
-    losses = ranks[0]["losses"]
-    return sums | {
+    return {
         "mode": mode,
-        "batch": settings.batch_size,
-        "tokens/s": sums["tokens"] / seconds,
-        "with reference": sums["tokens"] / (seconds + reference),
-        "peak GiB": sums["peak_gib"],
-        "before GiB": sums["before_gib"],
+        "tokens/s": tokens / seconds,
+        "with reference": tokens / (seconds + reference),
         "s/step": seconds / settings.steps,
-        "first loss": losses[0],
-        "last loss": losses[-1],
-        "losses": losses,
-        "padding": 1 - sums["tokens"] / sums["places"],
-        "useful_rate": sums["useful_operations"] / seconds,
-        "device": ranks[0]["device"],
+        "peak GiB": peak,
+        "last loss": ranks[0]["losses"][-1],
+        "MFU": operations / seconds / rate,
+        "padding": 1 - tokens / places,
+        "matmul rate": rate,
+        "ranks": ranks,
     }
 
 
-def ratios(line: dict, plain: dict) -> dict[str, float]:
-    """A mode's / plain's; the peak also without what a process held before the model was built, where that shows."""
-    quotients = {name: line[name] / plain[name] for name in ("tokens/s", "with reference", "peak GiB")}
-    above = [each["peak GiB"] - each["before GiB"] for each in (line, plain)]
-    return quotients | ({"peak - before": above[0] / above[1]} if above[1] else {})
-
-
-def print_report(report: dict) -> None:
-    """The table in Markdown, the ratios, and what they were measured with."""
-    print_table(COLUMNS, report["lines"])
-    for name, quotients in report["ratios"].items():
-        print(f"{name}: " + ", ".join(f"{what} {value:.3f}" for what, value in quotients.items()))
-    print_run(report, f"matrix product {report['matmul TFLOP/s']:.3f} TFLOP/s")
-
-
 def main() -> None:
-    compare_and_print(Settings, __doc__, compare, print_report)
+    settings = utils.parse_flags(Settings, description=__doc__)
+    lines = compare(settings)
+    print_table(COLUMNS, lines)
+    rate = max(line["matmul rate"] for line in lines)
+    print_machine(settings.processes, lines[0]["ranks"][0]["device"], f"matrix product {rate / 1e12:.3f} TFLOP/s")
 
 
 if __name__ == "__main__":

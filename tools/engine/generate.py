@@ -22,19 +22,19 @@ class BatchEngine:
 
     def __init__(self, local: LocalModel, batch_size: int):
         self.local, self.batch_size = local, batch_size
-        self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
+        self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
         self.counts = Counts(prefill_seconds=0.0, decode_seconds=0.0)
 
-    def start(self, request: int, prompt: str, *, game: int) -> None:
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
         """Queue a request; plain batches make no use of its game."""
-        self.waiting.append((request, prompt))
+        self.waiting.append((request, prompt, limit or self.local.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch: (request, reply) pairs."""
         while True:
             batch = list(islice(self.waiting, self.batch_size))
             try:
-                replies = self.generate([prompt for _, prompt in batch])
+                replies = self.generate([prompt for _, prompt, _ in batch], [limit for _, _, limit in batch])
                 break
             except torch.OutOfMemoryError:
                 if self.batch_size == 1:
@@ -44,14 +44,16 @@ class BatchEngine:
             torch.cuda.empty_cache()
         for _ in batch:
             self.waiting.popleft()
-        return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
+        return [(request, reply) for (request, _, _), reply in zip(batch, replies, strict=True)]
 
-    def generate(self, prompts: Sequence[str]) -> list[Reply]:
-        """One reply per prompt, sampled by torch's global generator."""
+    def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
+        """One reply per prompt, of at most so many tokens, sampled by torch's global generator."""
         local, device = self.local, self.local.model.device
+        limits = limits or [local.sampling.max_new_tokens] * len(prompts)
         encoded = [local.encode(prompt) for prompt in prompts]
         width = max(len(ids) for ids, _ in encoded)
         config = generation_config(local)
+        config.max_new_tokens = max(limits)
         input_ids = torch.full((len(prompts), width), config.pad_token_id)  # (batch, width), padded on the left
         attention_mask = torch.zeros_like(input_ids)
         for row, (ids, _) in enumerate(encoded):
@@ -70,7 +72,7 @@ class BatchEngine:
             )
         finally:
             handle.remove()
-        new_ids = output[:, width:].tolist()  # (batch, up to max_new_tokens)
+        new_ids = [ids[:limit] for ids, limit in zip(output[:, width:].tolist(), limits, strict=True)]
         replies = [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
         counts = self.counts
         counts.prompts += len(prompts)

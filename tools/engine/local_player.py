@@ -19,8 +19,11 @@ class Engine(Protocol):
 
     counts: Counts
 
-    def start(self, request: int, prompt: str, *, game: int) -> None:
-        """Queue a request for the next `run`; cheap, and safe while `run` is at work in another thread."""
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
+        """Queue a request for the next `run`, with a `limit` of tokens below the sampling's.
+
+        Cheap, and safe while `run` is at work in another thread.
+        """
 
     def run(self) -> list[tuple[int, Reply]]:
         """Work until at least one request has its reply: (request, reply) pairs."""
@@ -39,12 +42,12 @@ class Batcher:
         self.requests = self.replies = 0
         self.runner: asyncio.Task | None = None
 
-    async def submit(self, engine: Engine, prompt: str, *, game: int) -> Reply:
-        """The engine's reply; prompts of one game share the number `game`."""
+    async def submit(self, engine: Engine, prompt: str, *, game: int, limit: int | None = None) -> Reply:
+        """The engine's reply, of at most `limit` tokens; prompts of one game share the number `game`."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
-        engine.start(self.requests, prompt, game=game)
+        engine.start(self.requests, prompt, game=game, limit=limit)
         if self.runner is None:
             self.runner = asyncio.create_task(self._run())
         return await future
@@ -92,4 +95,5 @@ class LocalPlayer:
 
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
-        return await self.batcher.submit(self.engine, turn.prompt(self.chat), game=turn.index)
+        prompt = turn.prompt(self.chat)
+        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=turn.max_new_tokens)

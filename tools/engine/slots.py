@@ -38,6 +38,7 @@ class Request:
     number: int
     prompt: str
     game: int
+    limit: int  # tokens of the reply at most
     reply: list[int] = field(default_factory=list)  # token ids
     prompt_tokens: int = 0
     prompt_cut: bool = False
@@ -94,9 +95,9 @@ class SlotEngine:
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
 
-    def start(self, request: int, prompt: str, *, game: int) -> None:
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
         """Queue a request; its prompt is expected to begin as earlier ones of this `game` did."""
-        self.waiting.append(Request(request, prompt, game))
+        self.waiting.append(Request(request, prompt, game, limit or self.local.sampling.max_new_tokens))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
@@ -206,8 +207,8 @@ class SlotEngine:
     def _sample(self, numbers: list[int], logits: torch.Tensor) -> list[tuple[int, Reply]]:
         """Sample a token for each of these slots from (slots, vocabulary) logits; the replies that end with it."""
         sampling, stop_ids = self.local.sampling, self.local.stop_ids
-        replies = [self.slots[number].request.reply for number in numbers]
-        too_short = [row for row, reply in enumerate(replies) if len(reply) < sampling.min_new_tokens]
+        requests = [self.slots[number].request for number in numbers]
+        too_short = [row for row, request in enumerate(requests) if len(request.reply) < sampling.min_new_tokens]
         if too_short and stop_ids:
             logits[torch.tensor(too_short)[:, None], torch.tensor(stop_ids)] = -torch.inf
         if sampling.do_sample:
@@ -217,9 +218,9 @@ class SlotEngine:
         else:
             sampled = logits.argmax(-1).tolist()
         finished = []
-        for number, reply, token in zip(numbers, replies, sampled, strict=True):
-            reply.append(token)
-            if token in stop_ids or len(reply) == sampling.max_new_tokens:
+        for number, request, token in zip(numbers, requests, sampled, strict=True):
+            request.reply.append(token)
+            if token in stop_ids or len(request.reply) == request.limit:
                 finished.append(self._finish(number))
             else:
                 self.slots[number].pending = [token]

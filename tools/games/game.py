@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import math
+import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,11 @@ EPISODE_KEYS = ("history", "target_word", "max_turns")  # what every stored game
 
 Message = Mapping[str, str]  # "role" and "content"
 History = Sequence[Message]
+
+
+def whole_word(word: str) -> re.Pattern:
+    """Finds the word in any case where no letter or digit is joined to it."""
+    return re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", re.IGNORECASE)
 
 
 class Outcome(NamedTuple):
@@ -102,6 +108,10 @@ class Game:
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         """Places of a message that the report marks: SECRET or GUESS, from, to."""
         return []
+
+    def tasks(self, number: int, rng: random.Random) -> list[str]:
+        """Lines for a word list, at most so many, where the game can make them itself."""
+        raise ValueError(f"{self.title} makes no tasks of its own; write a list, one a line")
 
     # --- what follows ---------------------------------------------------------------------------------------------
 

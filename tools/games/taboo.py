@@ -137,7 +137,9 @@ def _plural(word: str) -> str:
 @lru_cache(maxsize=1)
 def _inflect():
     """TextBlob's rules of inflection, one file of it: the package itself would import NLTK, which takes seconds."""
-    (folder,) = importlib.util.find_spec("textblob").submodule_search_locations
+    if not (package := importlib.util.find_spec("textblob")):
+        raise ModuleNotFoundError("No module named 'textblob'", name="textblob")
+    (folder,) = package.submodule_search_locations
     spec = importlib.util.spec_from_file_location("textblob_inflect", Path(folder, "en", "inflect.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

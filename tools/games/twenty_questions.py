@@ -2,7 +2,7 @@
 
 import re
 
-from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome
+from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
@@ -31,7 +31,7 @@ class TwentyQuestions(Game):
         if role == GUESSER:
             guess = QUESTION.search(text)
             return FOUND if guess and guess[1].strip().lower() == task.strip().lower() else None
-        if _word(task).search(text):
+        if whole_word(task).search(text):
             return SAID
         return None if ANSWER.match(text) else NO_ANSWER
 
@@ -50,9 +50,5 @@ class TwentyQuestions(Game):
         }[outcome]
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        said, guesses = _word(task).finditer(text), QUESTION.finditer(text)
+        said, guesses = whole_word(task).finditer(text), QUESTION.finditer(text)
         return [(SECRET, *match.span()) for match in said] + [(GUESS, *match.span()) for match in guesses]
-
-
-def _word(task: str) -> re.Pattern:
-    return re.compile(rf"(?<!\w){re.escape(task.strip())}(?!\w)", re.IGNORECASE)

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,26 +14,24 @@ def check_disk(settings: Mapping[str, str], games: int) -> None:
     """Say what disk space the loop needs and has, for so many games an epoch; ValueError if that does not suffice."""
     output, parameters = Path(settings["OUTPUT"]), count_parameters(settings["MODEL"])
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
-    if parameters is None:
-        return _say(f"{free / 1e9:.1f} GB free; what is needed is not known, since the model's size is not")
-    needed = disk_needed(settings, parameters, games)
-    there = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    parts = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in needed.items())
-    text = f"{sum(needed.values()) / 1e9:.1f} GB at most ({parts}); {there / 1e9:.1f} GB of it there, "
-    text += f"{free / 1e9:.1f} GB free"
-    if sum(needed.values()) - there > free and settings["CHECK_DISK"] == "True":
+    text, missing = "what is needed is not known, since the model's size is not", 0
+    if parameters is not None:
+        needed = disk_needed(settings, parameters, games)
+        there = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        parts = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in needed.items())
+        text = f"{parameters:,} parameters: {sum(needed.values()) / 1e9:.1f} GB at most ({parts}); "
+        text, missing = text + f"{there / 1e9:.1f} GB of it there", sum(needed.values()) - there - free
+    text += f", {free / 1e9:.1f} GB free"
+    if missing > 0 and settings["CHECK_DISK"] == "True":
         raise ValueError(f"{output}: the disk space does not suffice: {text}. --check_disk False starts all the same")
-    return _say(f"{parameters:,} parameters: {text}")
-
-
-def _say(text: str) -> None:
     print(f"disk: {text}", file=sys.stderr)  # the shell reads standard output
 
 
 def count_parameters(model: str) -> int | None:
     """Parameters of a model, by its safetensors headers or its configuration; None where neither is had."""
     if paths := list(Path(model).glob("*.safetensors")):
-        return sum(_tensor_sizes(path) for path in paths)
+        headers = [header for path in paths for header in read_header(path).items()]
+        return sum(math.prod(tensor["shape"]) for name, tensor in headers if name != "__metadata__")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,11 +43,10 @@ def count_parameters(model: str) -> int | None:
         return None
 
 
-def _tensor_sizes(path: Path) -> int:
+def read_header(path: Path) -> dict:
+    """The tensors of a safetensors file: its first 8 bytes tell how many bytes of JSON follow."""
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
 
 
 def disk_needed(settings: Mapping[str, str], parameters: int, games: int) -> dict[str, int]:

@@ -9,29 +9,26 @@ NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|Proxy
 venv=$root/.venv/bin/python
 unset PYTHONDONTWRITEBYTECODE # which images set: pip leaves compiling to the first import, and each would compile anew
 
-find_python() {  # PYTHON, or the first one that is new enough; one that may be too new for PyTorch only if no other is
-  local python minor newer='' found='' candidates=("${PYTHON:-}")
+find_python() {  # PYTHON, or one that is new enough; one that may be too new for PyTorch only if there is no other
+  local python minor newest candidates=("${PYTHON:-}")
   [ -n "${PYTHON:-}" ] || candidates=(python3 python3.13 python3.12 python3.11 python3.10)
-  for python in "${candidates[@]}"; do
-    minor=$("$python" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null) ||
-      continue
-    found="$found${found:+, }$python is 3.$minor"
-    [ "$minor" -ge 10 ] || continue
-    if [ "$minor" -le "$NEWEST_MINOR" ] || [ -n "${PYTHON:-}" ]; then
-      echo "$python"
-      return
-    fi
-    newer=${newer:-$python}
+  for newest in "$NEWEST_MINOR" 99; do
+    for python in "${candidates[@]}"; do
+      minor=$("$python" -c 'import sys; print(sys.version_info[1])' 2>/dev/null) || continue
+      if [ "$minor" -ge 10 ] && [ "$minor" -le "$newest" ]; then
+        echo "$python"
+        return
+      fi
+    done
   done
-  [ -n "$newer" ] || fail "needs Python 3.10 or newer; found: ${found:-none}. PYTHON=/path/to/python names another"
-  echo "$newer"
+  fail "needs Python 3.10 or newer, which none of these is: ${candidates[*]}. PYTHON=/path/to/python names another"
 }
 
-need_space() {  # need_space GB [what came before]
+need_space() {  # need_space GB [what for]
   local free
   free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1000000)}')
   [ "$free" -ge "$1" ] ||
-    fail "${2:+$2; }not enough disk space: $root has $free GB free, the environment takes $1 GB"
+    fail "not enough disk space: $root has $free GB free, the environment takes $1 GB${2:+ $2}"
 }
 
 pip_install() {  # status of pip, whose output goes to the log; Python compiles what is imported, pip would all files
@@ -39,20 +36,17 @@ pip_install() {  # status of pip, whose output goes to the log; Python compiles 
 }
 
 install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
-  local wanted settings why='there is none'
-  settings=$("$venv" -m pip config list)
+  local wanted why='there is none'
   wanted=$(grep '^torch[<>=]' requirements.txt)
-  if [ "$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null; then
-    [ "$(uname -s)" != Linux ] || need_space "$CUDA_GB"
-    pip_install "$wanted"
-    return
+  if [ "$(uname -s)" = Linux ]; then
+    if ! command -v nvidia-smi >/dev/null; then
+      # What it depends on comes with the other requirements.
+      if pip_install --no-deps --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then return; fi
+      ! grep -qiE "$NETWORK" "$log" || why="no network: pip could not reach it"
+      say "no CPU build of PyTorch from $CPU_INDEX ($why): installing the large one with CUDA"
+    fi
+    need_space "$CUDA_GB" "for PyTorch with CUDA"
   fi
-  # A build that was put into a folder on purpose; what it depends on comes with the other requirements.
-  if [ "$settings" != "${settings/find-links/}" ] && pip_install --no-index --no-deps "$wanted"; then return; fi
-  if pip_install --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then return; fi
-  ! grep -qiE "$NETWORK" "$log" || why="no network: pip could not reach it"
-  say "no CPU build of PyTorch from $CPU_INDEX ($why): installing the large one with CUDA"
-  need_space "$CUDA_GB" "$CPU_INDEX: $why; for the build with CUDA"
   pip_install "$wanted"
 }
 

@@ -4,6 +4,7 @@
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export SPAG_LOOP_PID=$$ # programs end with this script, also when it is killed
 child=''
+set -m # what runs in the background is a process group of its own
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 warn() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
@@ -18,7 +19,6 @@ read_settings_file() { # read_settings_file FLAGS...: the one that --settings na
     esac
     shift
   done
-  case $SETTINGS in *.yaml | *.yml) fail "$SETTINGS: settings are lines of shell now, like configs/tiny.sh" ;; esac
   case $SETTINGS in '' | */*) ;; *) SETTINGS=./$SETTINGS ;; esac # else it would be looked for in PATH
   # shellcheck source=configs/tiny.sh
   [ -z "$SETTINGS" ] || . "$SETTINGS"
@@ -62,15 +62,21 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; it
 }
 
 in_foreground() { # in_foreground COMMAND...: a signal to this script ends it too
-  "$@" &
+  "$@" </dev/null &
   child=$!
   wait "$child"
 }
 
 # shellcheck disable=SC2317  # called by traps
-stop() { # stop STATUS: ends this script and all that it has started
+stop() { # stop STATUS: ends this script and what it has started, within 10 s
   trap '' INT TERM HUP
-  "${PYTHON:-$root/.venv/bin/python}" "$root/tools/loop/stop.py" $$ 2>/dev/null || kill ${child:+"$child"} || true
+  if [ -n "$child" ] && kill -TERM -- "-$child" 2>/dev/null; then
+    for _ in {1..70}; do
+      kill -0 -- "-$child" 2>/dev/null || break
+      sleep 0.1
+    done
+    kill -KILL -- "-$child" 2>/dev/null || true
+  fi
   printf '\n%s: stopped%s; the same command continues\n' "${0##*/}" "${stage:+ in $stage}" >&2
   exit "$1"
 }

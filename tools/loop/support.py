@@ -14,18 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tools.games.flags import GameFlags
-from tools.loop.checks import AT_LEAST, as_number, find_problems
+from tools.loop.checks import WHOLE_NUMBERS, find_problems
 from tools.loop.disk import check_disk
-from utils import open_text, read_words, replacing, unknown_flag, write_json
+from utils import open_text, read_words, replacing, unknown_flag
 
-ROOT = Path(__file__).resolve().parents[2]
-OFFLOAD = ROOT / "configs" / "default_offload_opt_param.json"
+OFFLOAD = Path(__file__).resolve().parents[2] / "configs" / "default_offload_opt_param.json"
 LISTS = ("IMITATION_DATA", "GAME_OPTIONS", "REWARDS", "EVAL_WORDS", "EVAL_SEEDS")  # settings of several values
 LISTS += ("IMITATION_ARGS", "TRAIN_ARGS", "PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def apply_flags(settings: dict[str, str], flags: Iterable[str]) -> Iterator[str]:
@@ -57,14 +53,10 @@ def settle(settings: dict[str, str]) -> None:
     automatic = ("NPROC", "PRECISION", "DEEPSPEED", "GRADIENT_CHECKPOINTING")
     gpus = count_gpus() if "auto" in [settings[name] for name in automatic] else 0
     choices = (str(gpus), "bf16", str(OFFLOAD), "True") if gpus else ("1", "fp32", "none", "False")
-    for name, choice in zip(automatic, choices, strict=True):
-        if settings[name] == "auto":
-            settings[name] = choice
-    for name in AT_LEAST:
+    settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
+    for name in WHOLE_NUMBERS:
         if settings[name].isdecimal():
             settings[name] = str(int(settings[name]))
-    if as_number(settings["SAVE_STEPS"]) == 0:
-        settings["SAVE_STEPS"] = "0"
     if settings["OUTPUT"]:
         settings["OUTPUT"] = os.path.abspath(settings["OUTPUT"])
 
@@ -79,7 +71,7 @@ def count_gpus() -> int:
 
 
 def read_game(settings: dict[str, str]) -> list[str]:
-    """The words; MAX_TURNS is settled by the game. Raises ValueError for a wrong game, prompt file or word list."""
+    """The words of an epoch; MAX_TURNS is settled by the game. ValueError for a wrong game, prompt or word file."""
     flags = GameFlags(
         game=settings["GAME"],
         game_options=settings["GAME_OPTIONS"].split(),
@@ -92,57 +84,33 @@ def read_game(settings: dict[str, str]) -> list[str]:
     return read_words(settings["WORDS"], game.check_task) if os.path.isfile(settings["WORDS"]) else []
 
 
-# --- what the shell gets -------------------------------------------------------------------------------------------
-
-
-def shell_values(settings: Mapping[str, str]) -> dict[str, str | list[str]]:
-    """What is assigned in the shell: all settings, those of several values as lists, and what follows from them."""
-    processes = int(settings["NPROC"]) * int(settings["NNODES"])
-    values: dict[str, str | list[str]] = dict(settings)
-    values |= {name: settings[name].split() for name in LISTS}
-    if not os.path.exists(values["REWARDS"][0]) and (ROOT / values["REWARDS"][0]).is_file():
-        values["REWARDS"][0] = str(ROOT / values["REWARDS"][0])
-    values["WORDS"] = str(words_path(settings))
-    values["DEEPSPEED"] = settings["DEEPSPEED"].removesuffix("none")
-    values["ACCUMULATION"] = str(int(settings["GLOBAL_BATCH"]) // (processes * int(settings["TRAIN_BATCH"])))
-    values["SETTINGS_JSON"] = json.dumps(settings, ensure_ascii=False, indent=2)
-    return values
-
-
-def assignments(values: Mapping[str, str | list[str]]) -> str:
-    """The values as bash reads them."""
-    quoted = (
-        (name, shlex.quote(value) if isinstance(value, str) else f"({shlex.join(value)})")
-        for name, value in values.items()
-    )
-    return "\n".join(f"{name}={value}" for name, value in quoted)
-
-
-def words_path(settings: Mapping[str, str]) -> Path:
-    """The word list of an epoch."""
-    return Path(settings["OUTPUT"]) / "words.txt"
-
-
-def write_files(settings: Mapping[str, str], words: str) -> None:
-    """Write words.txt, and settings.json where there is none: that of a loop at work stays as it is."""
-    if not words_path(settings).is_file():
-        with replacing(words_path(settings)) as file:
-            file.write(words)
-    if not (settings_path := Path(settings["OUTPUT"]) / "settings.json").is_file():
-        write_json(settings_path, settings)
-
-
-def prepare(settings: Mapping[str, str], words: list[str]) -> None:
-    """Check what is there already and the disk space, then write. Raises ValueError for what does not do."""
+def prepare(settings: Mapping[str, str], words: list[str]) -> Path:
+    """Check the disk space, then write the word list of an epoch; its path. ValueError for what does not do."""
+    path = Path(settings["OUTPUT"]) / "words.txt"
     words = words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"])
     text = "".join(f"{word}\n" for word in words)
-    path = words_path(settings)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"{path}: not the words that --words, --games and --games_per_word say; use another --output")
     if settings["NODE_RANK"] == "0":
         check_disk(settings, len(words))
-        write_files(settings, text)
-    Path(settings["OUTPUT"], "logs").mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text)
+    (path.parent / "logs").mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def assignments(settings: Mapping[str, str], words: Path) -> str:
+    """What bash evaluates: the settings, those of several values as lists, and what follows from them."""
+    rows_at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
+    values = {name: value.split() if name in LISTS else value for name, value in settings.items()}
+    values |= {
+        "WORDS": str(words),
+        "DEEPSPEED": settings["DEEPSPEED"].removesuffix("none"),
+        "ACCUMULATION": str(int(settings["GLOBAL_BATCH"]) // rows_at_once),
+        "SETTINGS_JSON": json.dumps(settings, ensure_ascii=False, indent=2),
+    }
+    quoted = {k: f"({shlex.join(v)})" if isinstance(v, list) else shlex.quote(v) for k, v in values.items()}
+    return "\n".join(f"{name}={value}" for name, value in quoted.items())
 
 
 def main(argv: list[str]) -> None:
@@ -156,14 +124,13 @@ def main(argv: list[str]) -> None:
     try:
         words = read_game(settings)
         if not problems:
-            values = shell_values(settings)
-            prepare(settings, words)
+            path = prepare(settings, words)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if problems:
         sys.stderr.writelines(f"run_spag.sh: {problem}\n" for problem in problems)
         sys.exit(2)
-    print(assignments(values))
+    print(assignments(settings, path))
 
 
 if __name__ == "__main__":

@@ -47,11 +47,7 @@ def evaluate(job: Mapping) -> dict:
     batch_size = job["batch_size"] or ("auto" if device == "cuda" else CPU_BATCH)
     found = lm_eval.simple_evaluate(
         model="hf",
-        model_args={
-            "pretrained": job["model"],
-            "dtype": job["dtype"],
-            "trust_remote_code": job["trust_remote_code"],
-        },
+        model_args={"pretrained": job["model"]} | {name: job[name] for name in ("dtype", "trust_remote_code")},
         tasks=[job["task"]],
         num_fewshot=job["shots"],
         batch_size=batch_size,

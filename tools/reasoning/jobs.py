@@ -1,6 +1,5 @@
 """Runs of the harness that the reasoning table needs: what each depends on, which are finished, running the rest."""
 
-import argparse
 import json
 import logging
 import os
@@ -8,89 +7,98 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
-from tools.engine import model as models
+from tools.engine.model import model_folder
+from tools.reasoning.scores import Score, read_score
 from tools.reasoning.table import BENCHMARKS, Benchmark
-from utils import NamedPath, RunSettings, differences, file_digest, model_fingerprint, plain_environment
+from utils import (
+    NamedPath,
+    RunSettings,
+    differences,
+    file_digest,
+    flag,
+    model_fingerprint,
+    named_path,
+    plain_environment,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
+HARNESS_VERSION = "0.4.13"
+REMEDY = "use another --output_dir, or --overwrite True to run it again"
 logger = logging.getLogger(__name__)
-
-
-# --- jobs ----------------------------------------------------------------------------------------------------------
 
 
 class Job(NamedTuple):
     """One model on one benchmark."""
 
-    model: NamedPath  # its path: folder or hub name
+    model: str
     benchmark: Benchmark
-    request: dict  # what tools/reasoning/harness.py is told
-    path: Path  # of the result
+    request: dict  # what tools/reasoning/harness.py is told; its `settings` are what the result depends on
+    path: Path  # of the result; the harness' messages are beside it
 
     @property
     def name(self) -> str:
-        return f"{self.model.name} on {self.benchmark.name}"
-
-    @property
-    def settings(self) -> dict:
-        """What the result depends on."""
-        return self.request["settings"]
-
-    def finished(self) -> dict:
-        """The result."""
-        return json.loads(self.path.read_text(encoding="utf-8"))
+        return f"{self.model} on {self.benchmark.name}"
 
     def is_to_run(self, *, overwrite: bool) -> bool:
         """Whether the result is not there. ValueError for one of other settings, unless it may be run again."""
         if not self.path.is_file():
             return True
-        remedy = "use another --output_dir, or --overwrite True to run it again"
-        made_with = RunSettings(self.path, results=lambda: self.path, remedy=remedy)
-        made_with.check(self.settings, overwrite=overwrite)
-        return bool(differences(made_with.read(), self.settings))
+        made_with = RunSettings(self.path, results=lambda: self.path, remedy=REMEDY)
+        made_with.check(self.request["settings"], overwrite=overwrite)
+        return bool(differences(made_with.read(), self.request["settings"]))
+
+    def score(self) -> Score:
+        """The score of a finished one."""
+        try:
+            score = read_score(json.loads(self.path.read_text(encoding="utf-8")), self.benchmark.metric)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        if self.benchmark.shots not in (None, score.shots):
+            logger.warning("%s: %s shots, since the task fixes them", self.name, score.shots)
+        return score
 
 
-def make_jobs(args: argparse.Namespace) -> list[Job]:
-    """All models on all benchmarks; the models of a benchmark stand side by side."""
-    folders = {model.name: models.model_folder(model.path).resolve() for model in args.models}
-    fingerprints = {
-        name: {"path": str(folder), "sha256": model_fingerprint(folder)} for name, folder in folders.items()
-    }
-    own_tasks = tasks_digest(args.include_path)
-    jobs = []
-    for benchmark in args.tasks:
-        own = benchmark.task not in {known.task for known in BENCHMARKS}  # those are never the user's
-        for model in args.models:
-            settings = {
-                "harness": args.harness_version,
-                "task": benchmark.task,
-                "shots": benchmark.shots,
-                "limit": args.limit,
-                "dtype": args.dtype,
-                "model": fingerprints[model.name],
-                "own_tasks": own_tasks if own else None,
-            }
-            request = {
-                "model": str(folders[model.name]),
-                "batch_size": args.batch_size,
-                "trust_remote_code": args.trust_remote_code,
-                "include_path": args.include_path if own else None,
-                **{key: settings[key] for key in ("task", "shots", "limit", "dtype")},
-                "settings": settings,
-            }
-            jobs.append(Job(model, benchmark, request, result_path(args.output_dir, model.name, benchmark)))
-    return jobs
+@dataclass(kw_only=True)
+class HarnessFlags:
+    """What every run of the harness is told."""
 
+    models: list[NamedPath] = flag("folders or hub names", type=named_path, metavar="NAME=MODEL")
+    output_dir: str = flag("folder of the results")
+    limit: int | None = flag("ask only the first so many questions of each task, for a trial", default=None)
+    batch_size: str | None = flag("of the harness; auto: by the free memory; unset: auto, on a CPU 8", default=None)
+    dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
+    trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
-def result_path(output_dir: str, model: str, benchmark: Benchmark) -> Path:
-    """Where a finished model and task is kept; the harness' messages are beside it."""
-    return Path(output_dir) / model / f"{benchmark.task.replace('/', '_')}.json"
+    def jobs(self, benchmarks: Sequence[Benchmark]) -> list[Job]:
+        """All models on all benchmarks; the models of a benchmark stand side by side."""
+        folders = {model.name: model_folder(model.path).resolve() for model in self.models}
+        prints = {name: {"path": str(folder), "sha256": model_fingerprint(folder)} for name, folder in folders.items()}
+        own_tasks = tasks_digest(self.include_path)
+        jobs = []
+        for benchmark in benchmarks:
+            own = benchmark.task not in {known.task for known in BENCHMARKS}  # those are never the user's
+            asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
+            for model, folder in folders.items():
+                settings = {"harness": HARNESS_VERSION, **asked, "model": prints[model]}
+                request = {
+                    **asked,
+                    "model": str(folder),
+                    "batch_size": self.batch_size,
+                    "trust_remote_code": self.trust_remote_code,
+                    "include_path": str(Path(self.include_path).resolve()) if own and self.include_path else None,
+                    "settings": settings | {"own_tasks": own_tasks if own else None},
+                }
+                path = Path(self.output_dir) / model / f"{benchmark.task.replace('/', '_')}.json"
+                jobs.append(Job(model, benchmark, request, path))
+        return jobs
 
 
 def tasks_digest(include_path: str | None) -> str | None:
@@ -104,14 +112,6 @@ def tasks_digest(include_path: str | None) -> str | None:
     return file_digest(files)
 
 
-def unfinished(jobs: Sequence[Job], *, overwrite: bool) -> list[Job]:
-    """The jobs to run. Raises ValueError for a result made under other settings, unless it may be run again."""
-    return [job for job in jobs if job.is_to_run(overwrite=overwrite)]
-
-
-# --- running -------------------------------------------------------------------------------------------------------
-
-
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -120,21 +120,17 @@ def gpus() -> list[str]:
 
 def run_job(job: Job, device: str | None) -> str | None:
     """Run the harness on one GPU (None: where it likes); returns what went wrong, None if nothing did."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = (
-        plain_environment() | {"PYTHONPATH": path} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-    )
+    environment = plain_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     job.path.parent.mkdir(parents=True, exist_ok=True)
     log = job.path.with_suffix(".log")
     command = [sys.executable, "-m", "tools.reasoning.harness", json.dumps(job.request), str(job.path.resolve())]
     job.path.unlink(missing_ok=True)  # one made under other settings
     with open(log, "wb") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
-    if status == 0:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+    if done.returncode == 0:
         return None
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "no message")
-    return f"{job.name} ended with status {status}: {last.strip()} ({log})"
+    *_, last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+    return f"{job.name} ended with status {done.returncode}: {last.strip() or 'no message'} ({log})"
 
 
 def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None], run: Callable[[Job, str | None], str | None]) -> None:

@@ -1,11 +1,16 @@
-"""The list of target words: the most frequent English words, without stop words."""
+"""Lists of target words: the most frequent English words, without stop words; words held out of a list."""
 
+import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
-from utils import read_words
+from tools.selfplay.sidecar import Output
+from utils import file_sha256, flag, read_words, replacing, too_small
 
 WORD_PACKAGES = {"wordfreq": "3.1.1", "stop-words": "2018.7.23"}  # other versions rank and leave out other words
 WORD_SOURCE = (
@@ -53,6 +58,12 @@ def load_word_sources() -> tuple[Iterable[str], list[str]]:
     return iter_wordlist("en", wordlist="large"), get_stop_words("en")
 
 
+def write_words(path: str, words: Iterable[str]) -> None:
+    """Write a word list, one a line."""
+    with replacing(path) as file:
+        file.writelines(f"{word}\n" for word in words)
+
+
 def overlap(words: Iterable[str], path: str) -> dict:
     """How many different words these share with the list in a file, and the share of either list that this is."""
     ours, theirs = set(words), {word.lower() for word in read_words(path)}
@@ -65,3 +76,56 @@ def overlap(words: Iterable[str], path: str) -> dict:
         "share_of_words": shared / len(ours),
         "share_of_words_there": shared / len(theirs),
     }
+
+
+@dataclass(kw_only=True)
+class Words(Output):
+    """The most frequent English words, the most frequent first, without stop words; needs wordfreq and stop-words."""
+
+    number: int = flag("of words", default=50_000)
+    min_letters: int = flag("of a word", default=3)
+    compare: str | None = flag("another word list, to print how many words are in both", default=None)
+
+    def run(self) -> None:
+        """Write the list."""
+        if problems := too_small(self, number=1, min_letters=1):
+            raise ValueError("; ".join(problems))
+        self.check(*([self.compare] if self.compare else []))
+        counts = Counter(dict.fromkeys(("words", "not_alphabetic", "too_short", "stop_words"), 0))
+        ranked, stop_words = load_word_sources()
+        words = frequent_words(ranked, stop_words, number=self.number, min_letters=self.min_letters, counts=counts)
+        counts["words"] = len(words)
+        write_words(self.output, words)
+        settings = {"number": self.number, "min_letters": self.min_letters, "packages": WORD_PACKAGES}
+        self.write_source(WORD_SOURCE, settings=settings, counts=counts)
+        if self.compare:
+            print(json.dumps(overlap(words, self.compare), ensure_ascii=False))
+
+
+@dataclass(kw_only=True)
+class Split(Output):
+    """The words of a list without those that are drawn at random to be held out, for evaluation."""
+
+    input: str = flag("word list, one a line")
+    held_out: str = flag("file to write for the held-out words")
+    number: int = flag("of held-out words", default=500)
+    seed: int = flag("of the draw", default=0)
+
+    def run(self) -> None:
+        """Write both lists, in the order of the input; a word that is repeated counts once."""
+        self.check(self.input, more=[self.held_out])
+        words = list(dict.fromkeys(read_words(self.input)))
+        if not 0 < self.number < len(words):
+            raise ValueError(
+                f"--number {self.number}: must be between 1 and {len(words) - 1}, the list's words less one"
+            )
+        drawn = set(random.Random(self.seed).sample(words, self.number))
+        write_words(self.held_out, [word for word in words if word in drawn])
+        write_words(self.output, [word for word in words if word not in drawn])
+        self.write_source(
+            "a word list without the words drawn to be held out",
+            self.input,
+            settings={"number": self.number, "seed": self.seed},
+            counts={"words": len(words) - self.number, "held_out": self.number},
+            held_out={"file": Path(self.held_out).name, "sha256": file_sha256(self.held_out)},
+        )

@@ -12,6 +12,7 @@ from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import ATTACKER, DEFENDER, Taboo
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
+from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from utils import RunSettings, files_setting, flag, write_records
@@ -22,8 +23,8 @@ GAME, MAX_TURNS = Taboo(), 3
 
 
 @dataclass(kw_only=True)
-class WorldFlags:
-    """What the world is made with."""
+class Build:
+    """Make the data and the base model that tools/run_spag.sh starts from."""
 
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
@@ -36,6 +37,24 @@ class WorldFlags:
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=40)
+
+    def run(self) -> None:
+        """Write all that is missing."""
+        folder = Path(self.output_dir)
+        data, rows = folder / "data", folder / "data" / "imitation.json"
+        settings = asdict(self) | {"texts": files_setting(LEXICON, TEMPLATES)}
+        del settings["output_dir"]
+        made_with = RunSettings(
+            folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
+        )
+        with made_with.claimed(settings):
+            if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+                print(f"{folder}: all is there")
+                return
+            made_with.write(settings)
+            if not rows.is_file():
+                write_data(folder, self)
+            pretrain(folder, self)
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
@@ -68,69 +87,48 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
             yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
 
 
-# --- building the world --------------------------------------------------------------------------------------------
+# --- building it --------------------------------------------------------------------------------------------------
 
 
-def build(flags: WorldFlags) -> None:
-    """Write the data and the base model that run_spag.sh starts from; what is there already stays."""
-    folder = Path(flags.output_dir)
-    data, rows = folder / "data", folder / "data" / "imitation.json"
-    settings = asdict(flags) | {"texts": files_setting(LEXICON, TEMPLATES)}
-    del settings["output_dir"]
-    made_with = RunSettings(
-        folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
-    )
-    with made_with.claimed(settings):
-        if rows.is_file() and (folder / "base" / "train_results.json").is_file():
-            print(f"{folder}: all is there")
-            return
-        made_with.write(settings)
-        if not rows.is_file():
-            write_data(folder, flags)
-        pretrain(folder, flags)
-
-
-def write_data(folder: Path, flags: WorldFlags) -> None:
+def write_data(folder: Path, world: Build) -> None:
     """Facts, word lists, imitation games with their rows, tokenizer and random model; the rows are written last."""
-    lexicon, rng = load_lexicon(), random.Random(flags.seed)
+    lexicon, rng = load_lexicon(), random.Random(world.seed)
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "words.txt").write_text("".join(f"{word}\n" for word in lexicon.played()), encoding="utf-8")
     (data / "held_out.txt").write_text("".join(f"{word}\n" for word in lexicon.held_out()), encoding="utf-8")
-    pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))
+    pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
-    write_records(data / "facts.json", fact_rows(lexicon, rng, flags.facts))
-    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
-    episodes = scripted_games(lexicon, rounds=flags.imitation_rounds, rng=rng)
+    write_records(data / "facts.json", fact_rows(lexicon, rng, world.facts))
+    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, world.imitation_facts))
+    episodes = scripted_games(lexicon, rounds=world.imitation_rounds, rng=rng)
     write_records(data / "imitation_games.json", episodes)
-    tokenizer = train_tokenizer(corpus(pretraining, episodes), flags.vocab_size)
+    tokenizer = train_tokenizer(corpus(pretraining, episodes), world.vocab_size)
     model = random_llama(
         len(tokenizer),
-        flags.seed,
-        hidden_size=flags.hidden_size,
-        layers=flags.layers,
-        heads=flags.hidden_size // 32,
-        intermediate_size=3 * flags.hidden_size,
+        world.seed,
+        hidden_size=world.hidden_size,
+        layers=world.layers,
+        heads=world.hidden_size // 32,
+        intermediate_size=3 * world.hidden_size,
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
-    run("-m", "tools.assign_rewards", "--messages", "all", "--training_prompt", "play",
-        "--prompt_templates", TEMPLATES, "--input_data_path", data / "imitation_games.json",
-        "--output_data_path", data / "imitation.json", "--sft_data_path", data / "imitation_facts.json")  # fmt: skip
+    flags = RowFlags(messages=ALL, training_prompt=PLAY, prompt_templates=str(TEMPLATES))
+    games, facts = str(data / "imitation_games.json"), str(data / "imitation_facts.json")
+    make_rows(flags, [games], str(data / "imitation.json"), sft=facts)
 
 
-def pretrain(folder: Path, flags: WorldFlags) -> None:
+def pretrain(folder: Path, world: Build) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
-    run(ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base",
-        "--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json",
-        "--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64,
-        "--learning_rate", flags.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine",
-        "--num_train_epochs", flags.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no",
-        "--cache_dir", folder / "cache")  # fmt: skip
-
-
-def run(*command) -> None:
-    """Run one of this project's programs, its output on the terminal."""
-    subprocess.run([sys.executable, *map(str, command)], check=True)
+    command = [
+        *(sys.executable, ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base"),
+        *("--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"),
+        *("--max_length", 128, "--seed", world.seed, "--per_device_train_batch_size", 64),
+        *("--learning_rate", world.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine"),
+        *("--num_train_epochs", world.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no"),
+        *("--cache_dir", folder / "cache"),
+    ]
+    subprocess.run(list(map(str, command)), check=True)

@@ -1,0 +1,174 @@
+"""Every game but Taboo through every program: play, rewards, training, a match, the report, a person."""
+
+import asyncio
+import json
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import train
+from tools import assign_rewards, evaluate_games, play_llm_game, report
+from tools.games import load_game
+from tools.games.game import Game
+from tools.players.human import HumanPlayer
+from tools.players.player import ScriptedPlayer
+from tools.selfplay.play import play_games
+from utils import read_json_or_jsonl, write_records
+
+
+class Case(NamedTuple):
+    """A game, two of its tasks, what the roles say in a game of each, and what follows."""
+
+    game: Game
+    tasks: list[str]
+    messages: tuple[list[list[str]], list[list[str]]]
+    outcomes: list[str]
+    rewards: list[float]  # of the rows, all of the first game
+    person: tuple[list[list[str]], str, list[str]]  # the other role says; what he says; what he is shown
+
+
+CASES = {
+    "twenty_questions": Case(
+        load_game("twenty_questions"),
+        ["apple", "lamp"],
+        ([["Is it round?", "Is it `apple`?"], ["Is it big?", "Is it `sun`?", "Is it red?"]], [["Yes."], ["No."] * 3]),
+        ["found", "not found"],
+        [0.8 / 1.8, 1.0, 1 / 1.8],
+        (
+            [["Is it round?", "Is it `apple`?"]],
+            "Yes, it is.",
+            [
+                "you are the answerer",
+                "The target word: apple",
+                "Begin each answer with Yes or No.",
+                "--- found - both win, after 3 messages (the guesser named the word, and both win)",
+            ],
+        ),
+    ),
+    "guess_my_city": Case(
+        load_game("guess_my_city"),
+        ["Lyon, France, Europe", "Cusco, Peru, South America"],
+        (
+            [["What is it known for?", "Are you from `Lyon`?"], ["Is it high up?"] * 3],
+            [["Silk, and two rivers."], ["Yes.", "Above the clouds.", "It is."]],
+        ),
+        ["found", "not found"],
+        [0.8 / 1.8, 1.0, 1 / 1.8],
+        (
+            [["What do you eat?", "Are you from `Lyon, France`?"]],
+            "Quenelles.",
+            ["you are the answerer", "Lyon", "--- found - both win, after 3 messages"],
+        ),
+    ),
+    "bargain": Case(
+        load_game("bargain"),
+        ["book:2:4/1 hat:1:2/8", "ball:1:1/1"],
+        (
+            [["[I keep: 2 book, 1 hat]", "[I keep: 2 book]"], ["[I keep: 1 ball]"] * 3],
+            [["[I keep: 1 hat, 1 book]", "Well, [accept]"], ["No.", "No.", "No!"]],
+        ),
+        ["deal", "no deal"],  # the first gets 8 of 10, the second 8 of 10
+        [0.8 * 0.8 / 1.8, 0.8 * 0.8 / 1.8, 0.8 / 1.8, 0.8 / 1.8],
+        (
+            [["[I keep: 2 book]"]],
+            "[accept]",
+            [
+                "you are the second_buyer",
+                "2 book (worth 1 each), 1 hat (worth 8 each)",
+                "--- deal, after 2 messages (80% of the worth for the first_buyer, 80% for the second_buyer)",
+            ],
+        ),
+    ),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def run(monkeypatch, case):
+    """Call a program's main with these flags, `--game` among them."""
+
+    def call(program, *words):
+        monkeypatch.setattr(sys, "argv", [program.__name__, "--game", case.game.name, *map(str, words)])
+        program.main()
+
+    return call
+
+
+@pytest.fixture
+def words(tmp_path, case):
+    path = tmp_path / "words.txt"
+    path.write_text("".join(f"{task}\n" for task in case.tasks))
+    return path
+
+
+SHORT = ["--max_turns", "2", "--max_length", "1600", "--max_new_tokens", "4", "--logging_steps", "0"]
+
+
+def scripted(case):
+    return {role: ScriptedPlayer(said) for role, said in zip(case.game.roles, case.messages, strict=True)}
+
+
+def play(game, tasks, players):
+    episodes = []
+    games = play_games(game, enumerate(tasks), players, max_turns=3, concurrent_games=1, on_episode=episodes.append)
+    asyncio.run(games)
+    return episodes
+
+
+def test_a_model_plays_and_its_games_are_judged_and_reported(run, case, words, tiny_model, tmp_path):
+    models = [text for side in ("attacker", "defender") for text in (f"--{side}_model_name_or_path", tiny_model)]
+    place = ["--data_path", words, "--output_dir", tmp_path, "--model_prefix", "m", "--data_suffix", "w"]
+    run(play_llm_game, *models, *place, *SHORT)
+    games = read_json_or_jsonl(tmp_path / "m_sampling_w_results.json")
+    assert [(game["game"], game["target_word"]) for game in games] == [(case.game.name, task) for task in case.tasks]
+    assert {message["role"] for game in games for message in game["history"]} == set(case.game.roles)
+    summary = json.loads((tmp_path / "m_sampling_w_summary.json").read_text())
+    assert list(summary["outcomes"]) == [outcome.name for outcome in case.game.outcomes]
+    run(report, "--episodes", tmp_path / "m_sampling_w_results.json", "--output", tmp_path / "report.html")
+    assert case.game.title in (tmp_path / "report.html").read_text()
+
+
+def test_two_models_meet_and_graded_points_are_their_mean(run, case, words, tiny_model, other_model, tmp_path):
+    players = ["--players", f"a={tiny_model}", f"b={other_model}", "--games_per_word", "1"]
+    run(evaluate_games, *players, "--words", words, "--output_dir", tmp_path / "match", *SHORT)
+    rows = json.loads((tmp_path / "match" / "matches.json").read_text())["results"]
+    pooled = {(row["player"], row["role"]): row for row in rows if row["seed"] is None}
+    assert {role for _, role in pooled} == {*case.game.roles, "both"}
+    assert pooled["a", "both"]["games"] == 4 and pooled["a", "both"]["points"] == pooled["b", "both"]["points"]
+
+
+def test_games_that_pay_become_rows_and_two_steps_learn_from_them(run, case, tiny_model, other_model, tmp_path):
+    episodes = play(case.game, case.tasks, scripted(case))
+    assert [episode["outcome"] for episode in episodes] == case.outcomes
+    write_records(tmp_path / "games.json", episodes)
+    run(assign_rewards, "--input_data_path", tmp_path / "games.json", "--output_data_path", tmp_path / "rows.json")
+    rows = read_json_or_jsonl(tmp_path / "rows.json")
+    assert [row["role"] for row in rows] == [message["role"] for message in episodes[0]["history"]]
+    assert [row["reward"] for row in rows] == pytest.approx(case.rewards)
+    settings = {"train_method": "OfflinePO", "model_name_or_path": tiny_model, "ref_model_name_or_path": other_model}
+    settings |= {"train_data_path": tmp_path / "rows.json", "output_dir": tmp_path / "out", "max_steps": 2}
+    settings |= {"per_device_train_batch_size": len(rows), "max_length": 2048, "logging_steps": 1}
+    settings |= {"cache_dir": tmp_path / "cache", "learning_rate": 1e-3, "save_strategy": "no"}
+    trainer = train.set_up([str(text) for name, value in settings.items() for text in (f"--{name}", value)])
+    train.run(trainer)
+    steps = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
+    assert len(steps) == 2 and "reward_attacker" not in steps[0]
+    for role in case.game.roles:
+        mean = [row["reward"] for row in rows if row["role"] == role]
+        assert steps[0][f"reward_{role}"] == pytest.approx(sum(mean) / len(mean))
+
+
+def test_a_person_is_told_the_secret_and_why_the_game_has_ended(case, monkeypatch, capsys):
+    said, reply, expected = case.person
+    person = HumanPlayer(case.game)
+    monkeypatch.setattr("builtins.input", lambda prompt: reply)
+    players = dict(zip(case.game.roles, (ScriptedPlayer(said), person), strict=True))
+    person.end(play(case.game, case.tasks[:1], players)[0])
+    shown = capsys.readouterr().out
+    for text in expected:
+        assert text in shown

@@ -1,0 +1,86 @@
+"""Training on a pretend GPU: the numbers of the CPU, no mixing of devices, and how often Python waits for it."""
+
+import numpy as np
+import pytest
+import torch
+from pretend_gpu import DEVICE, PretendGPU, to_cpu
+from test_train import flags_of, make_rows, offline_po, write_rows
+from torch.testing import assert_close
+
+import train
+from dataloaders import SPAGCollator
+
+
+class Steps:
+    """A reference pass, two micro-batches of an optimizer step, and what is logged."""
+
+    def __init__(self, trainer, gpu: PretendGPU | None):
+        self.trainer, self.gpu, self.seen = trainer, gpu, {}
+        if gpu:
+            gpu.move(trainer.model)
+            trainer.args.__dict__["_setup_devices"] = DEVICE
+        self.model = trainer.model_wrapped
+        rows = trainer.train_dataset
+        collate = SPAGCollator(trainer.processing_class)
+        if trainer.uses_reference:
+            self.reference = rows.ref_logprobs = self.count("reference", lambda: self.reference_pass(rows))
+        batches = iter([collate(rows.__getitems__(list(range(start, start + 4)))) for start in (0, 4)])
+        batches, counts = self.count("counts", lambda: trainer.get_batch_samples(batches, 2, trainer.args.device))
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 2
+        self.losses = [
+            self.count(f"step {number}", lambda b=batch: trainer.training_step(self.model, b, counts))
+            for number, batch in enumerate(batches)
+        ]
+        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+        self.count("optimizer", optimizer.step)
+        self.logs = self.count("logs", lambda: trainer.metrics.take(trainer.accelerator))
+
+    def reference_pass(self, rows) -> np.ndarray:
+        with self.trainer._reference_model() as (model, module):
+            return self.trainer._reference_pass(rows, model, module)
+
+    def count(self, name: str, work):
+        """Do some work; what it took of the GPU."""
+        if not self.gpu:
+            return work()
+        self.gpu.reset()
+        result = work()
+        self.seen[name] = (sum(self.gpu.launches.values()), self.gpu.waits, self.gpu.uploads)
+        return result
+
+
+# Kernels of a micro-batch of the two-layer model, its forward and backward pass, loss and metrics.
+MOST_LAUNCHES = {"SFT": 400, "SFTwithKL": 440, "OfflinePO": 495}
+
+
+@pytest.mark.parametrize("method", MOST_LAUNCHES)
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_model, method, padding_side):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(16))
+    settings = offline_po(path, tiny_model, tiny_model, train_method=method, padding_side=padding_side)
+    if method == "SFT":
+        del settings["ref_model_name_or_path"], settings["loss_normalization"]
+    on_cpu = Steps(train.set_up(flags_of(tmp_path / "cpu", settings)), None)
+    with PretendGPU() as gpu:
+        on_gpu = Steps(train.set_up(flags_of(tmp_path / "gpu", settings)), gpu)
+    assert_close([to_cpu(loss) for loss in on_gpu.losses], on_cpu.losses)
+    weights = zip(on_gpu.model.parameters(), on_cpu.model.parameters(), strict=True)
+    for ours, theirs in weights:
+        assert_close(to_cpu(ours), theirs, rtol=1e-4, atol=1e-5)
+    measured = {"tokens_per_second", "peak_memory_gib"}
+    assert on_gpu.logs.keys() == on_cpu.logs.keys() >= measured
+    for name in on_gpu.logs.keys() - measured:
+        assert on_gpu.logs[name] == pytest.approx(on_cpu.logs[name], rel=1e-4, abs=1e-5), name
+    of_a_forward = 1 if padding_side == "right" else 2  # transformers looks at positions, and at a mask
+    seen = on_gpu.seen
+    for step in ("step 0", "step 1"):
+        launches, waits, uploads = seen[step]
+        assert launches <= MOST_LAUNCHES[method] and len(waits) <= of_a_forward and len(uploads) <= 9
+    launches, waits, uploads = seen["counts"]
+    assert launches <= 3 and not waits and uploads == ["_to_copy (4,)"] and seen["optimizer"][1:] == ([], [])
+    assert seen["logs"][0] <= 15 and len(seen["logs"][1]) == 1 and seen["logs"][2] == []
+    if method != "SFT":
+        assert_close(on_gpu.reference, on_cpu.reference, rtol=1e-5, atol=1e-6)
+        launches, waits, _ = seen["reference"]
+        assert launches <= 300 and len(waits) <= 2 * of_a_forward + 1  # two batches, and the result
