@@ -266,7 +266,7 @@ class TestAuto:
         assert len(notes(tmp_path, "started")) == 2
         monkeypatch.setenv("VLLM", "no-such-vllm")
         assert run_here(flags(place, tiny_model, tmp_path, engine=None, max_games=6), monkeypatch) == 2
-        assert "these games are played by vLLM; there is no 'no-such-vllm' to run" in capsys.readouterr().err
+        assert "--engine vllm: there is no 'no-such-vllm' to run" in capsys.readouterr().err
 
     def test_without_them_it_is_our_own_engine_and_a_run_keeps_that(
         self, told, place, tiny_model, tmp_path, monkeypatch, capsys
