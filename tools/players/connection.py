@@ -63,7 +63,9 @@ class Server:
     def __init__(self, url: str | None, *, key: str | None = None, connections: int):
         self.own = key is not None  # one of this process, on loopback
         self.key = key or os.environ.get(KEY_VARIABLE)
-        limits = httpx2.Limits(connections, connections, keepalive_expiry=KEEP_ALIVE)
+        limits = httpx2.Limits(
+            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEP_ALIVE
+        )
         self.http = LimitedClient(limits=limits, follow_redirects=False, trust_env=not self.own)
         self.client = openai.AsyncOpenAI(
             api_key=self.key or "none",  # the client insists on one; not all servers do

@@ -41,6 +41,7 @@ class Prompt(NamedTuple):
 
     content: str | list[int]  # text or token ids
     cut: bool
+    limit: int  # tokens of the reply at most
     game: int
     seed: int
 
@@ -113,8 +114,9 @@ class ServerPlayer:
         wrong key or model, a used-up quota, and a first request that is refused.
         """
         content, cut = self.tokens.encode_turn(turn) if self.tokens else (turn.prompt(), False)
+        limit = turn.max_new_tokens or self.sampling.max_new_tokens
         async with self.servers.slots:
-            reply = await self._insist(Prompt(content, cut, turn.index, draw_seed(self.seed, turn)))
+            reply = await self._insist(Prompt(content, cut, limit, turn.index, draw_seed(self.seed, turn)))
         self.servers.note_reply()
         return reply
 
@@ -208,7 +210,7 @@ class ServerPlayer:
 
     async def _send(self, server: Server, prompt: Prompt):
         client, sampling = server.client, self.sampling
-        request = {"model": self.model, self.limit_name: sampling.max_new_tokens, "extra_body": self._extra(prompt)}
+        request = {"model": self.model, self.limit_name: prompt.limit, "extra_body": self._extra(prompt)}
         if sampling.do_sample:
             request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         else:
@@ -224,7 +226,7 @@ class ServerPlayer:
         """What vLLM and SGLang know beyond OpenAI's fields; -1 is their word for all tokens."""
         if self.tokens is None and not self.flags.openai_extra_sampling:
             return None
-        extra: dict = {"min_tokens": self.sampling.min_new_tokens}
+        extra: dict = {"min_tokens": min(self.sampling.min_new_tokens, prompt.limit)}
         if self.tokens:
             extra |= {"stop_token_ids": self.tokens.stop_ids, "return_token_ids": True, "seed": prompt.seed}
         return extra | {"top_k": self.sampling.top_k or -1} if self.sampling.do_sample else extra
