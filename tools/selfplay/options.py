@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from tools.players.server_flags import ServerFlags
 from utils import flag, too_small, warn_on_rank_0
 
 SLOTS, GENERATE = "slots", "generate"
+DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling
 
 
 @dataclass(kw_only=True)
@@ -82,15 +82,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     def sampling(self) -> Sampling:
         """How replies are drawn."""
-        return Sampling(
-            max_length=self.max_length,
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            do_sample=self.task_type == SAMPLING,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
+        same = {name: getattr(self, name) for name in DRAWS}
+        return Sampling(**same, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> torch.dtype | None:
         """Of local models; None: as their configs say."""
@@ -98,8 +91,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """What games depend on besides players, words and seed, as runs are compared by it."""
-        names = ("task_type", "max_length", "max_new_tokens", "min_new_tokens")
-        names += ("temperature", "top_k", "top_p", "bf16", "fp16", "tf32", "engine")
+        names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine")
         return {
             **self.game_settings(game, templates),
             "max_turns": self.turns(game),
@@ -119,15 +111,3 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 def words_setting(path: str, words: list[str]) -> dict[str, str]:
     """A word list as runs are compared by it."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}
-
-
-def modern_settings(stored: dict, now: Mapping) -> dict:
-    """Settings of a run that was begun before there were other games than Taboo, under today's names."""
-    if "taboo_max_turns" not in stored:
-        return stored
-    stored = {name: now.get(name) for name in ("tf32", "engine")} | stored  # they were not noted
-    stored["max_turns"] = stored.pop("taboo_max_turns")
-    match, game = stored.pop("match", None), now["game"]
-    same = game["path"] == "taboo" and game["options"] == {"match": match}
-    stored["game"] = game if same else {"path": "taboo", "options": {"match": match}}
-    return stored

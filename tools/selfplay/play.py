@@ -123,6 +123,8 @@ class Run:
 
     def __post_init__(self):
         self.names = {name for pairing in self.pairings for name in pairing.names}
+        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
+        self.estimator = Estimator(self.game, self.templates, turns, tokens)
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
@@ -165,11 +167,7 @@ class Run:
             (self.pairings[number].names, [self.files.words[index] for index in indices])
             for number, indices in itertools.groupby(games, key=self.pairing_of)
         )
-        return self._estimator().describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
-
-    def _estimator(self) -> Estimator:
-        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
-        return Estimator(self.game, self.templates, turns, tokens)
+        return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
 
     def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
         """Play these games; returns what became of them."""
@@ -177,7 +175,10 @@ class Run:
         before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
         log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
         progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
-        self._limit_tokens(lineup, server_tokens)
+        if self.flags.max_total_tokens is not None:  # this rank's share of what is left
+            task = self.files.words[0]
+            likely = max(self.estimator.likely_cost(pairing.names, task).tokens for pairing in self.pairings)
+            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
         try:
             for number, indices in itertools.groupby(to_play, key=self.pairing_of):
                 if not lineup.budget.exhausted:
@@ -187,18 +188,14 @@ class Run:
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            self._leave()
+            games = len(self.files.words)
+            stored = games - len(self.files.finished().missing(range(games)))
+            print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
+            sys.exit(0)
         finally:
             lineup.end()
             progress.end()
         return progress
-
-    def _limit_tokens(self, lineup: Lineup, server_tokens: float) -> None:
-        """Give this rank its share of what --max_total_tokens leaves."""
-        if self.flags.max_total_tokens is not None:
-            task = self.files.words[0]
-            likely = max(self._estimator().likely_cost(pairing.names, task).tokens for pairing in self.pairings)
-            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
         """Play these games of one pairing.
@@ -236,13 +233,6 @@ class Run:
             raise ValueError(f"{error}; the games played so far are safe") from None
         except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
             raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
-
-    def _leave(self) -> None:
-        """End the program in good order when the person leaves."""
-        games = len(self.files.words)
-        stored = games - len(self.files.finished().missing(range(games)))
-        print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
-        sys.exit(0)
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:
