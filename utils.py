@@ -330,8 +330,7 @@ class RunSettings:
 
     The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing. `upgrade(stored, now)` gives settings of an
-    earlier version their present names.
+    ends the message of a refused start, which has written nothing.
     """
 
     def __init__(
@@ -340,9 +339,8 @@ class RunSettings:
         *,
         results: Callable[[], Path | None],
         remedy: str,
-        upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
     ):
-        self.path, self.results, self.remedy, self.upgrade = Path(settings_path), results, remedy, upgrade
+        self.path, self.results, self.remedy = Path(settings_path), results, remedy
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
@@ -368,7 +366,7 @@ class RunSettings:
             return
         if not self.path.is_file():
             raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.upgrade(self.read(), settings), settings):
+        if different := differences(self.read(), settings):
             raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):

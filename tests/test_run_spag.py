@@ -20,6 +20,7 @@ from forks import python
 from safetensors.torch import load_file
 
 import arguments
+from tools.games.game import own_games
 from tools.loop import disk, fit
 from tools.play_llm_game import Flags as PlayFlags
 from utils import parse_flags
@@ -440,7 +441,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"game": "chess"}, "--game chess: there is taboo, twenty_questions; your own is FILE.py:Class"),
+        ({"game": "chess"}, f"--game chess: there is {', '.join(own_games())}; your own is FILE.py:Class"),
         ({"game_options": "speed=2"}, "--game_options speed: Adversarial Taboo has match"),
         ({"prompts": "none.json"}, "none.json: no such file"),
         ({"match": "fuzzy"}, "match is 'fuzzy'; it must be one of substring, word"),

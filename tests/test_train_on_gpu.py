@@ -77,7 +77,8 @@ def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_mo
     for step in ("step 0", "step 1"):
         launches, waits, uploads = seen[step]
         assert launches <= MOST_LAUNCHES[method] and len(waits) <= of_a_forward and len(uploads) <= 9
-    assert seen["counts"] == (2, [], ["_to_copy (4,)"]) and seen["optimizer"][1:] == ([], [])
+    launches, waits, uploads = seen["counts"]
+    assert launches <= 3 and not waits and uploads == ["_to_copy (4,)"] and seen["optimizer"][1:] == ([], [])
     assert seen["logs"][0] <= 15 and len(seen["logs"][1]) == 1 and seen["logs"][2] == []
     if method != "SFT":
         assert_close(on_gpu.reference, on_cpu.reference, rtol=1e-5, atol=1e-6)
