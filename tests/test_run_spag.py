@@ -428,7 +428,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         "--kl is 'much'; it must be a number of at least 0",
         "--temperature is '0'; it must be a number above 0",
         "--deepspeed none.json: no such file",
-        "--engine is 'cloud'; it must be auto, slots or generate",
+        "--engine is 'cloud'; it must be auto, vllm, slots or generate",
         "--report is 'yes'; it must be True or False",
         "--until epoch7_play: imitation, epochK_play or epochK_train, one of this loop's stages",
         "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
@@ -609,6 +609,16 @@ def test_what_cannot_be_imported_or_compiled_is_told_before_any_work(loop, tmp_p
     status, _, err = loop.run(environment=packages, **settings)
     assert status == 2 and loop.calls() == {} and not loop.output.exists()
     assert err.splitlines()[-1].startswith("run_spag.sh: ") and message in err.splitlines()[-1]
+
+
+def test_vllm_is_looked_for_before_any_work_and_handed_on(loop, tmp_path):
+    status, _, err = loop.run(engine="vllm", environment={"VLLM": "/nowhere/vllm"})
+    assert status == 2 and loop.calls() == {} and "--engine vllm: there is no '/nowhere/vllm' to run" in err
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    calls = loop.finish(engine="vllm", environment={"VLLM": str(tmp_path / "vllm")})
+    assert value_of("engine", calls["epoch1_play"]) == value_of("engine", calls["epoch1_eval"]) == "vllm"
+    loop.finish(engine="vllm", play_args=f"--vllm {tmp_path / 'vllm'}", environment={"PATH": "/usr/bin:/bin"})
 
 
 def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
