@@ -236,7 +236,7 @@ def test_imitation_rows_are_those_of_assign_rewards(call, sources, tmp_path, mon
     assert rows == read(tmp_path / "same.json") and [row["role"] for row in rows] == ["defender"] * 2
     found = read(tmp_path / "rows_source.json")
     assert found["counts"]["games"]["defender wins"] == 1 and found["counts"]["rows"]["defender"] == 2
-    assert found["settings"]["seed"] == 7
+    assert found["settings"]["seed"] == 7 and found["settings"]["messages"] == "winner"
 
 
 def test_a_list_is_split_into_words_of_training_and_held_out_ones(call, tmp_path):
