@@ -8,8 +8,9 @@ import pytest
 from conftest import ROOT
 
 from tools.games import load_game
-from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
-from tools.matches import plot, results, text
+from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
+from tools.matches import plot, text
+from tools.matches.results import write_results
 from tools.matches.schedule import Schedule, make_schedule, pairs
 from tools.matches.stats import Match, count_matches, result_rows
 from utils import write_records
@@ -85,37 +86,32 @@ def test_the_table_shows_each_pair_once_in_every_role():
     shown = text.matches_text(results_of(ROUND_ROBIN), TABOO)
     lines = [line.split() for line in shown.splitlines()]
     details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 :]
-    assert [line[:3] for line in details[::3]] == [
-        ["mid", "old", "both"],
-        ["new", "old", "both"],
-        ["new", "mid", "both"],
-    ]
-    assert [line[0] for line in details if line not in details[::3]] == ["attacker", "defender"] * 3
-    assert details[3][3:5] == ["8", "93.8"]  # new against old: seven wins and a tie
-    matrix = lines[next(at for at, line in enumerate(lines) if line == ["old", "mid", "new"]) + 1 :][:3]
-    assert [(line[0], line.index("-")) for line in matrix] == [("old", 1), ("mid", 4), ("new", 7)]
+    pairs_shown = [["mid", "old"], ["new", "old"], ["new", "mid"]]
+    roles = ("both", "attacker", "defender")
+    assert [line[:4] for line in details] == [[*pair, "played", role] for pair in pairs_shown for role in roles]
+    assert details[3][4:6] == ["8", "93.8"]  # new against old: seven wins and a tie
     assert "nan" not in shown
+
+
+def test_one_line_tells_the_points_of_each_pair():
+    line = text.points_line(text.shown_rows(results_of({("old", "mid"): [WIN, LOSS], ("mid", "old"): [WIN, TIE]})))
+    assert re.fullmatch(r"mid against old in both roles: points 62.5% \[[\d.]+, [\d.]+\] in 4 games", line)
+    assert "new against new as attacker: points" in text.points_line(
+        text.shown_rows(results_of({("new", "new"): [WIN]}))
+    )
 
 
 def test_against_one_player_all_others_are_shown_against_it():
     met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
-    assert text.shown_pairs(results_of(met, against="mid")) == [("old", "mid"), ("new", "mid")]
-
-
-def test_the_parts_of_a_bar_are_its_games():
-    rows = text.pooled_rows(results_of(ROUND_ROBIN))
-    colours = list(plot.SHARE_COLOURS)
-    parts = plot._parts(rows["played", "old", "mid", ATTACKER])
-    assert [parts[name] for name in colours] == [0.25, 0.0, 0.25, 0.25, 0.25]  # win, by breach, tie, by breach, loss
-    parts = plot._parts(rows["played", "mid", "old", DEFENDER])
-    assert [parts[name] for name in colours] == [0.25, 0.25, 0.25, 0.0, 0.25]
+    shown = text.shown_rows(results_of(met, against="mid"))
+    assert [(row["player"], row["opponent"]) for row in shown[::3]] == [("old", "mid"), ("new", "mid")]
 
 
 def test_the_plot_names_players_lists_and_roles(tmp_path):
     pytest.importorskip("matplotlib")
-    assert plot.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN), TABOO)
+    plot.write_plot(tmp_path / "matches.svg", results_of(ROUND_ROBIN), TABOO)
     shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
-    labels = ("new", "vs old", "vs mid", "played: 24 games", "as defender", "both roles", "loss by breach", "att.")
+    labels = ("new", "vs old", "vs mid", "points, %", "breach, %", "as defender", "in both roles")
     assert not [label for label in labels if label not in shown]
 
 
@@ -130,9 +126,9 @@ def test_matches_of_another_game_are_written_under_its_roles(tmp_path):
     write_records(tmp_path / "games.json", games)
     settings = {"players": ["old", "new"], "words": ["played"], "seeds": [0], "against": None}
     settings |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 20}
-    shown = results.write_results(tmp_path, tmp_path / "games.json", settings, questions)
+    shown = write_results(tmp_path, tmp_path / "games.json", settings, questions)
     assert shown == (tmp_path / "matches.txt").read_text() and shown.startswith("20 Questions by match")
-    assert "Points are mean points of a game" in shown and "answerer says the word, no answer" in shown
+    assert "Points are the mean points of a game" in shown and "answerer says the word, no answer" in shown
     rows = json.loads((tmp_path / "matches.json").read_text())["results"]
     assert {row["role"] for row in rows} == {"guesser", "answerer", "both"}
     assert all(row["points"] == pytest.approx(1 / 3) for row in rows)

@@ -57,9 +57,7 @@ def named_words(text: str) -> NamedPath:
 class Flags(PlayFlags):
     """The flags of this program."""
 
-    players: list[NamedPath] = flag(
-        "model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL"
-    )
+    players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
     against: str | None = flag("only matches with this player; unset: every pair", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
         "word lists; a file's own name is used if no name is given", type=named_words, metavar="NAME=FILE"
@@ -100,8 +98,7 @@ class Flags(PlayFlags):
         """What is to be played; reads the word lists."""
         lists = {item.name: read_words(item.path, game.check_task)[: self.max_words] for item in self.words}
         names = [player.name for player in self.players]
-        how = {"against": self.against, "games_per_word": self.games_per_word}
-        return make_schedule(names, lists, self.seeds, **how)
+        return make_schedule(names, lists, self.seeds, against=self.against, games_per_word=self.games_per_word)
 
     def pairings(self, schedule: Schedule, game: Game) -> list[Pairing]:
         """The matches as they are played: models by their folders, so that equal ones are loaded once."""

@@ -1,6 +1,6 @@
-"""One self-contained page about a run of the loop, finished or not: charts, settings and games to read.
+"""One self-contained page about a run of the loop, finished or not, or one of its folders: charts and games to read.
 
-    python -m tools.report OUTPUT                                              writes OUTPUT/report.html
+    python -m tools.report FOLDER                                              writes FOLDER/report.html
     python -m tools.report --episodes GAMES.json ... --output report.html      the same about files of episodes
 
 Every game is counted and a bounded sample kept to be read, in constant memory. The page needs no network; it holds
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.games.flags import GameChoice
-from tools.pages.contents import report_of_episodes, report_of_run
-from tools.pages.page import html
+from tools.pages.contents import report_of_episodes, report_of_folder
+from tools.pages.page import page_html
 from utils import add_flags, flag, replacing, run_program, set_up_logging
 
-DESCRIPTION = "One self-contained HTML page about a run of the loop, or about files of episodes."
+DESCRIPTION = "One self-contained HTML page about a run of the loop, one of its folders, or files of episodes."
 
 
 @dataclass(kw_only=True)
@@ -24,20 +24,20 @@ class Flags(GameChoice):
     """The flags of this program."""
 
     episodes: list[Path] | None = flag("any files of episodes instead of a folder", default=None, metavar="FILE")
-    output: Path | None = flag("file to write; unset: OUTPUT/report.html (needed with --episodes)", default=None)
+    output: Path | None = flag("file to write; unset: FOLDER/report.html (needed with --episodes)", default=None)
     games: int = flag("games to be read, of each epoch's self-play and of each match", default=200)
 
 
 def parse_args() -> tuple[Path | None, Flags]:
     """The folder of a loop, if one is given, and the flags."""
     parser = argparse.ArgumentParser(description=DESCRIPTION, allow_abbrev=False)
-    line = "folder of the loop; it need not be finished"
-    parser.add_argument("folder", nargs="?", type=Path, metavar="OUTPUT", help=line)
+    line = "OUTPUT of the loop, finished or not, or a folder of play, a training, matches or reasoning"
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=line)
     add_flags(parser, Flags)
     values = vars(parser.parse_args())
     folder, flags = values.pop("folder"), Flags(**values)
     if (folder is None) == (flags.episodes is None):
-        parser.error("give either OUTPUT, the folder of a loop, or --episodes FILE ...")
+        parser.error("give either FOLDER or --episodes FILE ...")
     if flags.episodes and not flags.output:
         parser.error("--episodes needs --output FILE, the page to write")
     if flags.games < 0:
@@ -50,12 +50,12 @@ def main() -> None:
     set_up_logging()
     game = flags.load_game()
     if folder:
-        report = report_of_run(folder, game, flags.games)
+        report = report_of_folder(folder, game, flags.games)
     else:
         report = report_of_episodes(flags.episodes, game, flags.games)
     output = flags.output or folder / "report.html"
     with replacing(output) as file:
-        file.write(html(report))
+        file.write(page_html(report))
     for line in report.missing:
         print(f"not in the report: {line}")
     print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")

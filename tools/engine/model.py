@@ -33,6 +33,7 @@ class Counts:
     prefix_tokens: int = 0  # at the start of all prompts, computed once and stored once
     new_tokens: int = 0
     steps: int = 0  # forward passes
+    at_once: int = 0  # requests that were computed together, at most
     prefill_seconds: float | None = None  # these two are None where a step does both
     decode_seconds: float | None = None
 
@@ -76,6 +77,7 @@ class LocalModel(ModelTokens):
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model
+        self.cache_tokens: int | None = None  # whose keys and values fit in memory; None: any number
         # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
         model.generation_config = GenerationConfig()
 

@@ -49,6 +49,5 @@ def make_schedule(
     games_per_word: int = 1,
 ) -> Schedule:
     """All matches of the players with each word list (by name) and each seed."""
-    met = pairs(players, against)
-    matches = [Match(*pair, words, seed) for pair in met for words in lists for seed in seeds]
-    return Schedule(matches, lists, games_per_word)
+    meetings = itertools.product(pairs(players, against), lists, seeds)
+    return Schedule([Match(*pair, words, seed) for pair, words, seed in meetings], lists, games_per_word)

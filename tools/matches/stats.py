@@ -11,7 +11,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from tools.games.game import Game
-from tools.selfplay.counts import GameCounts
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # a standard error below this is none
@@ -86,38 +85,36 @@ class Match(NamedTuple):
         return (*game.roles, "words", "seed")
 
 
-class MatchCounts(GameCounts):
-    """What the games of one match came to, and for each role and target word how they counted.
+class MatchCounts:
+    """Sums over the games of one match, for each role and target word.
 
     A game is clean if it was decided without breach or empty reply.
     """
 
     def __init__(self, game: Game):
-        super().__init__(game)
+        self.game = game
         self.words: dict[str, dict[str, Counter[str]]] = {role: defaultdict(Counter) for role in game.roles}
 
     def add(self, episode: Mapping) -> None:
-        """Count one game."""
-        super().add(episode)
+        """Count one game. Raises ValueError for an outcome that the game does not have."""
         word, history = episode["target_word"], episode["history"]
         ended = self.game.outcome(episode["outcome"])
         decided = ended.name != self.game.outcomes[-1].name and not ended.breach
         clean = decided and all(message["content"].strip() for message in history)
         for role, points in zip(self.game.roles, self.game.checked_points(word, history, ended.name), strict=True):
             result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
-            counts = {"games": 1, "points": points, result: 1}
+            said = [message["content"].strip() for message in history if message["role"] == role]
+            sums = {"games": 1, "points": points, result: 1, "length": episode["length"]}
+            sums |= {"messages": len(said), "empty": said.count("")}
             if ended.breach:
-                counts |= {"breach": 1, f"breach {result}": 1}
+                sums |= {"breach": 1, f"breach {result}": 1}
             if clean:
-                counts |= {"clean": 1, "clean points": points}
-            self.words[role][word].update(counts)
+                sums |= {"clean": 1, "clean points": points}
+            self.words[role][word].update(sums)
 
 
 def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, MatchCounts]:
-    """Counts by match, of episodes that say who played them, with which word list and seed.
-
-    Raises ValueError for an outcome that the game does not have.
-    """
+    """Counts by match, of episodes that say who played them, with which word list and seed."""
     counts: dict[Match, MatchCounts] = {}
     for episode in episodes:
         match = Match(*(episode[key] for key in Match.keys(game)))
@@ -140,40 +137,33 @@ def result_rows(counts: Mapping[Match, MatchCounts]) -> Iterator[dict]:
     for player, opponent in pairs:
         for words in [*lists, ALL] if len(lists) > 1 else lists:
             for role in roles if player == opponent else (*roles, BOTH):
-                sides = list(_sides(counts, player, opponent, words, role))
-                seeds = sorted({match.seed for match, _ in sides})
-                for seed in (None, *seeds):
+                sides = [
+                    (match, own)
+                    for match in counts
+                    for own, met in zip(roles, ((player, opponent), (opponent, player)), strict=True)
+                    if role in (own, BOTH) and match[:2] == met and words in (ALL, match.words)
+                ]
+                for seed in (None, *sorted({match.seed for match, _ in sides})):
                     of_seed = [(counts[match], own) for match, own in sides if seed in (None, match.seed)]
                     head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
                     yield head | summarise(of_seed)
-
-
-def _sides(
-    counts: Mapping[Match, MatchCounts], player: str, opponent: str, words: str, role: str
-) -> Iterator[tuple[Match, str]]:
-    """The matches of a row, each with the role that the player had."""
-    for match, counted in counts.items():
-        if words in (ALL, match.words):
-            first, second = counted.game.roles
-            if role in (first, BOTH) and match[:2] == (player, opponent):
-                yield match, first
-            if role in (second, BOTH) and match[:2] == (opponent, player):
-                yield match, second
 
 
 def summarise(sides: Sequence[tuple[MatchCounts, str]]) -> dict:
     """The numbers of a row, over matches in each of which the player had the given role."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)
     for match, role in sides:
-        for word, counts in match.words[role].items():
-            by_word[word].update(counts)
-    words, total = list(by_word.values()), Counter()
-    for word in words:
-        total.update(word)
-    games, clean_games = ([word[of] for word in words] for of in ("games", "clean"))
-    points, interval = estimate(games, [word["points"] for word in words])
-    clean_points, clean_interval = estimate(clean_games, [word["clean points"] for word in words])
-    rates = {rate: estimate(games, [word[rate] for word in words]) for rate in RATES}
+        for word, sums in match.words[role].items():
+            by_word[word].update(sums)
+    words, total = by_word.values(), Counter()
+    for sums in words:
+        total.update(sums)
+
+    def mean(name: str, of: str = "games"):
+        return estimate([sums[of] for sums in words], [sums[name] for sums in words])
+
+    points, interval = mean("points")
+    clean_points, clean_interval = mean("clean points", of="clean")
     return {
         "games": total["games"],
         "wins": total["win"],
@@ -184,10 +174,10 @@ def summarise(sides: Sequence[tuple[MatchCounts, str]]) -> dict:
         "breach_losses": total["breach loss"],
         "points": points,
         "points_interval": interval,
-        "rates": {rate: {"share": share, "interval": bounds} for rate, (share, bounds) in rates.items()},
+        "rates": {rate: dict(zip(("share", "interval"), mean(rate), strict=True)) for rate in RATES},
         "clean": {"games": total["clean"], "points": clean_points, "points_interval": clean_interval},
-        "mean_length": sum(match.lengths.total() for match, _ in sides) / total["games"] if total["games"] else None,
-        "empty_replies": sum(match.empty_replies[role] for match, role in sides),
-        "messages": sum(match.messages[role] for match, role in sides),
+        "mean_length": total["length"] / total["games"] if total["games"] else None,
+        "empty_replies": total["empty"],
+        "messages": total["messages"],
         "target_words": len(words),
     }

@@ -3,8 +3,9 @@
 Memory does not grow with the number of games. No torch, no files.
 """
 
-import math
 import random
+import re
+from collections import Counter
 from collections.abc import Mapping
 from itertools import zip_longest
 from statistics import NormalDist
@@ -16,10 +17,14 @@ from tools.selfplay.counts import GameCounts
 
 QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 MOST_CHARACTERS = 4000  # of a message that are shown
+# Control characters, marks that turn the direction of writing around, and halves of characters.
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 Estimate = tuple[float, float | None, float | None]  # and its 95% interval, if it has one
 
 
-# --- counting ------------------------------------------------------------------------------------------------------
+def visible(text: str) -> str:
+    """The text with all that a browser would not show, or would let change what it shows, written as escapes."""
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class GameSample(GameCounts):
@@ -28,6 +33,7 @@ class GameSample(GameCounts):
     def __init__(self, game: Game, size: int, *, seed: int = 0):
         super().__init__(game)
         self.size, self.rng = size, random.Random(seed)
+        self.points: Counter[str] = Counter()  # by role, as in a match
         self.kept: dict[str, list[tuple[int, Mapping, Verdict]]] = {outcome.name: [] for outcome in game.outcomes}
 
     def add(self, episode: Mapping) -> None:
@@ -35,15 +41,16 @@ class GameSample(GameCounts):
         verdict = stored_or_judged(self.game, episode)
         self._keep(episode, verdict)
         super().add(episode, verdict)
+        points = self.game.checked_points(episode["target_word"], episode["history"], verdict.outcome)
+        self.points.update(dict(zip(self.game.roles, points, strict=True)))
 
     def share(self, outcome: str) -> Estimate | None:
         """The share of the games that ended so."""
         return share_estimate(self.outcomes[outcome], self.games)
 
-    def length(self, outcome: str | None = None) -> Estimate | None:
-        """Mean number of messages up to the decisive one, of the games that ended so or of all."""
-        counts = (self.outcomes, self.lengths, self.squared_lengths)
-        return mean_estimate(*(of[outcome] if outcome else of.total() for of in counts))
+    def cut_off_share(self) -> Estimate | None:
+        """The share of messages that ended at the token limit; None where the games do not tell."""
+        return share_estimate(self.cut_off_replies.total(), self.messages.total()) if self.tells_replies else None
 
     def sampled(self) -> list[dict]:
         """At most `size` games in the order of the file, as the page shows them; all outcomes as far as they go."""
@@ -79,53 +86,35 @@ def share_estimate(count: int, total: int) -> Estimate | None:
     return count / total, low, high
 
 
-def mean_estimate(count: int, total: float, squares: float) -> Estimate | None:
-    """A mean with its normal interval (from two observations on), from their sum and the sum of their squares."""
-    if not count:
-        return None
-    mean = total / count
-    if count == 1:
-        return mean, None, None
-    variance = max(0.0, squares - count * mean**2) / (count - 1)
-    half = QUANTILE * math.sqrt(variance / count)
-    return mean, mean - half, mean + half
-
-
-# --- games to read -------------------------------------------------------------------------------------------------
-
-
 def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> dict:
     """A game as the page takes it; `number` is its place in the file, from 0."""
     word, history, replies = episode["target_word"], episode["history"], episode.get("replies") or ()
     messages = [
         {
             "role": message["role"],
-            "parts": marked(game, word, message["content"][:MOST_CHARACTERS]),
+            "parts": marked(game, word, message["content"]),
             "cut_off": reply.get("finish_reason") == LENGTH,
-            "hidden": max(0, len(message["content"]) - MOST_CHARACTERS),
         }
         for message, reply in zip_longest(history, replies[: len(history)], fillvalue={})
     ]
     return {
         "number": number,
-        "word": word,
+        "word": visible(word),
         "outcome": verdict.outcome,
         "length": verdict.length,
-        "max_turns": episode["max_turns"],
         "messages": messages,
-        "labels": {label: str(episode[label]) for label in Match.keys(game) if label in episode},
+        "labels": {label: visible(str(episode[label])) for label in Match.keys(game) if label in episode},
     }
 
 
 def marked(game: Game, task: str, text: str) -> list[list[str]]:
     """The text in (kinds, text) pieces by the game's marks: "", SECRET, GUESS, or both with a blank between."""
-    marks = game.marks(task, text)
-    edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
-    return [
-        [" ".join(kind for kind in (SECRET, GUESS) if kind in _kinds(marks, start)), text[start:end]]
-        for start, end in zip(edges, edges[1:], strict=False)
-    ]
-
-
-def _kinds(marks: list[tuple[str, int, int]], place: int) -> set[str]:
-    return {kind for kind, start, end in marks if start <= place < end}
+    shown, marks = text[:MOST_CHARACTERS], game.marks(task, text[:MOST_CHARACTERS])
+    edges = sorted({0, len(shown), *(edge for _, *span in marks for edge in span)})
+    pieces = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        kinds = {kind for kind, first, last in marks if first <= start < last}
+        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(shown[start:end])])
+    if len(text) > len(shown):
+        pieces.append(["", f" … and {len(text) - len(shown):,} more characters"])
+    return pieces

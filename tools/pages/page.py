@@ -1,24 +1,31 @@
-"""The report as one HTML file that loads nothing: template.html, page.js, Plotly and the data in it."""
+"""The report as one HTML file that loads nothing: template.html, page.js, Plotly, and what they show."""
 
 import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 
+from tools.pages.charts import COLOURS, outcome_colours
 from tools.pages.contents import Report
+from tools.pages.games import visible
+from tools.pages.sections import Section, sections, verdict
 
 FOLDER = Path(__file__).parent
+MOST_ROWS = 12  # of a table that is open from the start
 SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def html(report: Report) -> str:
+def page_html(report: Report) -> str:
     """The page. Its Content-Security-Policy allows two scripts, by their digests, and no request at all.
 
-    Nothing in the data can end its script element: "<" is written as an escape.
+    All texts are escaped; nothing in the data can end its script element: "<" is written as an escape.
     """
     from plotly.offline import get_plotlyjs
 
+    shown = sections(report)
     scripts = {"plotly": get_plotlyjs(), "script": (FOLDER / "page.js").read_text(encoding="utf-8")}
     policy = {
         "default-src": "'none'",
@@ -26,12 +33,75 @@ def html(report: Report) -> str:
         "style-src": "'unsafe-inline'",  # Plotly sets styles of its elements
         "img-src": "data:",
     }
+    titles = [*((one.id, one.title) for one in shown), *([("browse", "Games to read")] if report.games else [])]
+    titles += [("settings", "Settings")] if report.settings else []
     parts = scripts | {
         "policy": "; ".join(f"{kind} {allowed}" for kind, allowed in policy.items()),
-        "data": json.dumps(report.data()).replace("<", "\\u003c"),
+        "data": json.dumps(_data(report, shown), allow_nan=False).replace("<", "\\u003c"),
+        "name": text(report.name),
+        "made": text(f"{report.game.title}; report of {report.made}"),
+        "verdict": "".join(f'<p class="verdict">{text(sentence)}</p>' for sentence in verdict(report)),
+        "missing": "".join(f"<li>{text(line)}</li>" for line in report.missing),
+        "nothing_missing": "" if report.missing else "hidden",
+        "nav": "".join(f'<a href="#{id}">{text(title)}</a>' for id, title in titles),
+        "sections": "".join(map(section_html, shown)),
+        "no_games": "" if report.games else "hidden",
+        "sources": text("; ".join("{name}: {sampled:,} of {games:,}".format(**one) for one in report.sources)),
+        "no_settings": "" if report.settings else "hidden",
+        "settings": "".join(
+            f"<details><summary>{text(title)}</summary>{table(rows)}</details>" for title, rows in report.settings
+        ),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
     return SLOT.sub(lambda slot: parts[slot[1]], template)
+
+
+def section_html(section: Section) -> str:
+    """A section with places for its charts, which the script draws."""
+    figures = "".join(
+        f"<figure><figcaption><h3>{text(chart['title'])}</h3></figcaption>"
+        f'<div class="plot" role="img" aria-label="{text(chart["title"])}"></div></figure>'
+        for chart in section.charts
+    )
+    tables = "".join(
+        f"<details class='card'{' open' * (len(rows) <= MOST_ROWS)}><summary>{text(title)}</summary>"
+        f"{table(rows, head)}</details>"
+        for title, head, rows in section.tables
+    )
+    return (
+        f'<section id="{section.id}"><h2>{text(section.title)}</h2><p class="quiet">{text(section.intro)}</p>'
+        f'<div class="charts">{figures}</div>{tables}</section>'
+    )
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """A table; where the window is narrow, each cell shows its head beside it."""
+    titles = "".join(f'<th scope="col">{text(title)}</th>' for title in head)
+    body = ""
+    for row in rows:
+        cells = zip(head or [""] * len(row), row, strict=True)
+        body += "<tr>" + "".join(f'<td data-head="{text(name)}">{text(cell)}</td>' for name, cell in cells) + "</tr>"
+    kind = "numbers" if head else "settings"
+    return f'<table class="{kind}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def text(value: str) -> str:
+    """Any text as HTML shows it."""
+    return escape(visible(value))
+
+
+def _data(report: Report, shown: Sequence[Section]) -> dict:
+    """What the script reads."""
+    game = report.game
+    colours = {name: COLOURS[number % len(COLOURS)] for name, number in outcome_colours(game).items()}
+    return {
+        "charts": [{"data": chart["data"], "layout": chart["layout"]} for one in shown for chart in one.charts],
+        "first_role": game.roles[0],
+        "outcomes": colours,
+        "undecided": game.outcomes[-1].name,
+        "sources": [visible(source["name"]) for source in report.sources],
+        "games": report.games,
+    }
 
 
 def _digest(script: str) -> str:

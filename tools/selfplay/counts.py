@@ -19,7 +19,6 @@ class GameCounts:
         self.game = game
         self.outcomes: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()  # by outcome, sums of messages up to the decisive one
-        self.squared_lengths: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()  # by role
         self.empty_replies: Counter[str] = Counter()
         self.cut_off_replies: Counter[str] = Counter()
@@ -40,7 +39,6 @@ class GameCounts:
         outcome, length = verdict or (episode["outcome"], episode["length"])
         self.outcomes[outcome] += 1
         self.lengths[outcome] += length
-        self.squared_lengths[outcome] += length**2
         for message in episode["history"]:
             self.messages[message["role"]] += 1
             if not message["content"].strip():
