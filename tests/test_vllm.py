@@ -158,7 +158,8 @@ class TestRequests:
         (started,) = notes(tmp_path, "started")
         words = started["started"]
         assert words[:2] == ["serve", os.path.realpath(tiny_model)] and words[-1] == "--enforce-eager"
-        given = dict(zip(words[2:-1:2], words[3::2], strict=False))
+        assert words[-4:-1] == ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
+        given = dict(zip(words[2:-4:2], words[3:-4:2], strict=True))
         expected = {"host": "127.0.0.1", "generation-config": "vllm", "max-model-len": "256", "dtype": "float32"}
         expected |= {"max-num-seqs": "256", "uvicorn-log-level": "warning"}
         assert {name: given[f"--{name}"] for name in expected} == expected
@@ -265,7 +266,7 @@ class TestAuto:
         assert len(notes(tmp_path, "started")) == 2
         monkeypatch.setenv("VLLM", "no-such-vllm")
         assert run_here(flags(place, tiny_model, tmp_path, engine=None, max_games=6), monkeypatch) == 2
-        assert "these games are played by vLLM; there is no 'no-such-vllm' to run" in capsys.readouterr().err
+        assert "--engine vllm: there is no 'no-such-vllm' to run" in capsys.readouterr().err
 
     def test_without_them_it_is_our_own_engine_and_a_run_keeps_that(
         self, told, place, tiny_model, tmp_path, monkeypatch, capsys

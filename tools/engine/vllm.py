@@ -41,6 +41,7 @@ VARIABLE = "VLLM"  # names the executable
 LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds, while a server starts
 ANSWER_LIMIT = 1 << 20  # bytes
 TAIL_BYTES, TAIL_LINES = 1 << 16, 15  # of a server's output
+CPU_TOKENS = 4096  # that a server without GPUs computes at once
 PORT_TAKEN, PORTS = "address already in use", 3  # what a server says then, and how many ports are tried
 OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that this program sets
 HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY")  # besides what plain_environment leaves out
@@ -118,6 +119,8 @@ class VLLMFlags:
         gpus = own_gpus(self.tensor_parallel_size)
         if gpus:
             words += ["--gpu-memory-utilization", f"{self.vllm_memory / models:.3f}"]
+        else:  # vLLM 0.32 dies on a CPU of a request with a seed whose prompt it computes in parts
+            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_length, CPU_TOKENS))]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         executable = self._executable()
