@@ -622,10 +622,21 @@ def is_complete(folder: str | os.PathLike) -> bool:
 
 
 def is_undamaged(folder: str | os.PathLike) -> bool:
-    """Whether the files of a checkpoint folder are what was written; an earlier version has noted their sizes only."""
+    """Whether the files of a complete checkpoint folder are what was written, which they are read for once.
+
+    An earlier version has noted their sizes only.
+    """
+    return _is_undamaged(Path(folder).absolute(), Path(folder, COMPLETE).stat().st_mtime_ns)
+
+
+@functools.cache
+def _is_undamaged(folder: Path, marked: int) -> bool:
     noted = {path: sums for path, sums in _noted(folder).items() if isinstance(sums, list)}
     found = checksums(folder) if noted else {}
-    return all(found[str(path.relative_to(folder))] == sums for path, sums in noted.items())
+    damaged = [path for path, sums in noted.items() if found[str(path.relative_to(folder))] != sums]
+    for path in damaged:
+        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", path)
+    return not damaged
 
 
 def _noted(folder: str | os.PathLike) -> dict[Path, int | list[int]]:
@@ -645,10 +656,8 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The checkpoint folder of the highest step that is whole; None where there is none."""
     for path in reversed(checkpoints(output_dir)):
-        if is_complete(path):
-            if is_undamaged(path):
-                return str(path)
-            logger.warning("%s: damaged, not what was written there; it is passed over", path)
+        if is_complete(path) and is_undamaged(path):
+            return str(path)
     if checkpoints(output_dir):
         logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
     return None

@@ -30,10 +30,11 @@ def parse(argv):
         parser.add_argument(f"--{name}", required=True)
     for name in ("port", "max-model-len"):
         parser.add_argument(f"--{name}", required=True, type=int)
-    for name in ("max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size"):
+    for name in ("max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size"):
         parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--enforce-eager", action="store_true")
+    for name in ("enforce-eager", "no-enable-chunked-prefill"):
+        parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(argv)
 
 

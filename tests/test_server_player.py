@@ -423,7 +423,11 @@ PASSING_FAULTS = {
     "endless when unpacked": lambda number, body: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**8))),
     "a long message": lambda number, body: (200, {}, said("x" * (connection.MESSAGE_LIMIT + 1))),
     "nested": lambda number, body: (200, {}, b'{"choices": ' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
-    "a nested text": lambda number, body: (200, {}, b'{"choices": [{"text": %s1%s}]}' % (b"[" * 500, b"]" * 500)),
+    "a nested text": lambda number, body: (
+        200,
+        {},
+        b'{"choices": [{"finish_reason": "stop", "text": %s1%s}]}' % (b"[" * 900, b"]" * 900),
+    ),
     "more tokens than there are": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": 10**30})),
     "infinitely many tokens": lambda number, body: (200, {}, said(usage=USAGE | {"completion_tokens": 1e999})),
     "less than no tokens": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": -5})),

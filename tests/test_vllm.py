@@ -36,6 +36,7 @@ WORDS = [f"word{number}" for number in range(100, 140)]
 REAL = os.environ.get("VLLM")
 needs_vllm = pytest.mark.skipif(not REAL, reason="the variable VLLM names no executable")
 BOTH = ["stand-in", pytest.param("real", marks=needs_vllm)]
+QUICK = "--enforce-eager"  # the real one starts in half the time
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,8 @@ class TestRequests:
         (started,) = notes(tmp_path, "started")
         words = started["started"]
         assert words[:2] == ["serve", os.path.realpath(tiny_model)] and words[-1] == "--enforce-eager"
-        given = dict(zip(words[2:-1:2], words[3::2], strict=False))
+        assert words[-4:-1] == ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
+        given = dict(zip(words[2:-4:2], words[3:-4:2], strict=True))
         expected = {"host": "127.0.0.1", "generation-config": "vllm", "max-model-len": "256", "dtype": "float32"}
         expected |= {"max-num-seqs": "256", "uvicorn-log-level": "warning"}
         assert {name: given[f"--{name}"] for name in expected} == expected
@@ -265,7 +267,7 @@ class TestAuto:
         assert len(notes(tmp_path, "started")) == 2
         monkeypatch.setenv("VLLM", "no-such-vllm")
         assert run_here(flags(place, tiny_model, tmp_path, engine=None, max_games=6), monkeypatch) == 2
-        assert "these games are played by vLLM; there is no 'no-such-vllm' to run" in capsys.readouterr().err
+        assert "--engine vllm: there is no 'no-such-vllm' to run" in capsys.readouterr().err
 
     def test_without_them_it_is_our_own_engine_and_a_run_keeps_that(
         self, told, place, tiny_model, tmp_path, monkeypatch, capsys
@@ -418,14 +420,15 @@ class TestTokens:
         words.write_text("\n".join(f"word{number}" for number in range(self.GAMES)))
         how = {"max_turns": 1, "max_new_tokens": 16, "data_path": words}
         runs = {name: how | {"engine": name} for name in ("slots", "generate", "vllm")}
-        with vllm.VLLMFlags().vllm_server(tmp_path / "model", max_length=256) as server:
+        with vllm.VLLMFlags(vllm_args=QUICK).vllm_server(tmp_path / "model", max_length=256) as server:
             monkeypatch.setenv("OPENAI_API_KEY", server.key)
             model = f"openai:{server.model}"
             asked = how | {"engine": None, "openai_base_url": server.url}
             asked |= {f"{side}_model_name_or_path": model for side in GAME.roles}
             runs |= {"text": asked | {"openai_extra_sampling": True}, "ids": asked | {"openai_tokenizer": folder}}
             for name, changes in runs.items():
-                assert run_here(flags(place, folder, tmp_path / name, **changes), monkeypatch) == 0
+                quick = [f"--vllm_args={QUICK}"] if name == "vllm" else []
+                assert run_here([*flags(place, folder, tmp_path / name, **changes), *quick], monkeypatch) == 0
         games = {name: games_of(tmp_path / name) for name in runs}
         lengths = {name: [game["replies"][0]["tokens"] for game in games[name]] for name in runs}
         means = {name: (statistics.mean(each), statistics.variance(each)) for name, each in lengths.items()}
@@ -452,7 +455,8 @@ class TestGreedyGames:
         games = {}
         for engine in ("vllm", "slots"):
             how = {"engine": engine, "task_type": "testing", "model_prefix": "v", "max_new_tokens": 12}
-            assert run_here(flags(place, folder, tmp_path / engine, **how), monkeypatch) == 0
+            quick = [f"--vllm_args={QUICK}"] if engine == "vllm" else []
+            assert run_here([*flags(place, folder, tmp_path / engine, **how), *quick], monkeypatch) == 0
             path = tmp_path / engine / "v_testing_words_results.json"
             games[engine] = [game["history"] for game in read_json_or_jsonl(path)]
         equal = sum(one == other for one, other in zip(games["vllm"], games["slots"], strict=True))
@@ -467,7 +471,8 @@ class TestRealVLLM:
         changes = {"max_length": 100_000}  # of 2048 positions
         assert run_here(flags(place, folder, tmp_path / "out", **changes), monkeypatch) == 2
         assert re.search("max_model_len|max_position_embeddings", capfd.readouterr().err)
-        process = start(flags(place, folder, tmp_path / "killed", concurrent_games=1))
+        arguments = flags(place, folder, tmp_path / "killed", concurrent_games=1)
+        process = start([*arguments, f"--vllm_args={QUICK}"])
         server = f"{folder}"
         assert wait_for(lambda: len(processes_with(server)) > 1, 120)
         process.send_signal(KILL)

@@ -41,6 +41,7 @@ VARIABLE = "VLLM"  # names the executable
 LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds, while a server starts
 ANSWER_LIMIT = 1 << 20  # bytes
 TAIL_BYTES, TAIL_LINES = 1 << 16, 15  # of a server's output
+CPU_TOKENS = 4096  # that a server without GPUs computes at once
 PORT_TAKEN, PORTS = "address already in use", 3  # what a server says then, and how many ports are tried
 OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that this program sets
 HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY")  # besides what plain_environment leaves out
@@ -118,6 +119,8 @@ class VLLMFlags:
         gpus = own_gpus(self.tensor_parallel_size)
         if gpus:
             words += ["--gpu-memory-utilization", f"{self.vllm_memory / models:.3f}"]
+        else:  # vLLM 0.32 dies on a CPU of a request with a seed whose prompt it computes in parts
+            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_length, CPU_TOKENS))]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         executable = self._executable()
@@ -148,6 +151,18 @@ def own_gpus(number: int) -> list[str]:
             f"GPUs / --tensor_parallel_size processes"
         )
     return own
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port from being given to others; a server that reuses addresses can listen on it.
+
+    Two vLLM servers with the same port would both start, and each get some of the other's requests.
+    """
+    reserved = socket.socket()
+    reserved.bind((HOST, 0))
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    return reserved
 
 
 def _dtype(folder: Path) -> str:
@@ -210,15 +225,15 @@ class VLLMServer:
         if self.process is None:
             return
         self.process.stdin.close()
+        self.reserved.close()
         try:
             self.process.wait(timeout=3 * supervise.GRACE)
         except subprocess.TimeoutExpired:
             logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
 
     def _launch(self) -> None:
-        with socket.socket() as unused:
-            unused.bind((HOST, 0))
-            self.port = unused.getsockname()[1]
+        self.reserved = reserve_port()
+        self.port = self.reserved.getsockname()[1]
         self.output = tempfile.TemporaryFile()
         command = [sys.executable, "-IS", supervise.__file__, self.executable, "serve", str(self.folder)]
         command += ["--served-model-name", self.model, "--host", HOST, "--port", str(self.port)]

@@ -206,7 +206,9 @@ class ServerPlayer:
         if counted is None and not self.servers.estimates:
             self.servers.estimates = True
             warn_on_rank_0("%s: the server does not say how many tokens it takes; they are estimated", self.name)
-        return len(content) if isinstance(content, list) else math.ceil(len(str(content)) / LIKELY_CHARACTERS)
+        if isinstance(content, list):  # token ids
+            return len(content)
+        return math.ceil(len(content) / LIKELY_CHARACTERS) if isinstance(content, str) else 0
 
     async def _send(self, server: Server, prompt: Prompt):
         client, sampling = server.client, self.sampling

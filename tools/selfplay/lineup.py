@@ -10,7 +10,7 @@ import torch
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher, Engine, LocalPlayer
-from tools.engine.memory import batch_size_for_memory
+from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
 from tools.games.game import Game
@@ -151,14 +151,17 @@ class Lineup:
             )
             if self.flags.chat_template:
                 self.loaded[folder].use_chat_template(str(folder))
+        fitting = [self._batch_size(local) for local in self.loaded.values()]
         if self.flags.per_device_eval_batch_size is None and self.loaded:
-            self.batch_size = min(map(self._batch_size, self.loaded.values()))
+            self.batch_size = min(fitting)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
     def _batch_size(self, local: models.LocalModel) -> int:
-        kept = self._engine(local) == SLOTS
-        engines = len(self.loaded) if kept else 1  # plain batches run one at a time
-        return batch_size_for_memory(local.model, self.flags.max_length, kept_caches=kept, engines=engines)
+        """Prompts at once; an engine of slots is told how many tokens it may keep."""
+        if self._engine(local) != SLOTS:
+            return batch_size_for_memory(local.model, self.flags.max_length)
+        slots, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
+        return slots
 
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)

@@ -160,8 +160,6 @@ class Run:
             chosen = VLLM if begun.read().get("engine") == VLLM else AUTO
         else:
             chosen = AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
-        if chosen == VLLM and (missing := self.flags.vllm_missing()):
-            raise ValueError(f"{begun.path}: these games are played by vLLM; {missing}")
         self.flags.engine = settings["engine"] = chosen
 
     def cost(self, games: Sequence[int]) -> str:
