@@ -214,7 +214,7 @@ def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path)
         "epoch1_train": "--train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --learning_rate 2e-6 "
         "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048 --bf16 True --tf32 True",
         "epoch1_play": "--game taboo --max_turns 5 --max_new_tokens 256 --temperature 1.2 --top_k 50 --bf16 True",
-        "epoch1_rewards": f"--game taboo --decay_weight 0.8 --sft_data_path {tmp_path / 'sft.json'}",
+        "epoch1_rewards": f"--game taboo --decay_weight 0.8 --min_game_rows 128 --sft_data_path {tmp_path / 'sft.json'}",
     }.items():
         given = " ".join(calls[stage])
         assert all(f"--{pair}" in given for pair in wanted.removeprefix("--").split(" --")), (stage, given)
@@ -758,6 +758,7 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     output = inputs["output"]
     settings = inputs | {"max_turns": 1, "max_length": 1100, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
     settings |= {"play_batch": 1, "report": "False", "global_batch": 2, "imitation_lr": "1e-3"}
+    settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
     for name in ("imitation_data", "sft_data"):  # more steps to be killed in
         rows = json.loads(settings[name].read_text())
         settings[name].write_text(json.dumps(3 * rows))
