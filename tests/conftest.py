@@ -52,12 +52,13 @@ def pytest_terminal_summary(terminalreporter):
     """The table of the campaign."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "trials"]
-    rows = [row for row in rows if row[1]]
-    if rows:
+    kinds = sorted({kind for kind, tried, _ in rows if tried})
+    if kinds:
         terminalreporter.section("trials")
         terminalreporter.write_line(f"{'':40} {'tried':>9} {'survived':>9} {'lost':>6}")
-        for kind, tried, lost in sorted(rows):
-            terminalreporter.write_line(f"{kind:40} {tried:9,} {tried - lost:9,} {lost:6,}")
+    for name in kinds:
+        tried, lost = (sum(row[number] for row in rows if row[0] == name) for number in (1, 2))
+        terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,}")
 
 
 def pytest_collection_modifyitems(items):

@@ -296,6 +296,22 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
 
 
+def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
+    rows, results = run("--messages", "all", "--training_prompt", "play")
+    told = [message for game in EPISODES for message in game["history"][: GAME.judge(*game_of(game)).length]]
+    assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in told]
+    assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
+    assert results["rows"]["attacker"] == 6
+    assert rows[-1]["query"] == prompts.play_prompt(
+        GAME, [], WORD, 5
+    )  # the breach ends the last game with its first message
+
+
+def game_of(game: dict) -> tuple:
+    """What the judge takes."""
+    return game["history"], game["target_word"], game["max_turns"]
+
+
 def test_the_play_prompt_can_be_trained_on(run):
     rows, _ = run("--training_prompt", "play")
     games = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))

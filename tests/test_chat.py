@@ -132,11 +132,10 @@ def play(folder: str, tmp_path: Path, monkeypatch, **changes) -> list[dict]:
 
 
 def rewards(folder: str, tmp_path: Path, monkeypatch, *flags: str) -> list[dict]:
-    """The rows of the games, as if every message were paid: the tiny models only tie."""
-    monkeypatch.setattr(Taboo, "rewards", lambda self, task, history, outcome: dict.fromkeys(self.roles, 1.0))
+    """The rows of all messages of the games."""
     files = ["--input_data_path", str(tmp_path / "out" / "m_testing_w_results.json")]
     files += ["--output_data_path", str(tmp_path / "rows.json")]
-    how = ["--overwrite", "True", "--prompt_templates", str(PROMPTS)]
+    how = ["--messages", "all", "--overwrite", "True", "--prompt_templates", str(PROMPTS)]
     chat = ["--chat_template", "True", "--tokenizer", folder]
     monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *how, *chat, *flags])
     run_program(assign_rewards.main)

@@ -96,7 +96,7 @@ class TestGreedyReplies:
     def test_of_a_tokenizer_without_bos_whose_prompts_have_no_common_beginning(self):
         locals_ = [llama(sampling()) for _ in range(2)]
         for local in locals_:
-            local.tokenizer.bos_token = None
+            local.bos_id = None
         prompts = list(enumerate(["abc", "xyz"]))
         engine = SlotEngine(locals_[1], 2)
         assert answer(engine, prompts) == generate(locals_[0], ["abc", "xyz"])

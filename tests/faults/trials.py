@@ -41,8 +41,12 @@ class Trials:
             except Exception:  # of whatever kind: it is told below
                 lost.append(seed)
                 sys.stdout.write(f"--- {kind}, --trial_seed {seed}\n{traceback.format_exc(limit=-3)}\n")
-        self.node.user_properties.append(("trials", (kind, len(seeds), len(lost))))
+        self.count(kind, len(seeds), len(lost))
         assert not lost, f"{kind}: lost --trial_seed {', '.join(map(str, lost))}"
+
+    def count(self, kind: str, tried: int, lost: int) -> None:
+        """Have a line in the table."""
+        self.node.user_properties.append(("trials", (kind, tried, lost)))
 
 
 # --- programs ------------------------------------------------------------------------------------------------------

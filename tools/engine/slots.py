@@ -170,7 +170,8 @@ class SlotEngine:
         self.prefix = common[: min(map(len, prompts)) - 1]
         if self.prefix:
             lists = (self.prefix, range(len(self.prefix)), [0])
-            self._forward(*upload(lists, self.model.device), PrefixStep(self.caches))
+            tokens, positions, end = upload(lists, self.model.device)
+            self._forward(tokens, positions, end, PrefixStep(self.caches))
             self.counts.prefill_tokens += len(self.prefix)
         self.counts.prefix_tokens = len(self.prefix)
 

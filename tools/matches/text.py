@@ -85,12 +85,12 @@ def cells(row: dict) -> list[str]:
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """A table to read: a line for each pair of players, word list and role."""
-    settings = results["settings"]
+    """A line for each pair of players, word list and role, and last one with the points of all pairs."""
+    settings, rows = results["settings"], shown_rows(results)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
         f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{how_counted(game)}\n\n"
-        f"{_align([HEAD, *map(cells, shown_rows(results))])}\n"
+        f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tools.engine.vllm import AUTO, VLLM
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.budget import Estimator
@@ -134,6 +135,7 @@ class Run:
         if self.flags.dry_run:
             print(self.cost(everything if self.flags.overwrite else self.files.finished().missing(everything)))
             return None
+        self._settle_engine(settings)
         self.flags.set_precision()
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
@@ -145,6 +147,17 @@ class Run:
                 end_unfinished(self.files, progress)
             seconds = progress.seconds
         return self.files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+
+    def _settle_engine(self, settings: dict) -> None:
+        """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
+        if self.flags.engine != AUTO or all(is_server(name) or name == HUMAN for name in self.names):
+            return
+        begun = self.files.settings
+        if not self.flags.overwrite and begun.results() and begun.path.is_file():
+            chosen = VLLM if begun.read().get("engine") == VLLM else AUTO
+        else:
+            chosen = AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
+        self.flags.engine = settings["engine"] = chosen
 
     def cost(self, games: Sequence[int]) -> str:
         """What these games will cost."""
@@ -178,6 +191,7 @@ class Run:
             print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
             sys.exit(0)
         finally:
+            lineup.end()
             progress.end()
         return progress
 
@@ -187,7 +201,7 @@ class Run:
         ValueError for a player that can never answer, RuntimeError for any other fault.
         """
         # Held no longer than their match: the next models need the room.
-        players, concurrent_games = lineup.build_players(pairing.names, progress.batch)
+        players, concurrent_games = lineup.build_players(pairing.names, progress.batch, seed=pairing.seed)
         if pairing.labels:
             match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
             logger.info("match: %s, %d games", match, len(indices))

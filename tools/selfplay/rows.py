@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.selfplay.rewards import Games, PromptFn, check_decay, paid_rows
+from tools.selfplay.rewards import Games, PromptFn, check_decay, message_row, paid_rows
 from utils import (
     BadRecordError,
     RunSettings,
@@ -31,6 +31,7 @@ from utils import (
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate
 
+WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
 KEPT_BYTES = 1 << 26  # of episodes that are not read a second time
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class RowFlags(GameFlags):
     training_prompt: str = flag("a random layout, or that of play", default=RANDOM, choices=(RANDOM, PLAY))
     chat_template: bool = flag("True: texts by the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
+    messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
     drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
     skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
     overwrite: bool = flag("True: write rows of other settings or inputs anew", default=False)
@@ -121,8 +123,7 @@ def make_rows(
             return {name: made_with.read(name) for name in ("games", "rows", "weights")}
         counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped"), 0))
         games, episodes, results = judge_inputs(flags, game, inputs)
-        prompt_fn = choose_prompt_fn(flags, game, templates, chat)
-        rows = paid_rows(games, episodes(), decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
+        rows = game_rows(flags, games, episodes(), choose_prompt_fn(flags, game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
         rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
 
@@ -156,6 +157,20 @@ def judge_inputs(flags: RowFlags, game: Game, paths: list[str]) -> tuple[Games, 
         return (record for _, record in (records if keep else read_records(paths, skip_bad=flags.skip_bad)))
 
     return games, again, {"games": {"episodes": len(games), **games.counts(), "skipped": skipped}}
+
+
+def game_rows(flags: RowFlags, games: Games, episodes: Iterable[dict], prompt_fn: PromptFn) -> Iterator[dict]:
+    """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
+
+    The latter is for imitation of players whose lost games are worth learning from too.
+    """
+    if flags.messages == WINNER:
+        return paid_rows(games, episodes, decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
+    return (
+        message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
+        for episode, verdict in games.verdicts(episodes)
+        for index in range(verdict.length)
+    )
 
 
 def settings_path(output: str) -> Path:
