@@ -1,6 +1,7 @@
 """The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
-from utils import RunSettings, files_setting, flag, write_records
+from utils import RunSettings, files_setting, flag, read_json_or_jsonl, read_words, write_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "data" / "tiny" / "prompts.json"
@@ -52,9 +53,18 @@ class Build:
                 print(f"{folder}: all is there")
                 return
             made_with.write(settings)
-            if not rows.is_file():
+            if rows.is_file():
+                print(f"{folder}: the data is there; it goes on with pre-training")
+            else:
                 write_data(folder, self)
             pretrain(folder, self)
+        words = {name: len(read_words(data / f"{name}.txt")) for name in ("words", "held_out")}
+        loss = json.loads((folder / "base" / "train_results.json").read_text())["train_loss"]
+        print(
+            f"{folder}: {words['words']} words and {words['held_out']} held-out ones, "
+            f"{len(read_json_or_jsonl(rows)):,} rows to imitate, base model trained on {self.pretraining_facts:,} facts "
+            f"to a mean loss of {loss:.3f}"
+        )
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------
