@@ -58,12 +58,11 @@ class Build:
             else:
                 write_data(folder, self)
             pretrain(folder, self)
-        words = {name: len(read_words(data / f"{name}.txt")) for name in ("words", "held_out")}
+        words, held_out = (len(read_words(data / name)) for name in ("words.txt", "held_out.txt"))
         loss = json.loads((folder / "base" / "train_results.json").read_text())["train_loss"]
         print(
-            f"{folder}: {words['words']} words and {words['held_out']} held-out ones, "
-            f"{len(read_json_or_jsonl(rows)):,} rows to imitate, base model trained on {self.pretraining_facts:,} facts "
-            f"to a mean loss of {loss:.3f}"
+            f"{folder}: {words} words and {held_out} held out, {len(read_json_or_jsonl(rows)):,} rows to imitate, "
+            f"base model trained on {self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
         )
 
 
