@@ -562,7 +562,6 @@ def test_deepspeed_is_chosen_by_what_fits_the_gpus(loop, large_model, packages, 
     assert status == 0 and loop.stored()["DEEPSPEED"] == str(ROOT / "configs" / file)
     assert value_of("deepspeed", loop.calls()["epoch1_train"]) == str(ROOT / "configs" / file)
     assert f"; computed for {gpus} GPUs of {gib} GiB: none 1" in err and "zero3 " in err
-    assert "torch.distributed.run" in loop.calls()["epoch1_train"]  # which DeepSpeed needs
     chosen_by_hand = loop.finish(environment=environment, **wanted, deepspeed=ROOT / "configs/zero3.json")
     assert value_of("deepspeed", chosen_by_hand["epoch1_train"]) == str(ROOT / "configs/zero3.json")
 
@@ -756,7 +755,7 @@ def any_filled(pattern: str) -> bool:
 @pytest.mark.kills
 def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(inputs):
     output = inputs["output"]
-    settings = inputs | {"max_turns": 1, "max_length": 1100, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
+    settings = inputs | {"max_turns": 1, "max_length": 1600, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
     settings |= {"play_batch": 1, "report": "False", "global_batch": 2, "imitation_lr": "1e-3"}
     settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
     for name in ("imitation_data", "sft_data"):  # more steps to be killed in

@@ -77,7 +77,7 @@ launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
     --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
   [ "$NPROC" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as torchrun does, with a long notice
-  [ $((NPROC * NNODES)) -gt 1 ] || [ -n "$DEEPSPEED" ] || machines=() # DeepSpeed needs a launcher
+  [ $((NPROC * NNODES)) -gt 1 ] || machines=()
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
 
