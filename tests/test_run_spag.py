@@ -214,7 +214,8 @@ def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path)
         "epoch1_train": "--train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --learning_rate 2e-6 "
         "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048 --bf16 True --tf32 True",
         "epoch1_play": "--game taboo --max_turns 5 --max_new_tokens 256 --temperature 1.2 --top_k 50 --bf16 True",
-        "epoch1_rewards": f"--game taboo --decay_weight 0.8 --min_game_rows 128 --sft_data_path {tmp_path / 'sft.json'}",
+        "epoch1_rewards": "--game taboo --decay_weight 0.8 --min_game_rows 128 "
+        f"--sft_data_path {tmp_path / 'sft.json'}",
     }.items():
         given = " ".join(calls[stage])
         assert all(f"--{pair}" in given for pair in wanted.removeprefix("--").split(" --")), (stage, given)
@@ -615,6 +616,18 @@ def test_what_cannot_be_imported_or_compiled_is_told_before_any_work(loop, tmp_p
     status, _, err = loop.run(environment=packages, **settings)
     assert status == 2 and loop.calls() == {} and not loop.output.exists()
     assert err.splitlines()[-1].startswith("run_spag.sh: ") and message in err.splitlines()[-1]
+
+
+def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path, packages):
+    slow = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)"
+    (tmp_path / "packages/peft.py").write_text(slow)
+    process = loop.start(environment=packages, lora_rank=4)
+    wait_until((tmp_path / "begun").exists, process)
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143 and "run_spag.sh: stopped; the same" in err and time.monotonic() - started < 10
+    assert users_of(loop.output) == [] and loop.calls() == {}
 
 
 def test_vllm_is_looked_for_before_any_work_and_handed_on(loop, tmp_path):
