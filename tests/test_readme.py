@@ -33,7 +33,7 @@ LOOP = "tools/run_spag.sh"
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
 PROGRAMS_OF_OTHERS = {"pip", "srun", "sbatch", "vllm"}  # their flags are not checked
 SHELL = {"source", "export", "read", "head", "seq", "for", "done", "cd"}
-FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help"}
+FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
 
 def blocks(text: str, language: str) -> list[str]:
