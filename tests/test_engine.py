@@ -311,7 +311,7 @@ class TestMemory:
 
     def test_when_it_runs_out_caches_are_kept_and_all_games_come_back(self, monkeypatch):
         calm, engine = (SlotEngine(llama(sampling(max_new_tokens=30, min_new_tokens=30)), 16) for _ in range(2))
-        monkeypatch.setattr(engine_module, "RECOVERY", 1.01)
+        monkeypatch.setattr(engine_module, "RECOVERY", 1.05)
         self.run_out_of_memory(engine, monkeypatch, at=40)
         for prompts in conversation(games=16, turns=6):
             assert answer(engine, prompts) == answer(calm, prompts)
