@@ -323,6 +323,7 @@ class TestOneProcess:
             ({"seeds": [1, 1], "games_per_word": 0}, "--games_per_word is 0; .*; --seeds names 1 twice"),
             ({"against": "b"}, "--against b is none of the --players a"),
             ({"task_type": "testing"}, "--task_type testing plays a word alike each time"),
+            ({"players": ["a\udcff=x"]}, r"'a\\udcff' is no name of a player or word list"),
             ({"temperature": 0}, "--temperature is 0.0"),
             ({"seed": 1}, "unknown flag --seed; did you mean --seeds?"),
         ],

@@ -85,12 +85,13 @@ ROUND_ROBIN = {
 def test_the_table_shows_each_pair_once_in_every_role():
     shown = text.matches_text(results_of(ROUND_ROBIN), TABOO)
     lines = [line.split() for line in shown.splitlines()]
-    details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 :]
+    details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 : -2]
     pairs_shown = [["mid", "old"], ["new", "old"], ["new", "mid"]]
     roles = ("both", "attacker", "defender")
     assert [line[:4] for line in details] == [[*pair, "played", role] for pair in pairs_shown for role in roles]
     assert details[3][4:6] == ["8", "93.8"]  # new against old: seven wins and a tie
     assert "nan" not in shown
+    assert shown.splitlines()[-1].startswith("mid against old in both roles: points 62.5% [")
 
 
 def test_one_line_tells_the_points_of_each_pair():
@@ -113,6 +114,29 @@ def test_the_plot_names_players_lists_and_roles(tmp_path):
     shown = "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
     labels = ("new", "vs old", "vs mid", "points, %", "breach, %", "as defender", "in both roles")
     assert not [label for label in labels if label not in shown]
+
+
+def test_a_plot_takes_names_as_they_are(tmp_path):
+    """Not as the mathematics that matplotlib reads between dollars."""
+    pytest.importorskip("matplotlib")
+    made = results_of({("a$\\frac{$", "new"): [WIN], ("new", "a$\\frac{$"): [WIN]})
+    made["settings"]["players"] = ["new", "a$\\frac{$"]
+    plot.write_plot(tmp_path / "matches.svg", made, TABOO)
+    assert "a$\\frac{$" in "".join(ElementTree.parse(tmp_path / "matches.svg").getroot().itertext())
+
+
+def test_a_plot_that_fails_leaves_the_results(tmp_path, monkeypatch, caplog):
+    def fail(*arguments):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("tools.matches.results.write_plot", fail)
+    made = results_of({("old", "new"): [WIN]})
+    history = [{"role": "attacker", "content": "x"}]
+    game = {"attacker": "old", "defender": "new", "words": "played", "seed": 0, "target_word": "a", "length": 1}
+    write_records(tmp_path / "games.json", [game | {"history": history, "outcome": WIN}])
+    shown = write_results(tmp_path, tmp_path / "games.json", made["settings"], TABOO)
+    assert (tmp_path / "matches.txt").read_text() == shown and (tmp_path / "matches.json").is_file()
+    assert "matches.svg is not drawn: RuntimeError('no fonts')" in caplog.text
 
 
 def test_matches_of_another_game_are_written_under_its_roles(tmp_path):

@@ -584,6 +584,67 @@ def test_bad_input_is_refused_with_one_line(tmp_path, arguments, message, monkey
     assert not (tmp_path / "page.html").exists()
 
 
+ODD = {
+    "number": '{"log_history": [{"step": 1, "loss": 1e999}, {"step": 2, "loss": 1e-999}, {"step": 3, "loss": NaN}]}',
+    "digits": '{"log_history": [{"step": 1, "loss": ' + "9" * 5000 + "}]}",
+    "nested": "[" * 100000,
+    "nested object": '{"a": ' * 900 + "1" + "}" * 900,
+    "another kind": '[{"log_history": 3}]',
+    "half": '{"log_hist',
+    "texts": '{"log_history": ["a"], "settings": {"players": "a", "against": []}, "results": [{}], "games_path": 1}',
+    "names": '{"results": [{"model": null, "benchmark": [], "value": "1"}]}',
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+def test_odd_files_of_a_run_are_named_and_the_page_is_made_all_the_same(output, tmp_path, text):
+    folder = tmp_path / "odd"
+    shutil.copytree(output, folder)
+    files = (
+        "imitation/model/trainer_state.json",
+        "epoch1/eval/matches.json",
+        "reasoning/results.json",
+        "settings.json",
+    )
+    (folder / "reasoning").mkdir()
+    for file in files:
+        (folder / file).write_text(text, encoding="utf-8")
+    made = of_run(folder)
+    page = page_html(made)
+    json.loads(Scripts(page).scripts[0], parse_constant=pytest.fail)
+    assert any(f"{folder / 'epoch1/eval/matches.json'}: not readable" in line for line in made.missing)
+    assert len(verdict(made)) == 2 and all("\n" not in line for line in made.missing)
+
+
+def test_matches_of_a_game_that_is_not_named_are_not_taken_for_its_own(output):
+    with pytest.raises(ValueError, match="--game names the one that was played"):
+        contents.report_of_folder(output / "epoch1/eval", TWENTY_QUESTIONS, 5)
+
+
+@pytest.mark.parametrize("key, value", [("replies", [1]), ("replies", 5), ("max_turns", "1e999"), ("history", "x")])
+def test_an_odd_game_ends_with_one_line_that_names_it(tmp_path, key, value, monkeypatch, capsys):
+    game = json.dumps(make_game(0, random.Random(0), 1) | {key: value}).replace('"1e999"', "1e999")
+    (tmp_path / "games.jsonl").write_text(game + "\n")
+    monkeypatch.setattr(sys, "argv", ["report.py", "--episodes", f"{tmp_path}/games.jsonl", "--output", "x.html"])
+    with pytest.raises(SystemExit) as ended:
+        report.run_program(report.main)
+    assert ended.value.code == 2 and re.search(r"games.jsonl:1: [^\n]*\n$", capsys.readouterr().err)
+
+
+def test_what_a_browser_would_not_show_is_written_out(tmp_path):
+    game = make_game(0, random.Random(0), 1)
+    game["history"][0]["content"], game["target_word"] = "a\x1b[31m\u202eb😀\nc\td", "le\u2066mon"
+    write_records(tmp_path / "games.jsonl", [game])
+    made = contents.report_of_episodes([tmp_path / "games.jsonl"], TABOO, 5)
+    assert made.games[0]["messages"][0]["parts"] == [["", "a\\u001b[31m\\u202eb😀\nc\td"]]
+    assert made.games[0]["word"] == "le\\u2066mon"
+    name = tmp_path / "g\u202e\udcffx.jsonl"
+    (tmp_path / "games.jsonl").rename(name)
+    made = run_report("--episodes", name, "--output", tmp_path / "page.html")
+    assert made.returncode == 0, made.stderr
+    assert "<h1>SPAG: g\\u202e\\udcffx.jsonl</h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 # --- another game --------------------------------------------------------------------------------------------------
 
 

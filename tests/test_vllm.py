@@ -23,6 +23,7 @@ from forks import KILL, python
 from tools import evaluate_games, play_llm_game
 from tools.engine import vllm
 from tools.engine.model import load_tokens
+from tools.games.chat import load_chat_template
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
@@ -188,6 +189,21 @@ class TestRequests:
                 messages += 1
         assert messages == len(asked) == 8 * 4
         assert any(reply["prompt_cut"] for game in games_of(tmp_path) for reply in game["replies"])
+
+    def test_prompts_of_a_chat_template_are_complete(self, told, place, tiny_model, tmp_path, monkeypatch):
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = "<s>{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}</s>{% endfor %}"
+        folder = tmp_path / "chat"
+        build_llama(0, len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        changes = {"chat_template": True, "max_games": 2, "max_length": 1024}
+        assert run_here(flags(place, folder, tmp_path, **changes), monkeypatch) == 0
+        chat, asked = load_chat_template(str(folder)), [line["asked"] for line in notes(tmp_path, "asked")]
+        for game in games_of(tmp_path):
+            text = turn_at(place, game, 2).prompt(chat)
+            assert text.startswith("<s>[system] Rule 0")
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert [body["stop_token_ids"] for body in asked if body["prompt"] == ids] == [[2]]
 
     def test_the_same_draws_whatever_the_order(self, told, place, tiny_model, tmp_path, monkeypatch):
         histories = []
@@ -395,7 +411,7 @@ def build_served_model(folder, kind):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     if kind == "none":
         tokenizer.bos_token = None
-    model = build_llama(0, len(tokenizer), num_hidden_layers=1)
+    model = build_llama(0, len(tokenizer), num_hidden_layers=1, hidden_size=128)  # vLLM knows no heads of 16
     with torch.no_grad():  # the end token about as likely as the likeliest others, wherever a reply stands
         states = model.model(torch.arange(4, 260)[None]).last_hidden_state[0]
         mean = states.mean(0)

@@ -81,6 +81,8 @@ class Flags(PlayFlags):
         for name, values in (("players", names), ("words", lists), ("seeds", self.seeds)):
             if repeated := sorted({value for value in values if values.count(value) > 1}):
                 problems.append(f"--{name} names {repeated[0]} twice")
+        if odd := [name for name in (*names, *lists) if not name.isprintable()]:
+            problems.append(f"{odd[0]!r} is no name of a player or word list: it has characters that cannot be shown")
         if HUMAN in paths:
             problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
         if ALL in lists:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from tools.games.flags import GameChoice
 from tools.pages.contents import report_of_episodes, report_of_folder
+from tools.pages.games import visible
 from tools.pages.page import page_html
+from tools.pages.sections import verdict
 from utils import add_flags, flag, replacing, run_program, set_up_logging
 
 DESCRIPTION = "One self-contained HTML page about a run of the loop, one of its folders, or files of episodes."
@@ -56,9 +58,11 @@ def main() -> None:
     output = flags.output or folder / "report.html"
     with replacing(output) as file:
         file.write(page_html(report))
+    for sentence in verdict(report):
+        print(visible(sentence))
     for line in report.missing:
-        print(f"not in the report: {line}")
-    print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
+        print(visible(f"not in the report: {line}"))
+    print(visible(str(output)) + f": {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
 
 
 if __name__ == "__main__":

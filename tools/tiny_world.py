@@ -47,12 +47,16 @@ class Show:
 
 
 def points_cells(path: Path) -> list[str]:
-    """One epoch's points, of both roles, each role, and on the held-out words."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+    """One epoch's points, of both roles, each role, and on the held-out words; ValueError for other results."""
     player = path.parts[-3]
-    chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
-    shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
-    return [player, str(shown[0]["games"]), *(with_interval(row["points"], row["points_interval"]) for row in shown)]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+        chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
+        shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
+        points = [with_interval(row["points"], row["points_interval"]) for row in shown]
+        return [player, str(shown[0]["games"]), *points]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
 
 
 def one_of_each(path: Path) -> Iterator[Episode]:

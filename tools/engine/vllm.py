@@ -33,7 +33,7 @@ import torch
 from tools.engine import supervise
 from tools.players.player import PlayerUnusable
 from tools.players.server_flags import INSTALL
-from utils import flag, plain_environment, too_small
+from utils import flag, plain_environment, shown, too_small
 
 AUTO, VLLM = "auto", "vllm"  # of --engine
 HOST = "127.0.0.1"
@@ -295,4 +295,4 @@ class VLLMServer:
         size = os.fstat(self.output.fileno()).st_size
         text = os.pread(self.output.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
         lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-        return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+        return [shown(line) for line in lines]

@@ -101,7 +101,8 @@ class MatchCounts:
         ended = self.game.outcome(episode["outcome"])
         decided = ended.name != self.game.outcomes[-1].name and not ended.breach
         clean = decided and all(message["content"].strip() for message in history)
-        for role, points in zip(self.game.roles, self.game.checked_points(word, history, ended.name), strict=True):
+        gained = self.game.checked_points(word, history[: episode["length"]], ended.name)
+        for role, points in zip(self.game.roles, gained, strict=True):
             result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
             said = [message["content"].strip() for message in history if message["role"] == role]
             sums = {"games": 1, "points": points, result: 1, "length": episode["length"]}

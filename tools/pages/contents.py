@@ -1,7 +1,6 @@
 """What there is to report: read from a run of the loop, any one of its folders, or files of episodes."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,13 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tools.games.game import Game
+from tools.matches.stats import BOTH
 from tools.matches.text import cells, shown_rows
 from tools.pages.games import GameSample
 from utils import checkpoints, iter_records, log_skipped
 
 IMITATION = "imitation"
 RANK_FILE = re.compile(r"_rank\d+\.jsonl$")  # of play that may still be going on
-LONGEST_NUMBER = 300  # digits; floats hold no more
+LONGEST_NUMBER, LARGEST_NUMBER = 300, 1e300  # digits, and what they come to: sums stay finite
 NO_MATCHES = {"settings": {"players": [], "against": None}, "results": []}
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Report:
             for where, episode in iter_records(path, skip_bad=unfinished, on_skip=log_skipped):
                 try:
                     counted.add(episode)
-                except ValueError as error:
+                except (ValueError, TypeError, AttributeError, LookupError) as error:  # a game may get odd messages
                     raise ValueError(f"{where}: {error}") from None
         games = counted.sampled()
         self.games += [game | {"source": len(self.sources)} for game in games]
@@ -90,7 +90,7 @@ class Report:
 
     def read_match(self, name: str, folder: Path) -> bool:
         """A folder of matches, added to those that are there."""
-        results = self.read(folder / "matches.json", match_results)
+        results = self.read(folder / "matches.json", lambda results: match_results(results, self.game))
         if results is None:
             return False
         players = [*self.matches["settings"]["players"], *results["settings"]["players"]]
@@ -126,7 +126,7 @@ class Report:
 
 def report_of_folder(folder: Path, game: Game, sample: int) -> Report:
     """The report of all that is in a folder: a loop's OUTPUT, or a folder of play, a training, matches or scores."""
-    report = Report(folder.resolve().name, game, sample)
+    report = Report(folder.absolute().name, game, sample)
     found = (re.fullmatch(r"epoch(\d{1,9})", path.name) for path in folder.glob("epoch*"))
     epochs = sorted(int(match[1]) for match in found if match)
     if epochs or (folder / IMITATION).is_dir():
@@ -162,19 +162,22 @@ def log_entries(state: Mapping) -> list[Mapping]:
     return [entry for entry in state["log_history"] if isinstance(entry["step"], (int, float))]
 
 
-def match_results(results: dict) -> dict:
-    """A matches.json all of whose rows can be shown."""
-    for row in shown_rows(results):
-        cells(row)
+def match_results(results: dict, game: Game) -> dict:
+    """A matches.json all of whose rows can be shown; ValueError if they are of another game."""
+    for row in results["results"]:
+        if row["role"] not in (BOTH, *game.roles):
+            raise ValueError(f"matches of another game than {game.title}; --game names the one that was played")
+        "".join(cells(row))
         row["points"] + sum(row["points_interval"])
-    Path(results["games_path"])
+    shown_rows(results), Path(results["games_path"])
     return results
 
 
 def reasoning_rows(results: Mapping) -> list[Mapping]:
     """The rows of a reasoning table; all are named and have a value."""
-    rows = results["results"]
-    return [row for row in rows if row["model"] + row["benchmark"] and row["value"] + (row["stderr"] or 0) >= 0]
+    for row in results["results"]:
+        "".join((row["model"], row["benchmark"], f"{row['value']:.1f} {row['stderr'] or 0:.1f}"))
+    return results["results"]
 
 
 def flat(settings: Mapping, prefix: str = "") -> Iterable[list[str]]:
@@ -187,7 +190,7 @@ def flat(settings: Mapping, prefix: str = "") -> Iterable[list[str]]:
 
 
 def _finite(text: str) -> float | None:
-    return number if math.isfinite(number := float(text)) else None
+    return number if abs(number := float(text)) < LARGEST_NUMBER else None
 
 
 def _whole(text: str) -> int | None:

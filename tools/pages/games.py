@@ -41,12 +41,17 @@ class GameSample(GameCounts):
         verdict = stored_or_judged(self.game, episode)
         self._keep(episode, verdict)
         super().add(episode, verdict)
-        points = self.game.checked_points(episode["target_word"], episode["history"], verdict.outcome)
+        played = episode["history"][: verdict.length]
+        points = self.game.checked_points(episode["target_word"], played, verdict.outcome)
         self.points.update(dict(zip(self.game.roles, points, strict=True)))
 
     def share(self, outcome: str) -> Estimate | None:
         """The share of the games that ended so."""
         return share_estimate(self.outcomes[outcome], self.games)
+
+    def mean_points(self, role: str) -> float | None:
+        """What the role gained in a game; None without games."""
+        return self.points[role] / self.games if self.games else None
 
     def cut_off_share(self) -> Estimate | None:
         """The share of messages that ended at the token limit; None where the games do not tell."""
@@ -103,7 +108,11 @@ def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> d
         "outcome": verdict.outcome,
         "length": verdict.length,
         "messages": messages,
-        "labels": {label: visible(str(episode[label])) for label in Match.keys(game) if label in episode},
+        "labels": {
+            label: visible(str(episode[label]))
+            for label in Match.keys(game)
+            if isinstance(episode.get(label), (str, int))
+        },
     }
 
 

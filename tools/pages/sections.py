@@ -80,8 +80,8 @@ def match_verdict(report: Report, shown: Sequence[Mapping]) -> list[str]:
     rows = {row["role"]: row for row in reversed(shown) if (row["player"], row["opponent"]) == (player, opponent)}
     _, heights = reference(report)
     parts = []
-    for role in report.game.roles:
-        alone = f" ({opponent} against itself {heights[role]:.1%})" if heights else ""
+    for role in filter(rows.get, report.game.roles):
+        alone = f" ({opponent} against itself {heights[role]:.1%})" if role in heights else ""
         parts.append(f"{as_role(role)} {points_of(rows[role])}{alone}")
     by_role = f"It scores {', '.join(parts)}."
     if BOTH not in rows:
@@ -116,7 +116,7 @@ def reference(report: Report) -> tuple[str, dict[str, float]]:
     name = f"{opponent} against itself"
     if not own and opponent == IMITATION and report.plays and report.plays[0][0] == "epoch 1":
         games = report.plays[0][1]
-        own = {role: games.points[role] / games.games for role in report.game.roles}
+        own = {role: games.mean_points(role) for role in report.game.roles}
         name += ", in self-play"
     return name, own and own | {BOTH: sum(own.values()) / len(own)}
 
@@ -137,7 +137,7 @@ def match_section(report: Report) -> Section:
             at_places(f"words: {words}", number, (_points(found.get((*pair, words, role))) for pair in pairs))
             for number, words in enumerate(dict.fromkeys(row["words"] for row in drawn))
         ]
-        line = (name, heights[role]) if one and heights else ("equality", 0.5)
+        line = (name, heights[role]) if one and role in heights else ("equality", 0.5)
         title = f"Points {as_role(role)}{against}"
         charts.append(chart(title, lines, labels=labels, form=PERCENT, whole=True, joined=one, reference=line))
     table = ("All numbers of match play", HEAD, [cells(row) for row in rows])
@@ -170,7 +170,8 @@ def play_section(plays: Sequence[tuple[str, GameSample]]) -> Section:
         chart("Game length", lengths, y_label="messages up to the deciding one", labels=labels, joined=epochs),
         chart("Faulty replies", faults, y_label="share of messages", form=PERCENT, labels=labels, joined=epochs),
     ]
-    head = ["games of", "games", *colours, "messages", "empty replies"]
+    points = (f"points, {role}" for role in sets[0].game.roles)
+    head = ["games of", "games", *colours, *points, "messages", "empty replies"]
     table = ("Games", head, [_play_cells(name, games, colours) for name, games in plays])
     intro = "All games are counted. Bars are 95% intervals that take games, or messages, as independent: they are too "
     intro += "narrow where a word was played several times."
@@ -183,6 +184,7 @@ def _play_cells(name: str, games: GameSample, outcomes: Iterable[str]) -> list[s
         name,
         f"{games.games:,}",
         *(with_interval(share, bounds, PERCENT) for share, *bounds in shares),
+        *(with_interval(games.mean_points(role), None, PERCENT) for role in games.game.roles),
         with_interval(games.mean_length, None, ".2f"),
         f"{games.empty_replies.total():,} of {games.messages.total():,}",
     ]
