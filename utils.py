@@ -817,12 +817,11 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun or the loop's script is killed: orphans would keep the next launch out.
+    """End this process when the loop's script is killed: orphans would keep the next launch out.
 
-    The script is no parent of its programs: it is looked for every second.
+    Ranks end with torchrun from the moment in which they import this module. The script is no parent of its programs:
+    it is looked for every second.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     if loop := os.environ.get("SPAG_LOOP_PID"):
         threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
 
@@ -839,6 +838,10 @@ def end_with_parent() -> None:
     """End this process when the thread that started it ends, however that is; Linux only."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
 
 
 def end_workers_with_this_process() -> None:
