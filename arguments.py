@@ -20,6 +20,7 @@ import datasets
 import torch
 import yaml
 from huggingface_hub import snapshot_download
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import HfArgumentParser, TrainingArguments
 
 import utils
@@ -30,7 +31,10 @@ REFERENCE = {REFERENCE_NAME: None, "ref_logprobs": "precompute", "loss_normaliza
 METHOD_ARGUMENTS = {
     "SFT": {},
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
-    "OfflinePO": {"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
+    "OfflinePO": {
+        **{"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
+        "allow_no_game_rows": False,
+    },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
 
@@ -86,6 +90,8 @@ class SPAGArguments(TrainingArguments):
     train_data_path: list[str] | None = _help("JSON or JSONL files of rows; data/README.md has the format.")
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Tokens of a row at most.", default=2048)
+    allow_cuts: bool = _help("Train although most rows lose nearly all of their tokens to the cut.", default=False)
+    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are SFT rows alone.")
     padding_side: str = _help(
         "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
     )
@@ -178,8 +184,10 @@ class SPAGArguments(TrainingArguments):
 
         On a CPU the Trainer sets up accelerate without DeepSpeed; here DeepSpeed is put on top of the same gloo group.
         """
-        if self.deepspeed and "LOCAL_RANK" not in os.environ:
-            self._set_up_alone()
+        if self.deepspeed:
+            self._announce_compilation()
+            if "LOCAL_RANK" not in os.environ:
+                self._set_up_alone()
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
         if self.deepspeed and self.use_cpu:
@@ -189,6 +197,15 @@ class SPAGArguments(TrainingArguments):
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
+
+    def _announce_compilation(self) -> None:
+        """Say that DeepSpeed compiles operators, for minutes, where it has not done so before."""
+        zero = utils.read_json(self.deepspeed)["zero_optimization"]
+        operators = ["deepspeed_shm_comm"] if self.use_cpu else []
+        operators += ["cpu_adam"] if zero.get("offload_optimizer", {}).get("device") == "cpu" else []
+        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        if missing := [name for name in operators if not list(folder.glob(f"**/{name}.so"))]:
+            utils.warn_on_rank_0("DeepSpeed compiles %s now, once on a machine: minutes", ", ".join(missing))
 
     def _set_up_alone(self) -> None:
         """Be what torchrun makes of one process: without its variables DeepSpeed looks for MPI."""
@@ -236,11 +253,20 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     return arguments
 
 
+class _Loader(yaml.SafeLoader):
+    """Without aliases, with which a few lines of YAML make gigabytes."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read")
+        return super().compose_node(parent, index)
+
+
 def _yaml_to_flags(path: str) -> list[str]:
     with utils.open_text(path) as file:
         try:
-            settings = yaml.safe_load(file)
-        except yaml.YAMLError as error:
+            settings = yaml.load(file, _Loader)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected settings, one 'name: value' a line")
@@ -294,6 +320,11 @@ def _method_problems(args) -> list[str]:
         )
     if args.label_smoothing_factor:
         problems.append("--label_smoothing_factor is not used by any method")
+    alone = args.use_cpu or args.no_cuda or not torch.accelerator.is_available()
+    if args.fsdp and alone:
+        problems.append("--fsdp needs GPUs: without them each process would hold the whole model")
+    if args.use_liger_kernel and (alone or importlib.util.find_spec("liger_kernel") is None):
+        problems.append("--use_liger_kernel needs a GPU, and pip install liger-kernel")
     return problems
 
 
@@ -330,7 +361,7 @@ def _path_problems(args) -> list[str]:
     ]
     for path in [*(args.train_data_path or []), *(args.eval_data_path or [])]:
         if not os.path.isfile(path):
-            problems.append(f"{path}: no such file")
+            problems.append(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
     for name in ("model_name_or_path", "ref_model_name_or_path"):
         path = getattr(args, name)
         looks_local = path and (os.path.isabs(path) or path.startswith(".") or path.count("/") > 1)
@@ -346,10 +377,9 @@ def _path_problems(args) -> list[str]:
 
 def _deepspeed_problems(path: str) -> list[str]:
     try:
-        with utils.open_text(path) as file:
-            config = json.load(file)
+        config = utils.read_json(path)
     except (OSError, ValueError) as error:
-        return [f"--deepspeed {path}: {error}"]
+        return [f"--deepspeed {error}"]
     if not isinstance(config, dict) or "zero_optimization" not in config:
         return [f"--deepspeed {path}: expected an object with a 'zero_optimization' block"]
     if "scheduler" in config:

@@ -22,6 +22,7 @@ import utils
 IGNORE_INDEX = -100  # label of a token that is not scored
 FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
+KEPT = 0.1  # share of its tokens that a row keeps at least, or it is counted as mostly cut
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
 
@@ -168,12 +169,14 @@ class RowCounts:
     truncated: int
     long_targets: int
     empty_targets: int
+    mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
     dropped: int
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.long_targets} "
-            f"with a target longer than that, {self.empty_targets} with an empty target, {self.dropped} dropped"
+            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.mostly_cut} "
+            f"nearly to nothing, {self.long_targets} with a target longer than that, {self.empty_targets} with an "
+            f"empty target, {self.dropped} dropped"
         )
 
 
@@ -224,7 +227,10 @@ def encode_rows(
         new_fingerprint=key,
         desc="encoding",
     )
-    unscored = np.flatnonzero(encoded.with_format("numpy")["scored_length"][:] == 0)
+    columns = encoded.with_format("numpy")
+    scored, full = columns["scored_length"][:], columns["full_length"][:]
+    mostly_cut = (tokenizer.model_max_length < KEPT * full) | (scored < KEPT * columns["target_length"][:])
+    unscored = np.flatnonzero(scored == 0)
     if len(unscored) and not drop_unscored:
         raise ValueError(
             f"{encoded[int(unscored[0])]['where']}: no token of the target is left to learn from at max_length "
@@ -243,6 +249,7 @@ def encode_rows(
         truncated=int((columns["full_length"][:] > tokenizer.model_max_length).sum()),
         long_targets=int((target > tokenizer.model_max_length).sum()),
         empty_targets=int((target == 1).sum()),
+        mostly_cut=int(mostly_cut.sum()),
         dropped=len(unscored),
     )
     return encoded, counts

@@ -8,26 +8,29 @@ The same command again continues from the last whole checkpoint, or says that al
 
 import contextlib
 import dataclasses
+import errno
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from arguments import SPAGArguments, named_checkpoint, parse_arguments
-from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, encode_rows, load_rows
+from dataloaders import IGNORE_INDEX, RowCounts, RowDataset, SPAGCollator, encode_rows, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer
 
+MOST_CUT = 0.5  # share of rows that may lose nearly all
 FINISHED = "train_results.json"  # written last
+ON_FULL_DISK = ("No space left", "os error 28", "PytorchStreamWriter", "file write failed")  # in messages of libraries
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,7 @@ class Output:
         own, named = utils.last_complete_checkpoint(self.folder), named_checkpoint(self.args)
         if not named or own and os.path.realpath(Path(named).parent) == os.path.realpath(self.folder):
             return own
-        if not utils.is_complete(named):
+        if not (utils.is_complete(named) and utils.is_undamaged(named)):
             raise ValueError(f"--resume_from_checkpoint {named}: not a whole checkpoint folder")
         run_settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
         return max(filter(None, (named, own)), key=_step)
@@ -119,27 +122,50 @@ def run_settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunS
 
 
 def _step(checkpoint: str) -> int:
-    return json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    return utils.read_json(Path(checkpoint) / "trainer_state.json")["global_step"]
 
 
 # --- the data and the models ---------------------------------------------------------------------------------------
 
 
-def load_tokenizer(args: SPAGArguments):
-    """The model's tokenizer with this run's length and sides."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            args.model_name_or_path,
-            model_max_length=args.max_length,
-            padding_side=args.padding_side,
-            truncation_side=args.truncation_side,
-            trust_remote_code=args.trust_remote_code,
+def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
+    """Raise ValueError for rows that training would succeed with and teach nothing; warn of those that come close."""
+    files = ", ".join(args.train_data_path)
+    if counts.rows == counts.sft_rows and args.allow_no_game_rows is False:
+        raise ValueError(
+            f"{files}: SFT rows alone, no row of a game: nothing of the games would be learned. Look at the counts of "
+            "tools/assign_rewards.py (all games tied?); --allow_no_game_rows True trains all the same"
         )
-    except (OSError, ValueError) as error:
-        why = str(error).split("\n")[0]
+    share = counts.mostly_cut / (counts.rows + counts.dropped)
+    if share > MOST_CUT and not args.allow_cuts:
+        raise ValueError(
+            f"{files}: {share:.0%} of the rows lose more than nine tenths of their tokens, or of their target's, at "
+            f"--max_length {args.max_length}; use a larger one, or --allow_cuts True"
+        )
+    if counts.mostly_cut:
+        message = "%s: %d rows (%.2g%%) lose more than nine tenths of their tokens, or of their target's"
+        utils.warn_on_rank_0(message, files, counts.mostly_cut, 100 * share)
+
+
+def from_pretrained(auto, name: str, args: SPAGArguments, **settings):
+    """Load a model's part by `auto`, one of transformers' Auto classes; ValueError of one line for what cannot be."""
+    try:
+        return auto.from_pretrained(name, trust_remote_code=args.trust_remote_code, **settings)
+    except Exception as error:  # broken files and the model's own code raise everything
+        lines = str(error).strip().splitlines() or [""]
+        why = f"{type(error).__name__}: {lines[0]}"
         if "trust_remote_code" in str(error):
             why = "it brings its own code; --trust_remote_code True runs it"
-        raise ValueError(f"{args.model_name_or_path}: no tokenizer that can be loaded ({why})") from None
+        elif args.trust_remote_code and not isinstance(error, OSError):
+            why += f"; the model's own code may be for another transformers than {transformers.__version__}"
+        raise ValueError(f"{name}: {auto.__name__.removeprefix('Auto')} cannot be loaded ({why})") from error
+
+
+def load_tokenizer(args: SPAGArguments):
+    """The model's tokenizer with this run's length and sides."""
+    sides = {"padding_side": args.padding_side, "truncation_side": args.truncation_side}
+    settings = sides | {"model_max_length": args.max_length}
+    tokenizer = from_pretrained(AutoTokenizer, args.model_name_or_path, args, **settings)
     utils.ensure_pad_token(tokenizer)
     return tokenizer
 
@@ -158,44 +184,39 @@ def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset
 
 def check_models(args: SPAGArguments, tokenizer) -> None:
     """Read the configurations, before any weights: code that must be trusted, and vocabularies that differ."""
-    sizes, same = {}, True
+    sizes = {}
     for name in filter(None, {args.model_name_or_path, args.ref_model_name_or_path}):
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-        except ValueError as error:
-            if "trust_remote_code" not in str(error):
-                raise
-            raise ValueError(f"{name}: this model brings its own code; --trust_remote_code True runs it") from None
-        sizes[name] = config.get_text_config().vocab_size
+        sizes[name] = from_pretrained(AutoConfig, name, args).get_text_config().vocab_size
         if os.path.isdir(name) and not list(Path(name).glob("*.safetensors")):
             raise ValueError(f"{name}: no weights as safetensors; save_pretrained of transformers writes them")
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"model and reference have different vocabularies: {sizes}; their log-probabilities differ too"
         )
-    if args.ref_model_name_or_path not in (None, args.model_name_or_path):
-        with contextlib.suppress(OSError, ValueError):  # a reference may come without a tokenizer
-            other = AutoTokenizer.from_pretrained(args.ref_model_name_or_path)
-            same = other.get_vocab() == tokenizer.get_vocab()
-    if not same:
-        raise ValueError(f"{args.ref_model_name_or_path}: the reference has another tokenizer than the model")
+    if len(sizes) > 1 and has_tokenizer(args.ref_model_name_or_path):
+        other = from_pretrained(AutoTokenizer, args.ref_model_name_or_path, args)
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{args.ref_model_name_or_path}: the reference has another tokenizer than the model")
     if len(tokenizer) > min(sizes.values()):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary: {sizes}")
 
 
+def has_tokenizer(name: str) -> bool:
+    """Whether a model comes with a tokenizer, which a reference need not; one of the hub is taken to."""
+    return not os.path.isdir(name) or any(Path(name, file).is_file() for file in utils.TOKENIZER_FILES)
+
+
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
     """A causal LM from safetensors, its weights in `args.weights_dtype`."""
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            output_loading_info=True,
-            dtype=args.weights_dtype,
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            use_safetensors=True,
-        )
-    except (OSError, SafetensorError, ImportError) as error:
-        raise ValueError(f"{name_or_path}: cannot be loaded ({error})") from None
+    model, loaded = from_pretrained(
+        AutoModelForCausalLM,
+        name_or_path,
+        args,
+        output_loading_info=True,
+        dtype=args.weights_dtype,
+        attn_implementation=args.attn_implementation,
+        use_safetensors=True,
+    )
     if loaded["missing_keys"]:
         raise ValueError(f"{name_or_path}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     model.config.use_cache = False
@@ -262,6 +283,8 @@ def build_trainer(args: SPAGArguments) -> SPAGTrainer:
     tokenizer = load_tokenizer(args)
     check_models(args, tokenizer)
     train_rows = load_dataset(args.train_data_path, tokenizer, args)
+    if not args.show_examples:
+        check_rows(train_rows.counts, args)
     eval_rows = load_dataset(args.eval_data_path, tokenizer, args) if args.eval_data_path else None
     if eval_rows:
         names = sorted({*train_rows.role_names, *eval_rows.role_names})
@@ -286,14 +309,45 @@ def run(trainer: SPAGTrainer) -> None:
         return show_examples(trainer)
     if trainer.is_world_process_zero():
         Output(args).begin(trainer)
-    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
-    if trainer.eval_dataset is not None:
-        trainer.save_metrics("eval", trainer.evaluate())
-    trainer.save_state()
-    if args.lora_merge and trainer.is_world_process_zero():
-        merge_lora(args)
-    trainer.save_metrics("train", result.metrics)
+    with naming_full_disk(args.output_dir):
+        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.save_model()
+        if trainer.eval_dataset is not None:
+            trainer.save_metrics("eval", trainer.evaluate())
+        trainer.save_state()
+        if args.lora_merge and trainer.is_world_process_zero():
+            merge_lora(args)
+        trainer.save_metrics("train", result.metrics)
+    if trainer.is_world_process_zero():
+        print(describe_result(trainer))
+
+
+@contextlib.contextmanager
+def naming_full_disk(folder: str) -> Iterator[None]:
+    """Turn what the writers of weights and states raise on a full disk into an OSError that names the folder."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if not full and not any(words in str(error) for words in ON_FULL_DISK):
+            raise
+        raise utils.full_disk(folder) from error
+
+
+def describe_result(trainer: SPAGTrainer) -> str:
+    """What came of a training, in a line, and a line for each checkpoint that stays with its optimizer's states."""
+    args, state, counts = trainer.args, trainer.state, trainer.train_dataset.counts
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    part = -(-len(losses) // 10)
+    text = f"{args.output_dir}: {args.train_method} of {counts.rows} rows ({counts.sft_rows} of them SFT), "
+    text += f"{state.global_step} steps"
+    if losses:
+        first, last = (sum(some) / part for some in (losses[:part], losses[-part:]))
+        text += f", loss {first:.4g} -> {last:.4g} (first and last tenth of the steps)"
+    for folder in utils.checkpoints(args.output_dir):
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        text += f"\n{folder}: {size / 1e9:.1f} GB of model and optimizer states that this run no longer needs"
+    return text
 
 
 def leave() -> None:
@@ -317,7 +371,7 @@ def main(argv: list[str]) -> None:
     utils.end_workers_with_this_process()
     utils.set_up_logging()
     if trainer := utils.run_program(lambda: set_up(argv)):
-        run(trainer)
+        utils.run_program(lambda: run(trainer), expected=utils.RunError)
     leave()
 
 

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -24,9 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from huggingface_hub import snapshot_download
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -37,6 +39,7 @@ import utils
 from arguments import SPAGArguments
 from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
 
+logger = logging.getLogger(__name__)
 WEIGHTS_AND_CODE = (".safetensors", ".py")
 
 
@@ -315,14 +318,32 @@ class SPAGTrainer(Trainer):
         self.reference: nn.Module | None = None  # while a model of its own is loaded
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
-        self.add_callback(_BeforeFirstStep(self.before_first_step))
+        self.learning_rate = 0.0  # of the step at work
+        self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
         """The model is wrapped and placed, on resume also loaded; no step of this launch is done."""
+        self.check_learning_rate()
+        if self.state.global_step:
+            step, last = self.state.global_step, self.state.max_steps
+            logger.info("continuing after step %d of %d: %s", step, last, self.args.resume_from_checkpoint)
         counts = self.train_dataset.counts
         self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
         self.prepare_reference()
         self.metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
+
+    def check_learning_rate(self) -> None:
+        """Raise RunError if the schedule leaves every step without a learning rate that was asked for."""
+        schedule, steps = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), self.state.max_steps
+        if not isinstance(schedule, LambdaLR) or not self.args.learning_rate:
+            return
+        if not any(factor(step) for factor in schedule.lr_lambdas for step in range(steps)):
+            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            raise utils.RunError(
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make {steps} "
+                f"steps, and warm-up takes {self.args.get_warmup_steps(steps)} of them; use more rows, a smaller "
+                "--gradient_accumulation_steps, or --warmup_ratio 0"
+            )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
@@ -511,9 +532,11 @@ class SPAGTrainer(Trainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()  # ranks write into each other's folders
+        sums = gather_object([utils.checksums(folder, of_rank=self.args.process_index)])
         if self.args.should_save:
-            utils.mark_complete(folder)
+            here = {name: each for of_rank in sums for name, each in of_rank.items() if (folder / name).is_file()}
+            utils.mark_complete(folder, here)
             for other in utils.checkpoints(self.args.output_dir):
                 if not utils.is_complete(other):  # a kill left it; it must not count below
                     shutil.rmtree(other)
@@ -523,21 +546,25 @@ class SPAGTrainer(Trainer):
         """Add the metrics gathered since the last log. Raises ValueError for a loss that is no number."""
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
-                raise ValueError(f"the loss of step {self.state.global_step} is {logs['loss']}; training stops here")
-            logs |= self.metrics.take(self.accelerator)
+                step = self.state.global_step
+                raise utils.RunError(f"the loss of step {step} is {logs['loss']}; training stops here")
+            logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)
 
 
-class _BeforeFirstStep(TrainerCallback):
-    """Calls `prepare` when training begins."""
+class _Beginnings(TrainerCallback):
+    """Tells the trainer when training and when a step begins."""
 
-    def __init__(self, prepare: Callable[[], None]):
-        self.prepare = prepare
+    def __init__(self, trainer: SPAGTrainer):
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.prepare()
+        self.trainer.before_first_step()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.learning_rate = self.trainer._get_learning_rate()  # once it is over, DeepSpeed has the next one
 
 
 class SFTTrainer(SPAGTrainer):

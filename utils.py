@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fcntl
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -18,18 +19,23 @@ import threading
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from errno import ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
+CHECKSUM_THREADS = 4  # a disk keeps so many busy
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 BLANKS = re.compile(r"\s*")
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line ends of Unicode
 DECODER = json.JSONDecoder()
 AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, where no element does
 logger = logging.getLogger(__name__)
@@ -48,14 +54,27 @@ class BadRecordError(ValueError):
     """An unreadable or invalid record of a file; the message starts with the file and the line."""
 
 
+class RunError(ValueError):
+    """What ends a program at work; its message is all that is to be said, where other errors need a traceback."""
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 def open_text(path: str | os.PathLike, *, errors: str = "strict"):
     """Open a UTF-8 file, with or without a byte order mark, with any line ending; FileNotFoundError names the path."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
     return open(path, encoding="utf-8-sig", errors=errors)
+
+
+def read_json(path: str | os.PathLike):
+    """What a JSON file holds. Raises FileNotFoundError, and ValueError that names the file."""
+    try:
+        with open_text(path) as file:
+            return json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
 
 
 def log_skipped(message: str) -> None:
@@ -181,19 +200,22 @@ def _check_utf8(text: str, where: str) -> None:
 def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
     """The words of a list, one a line; blank lines are passed over, repeated words kept.
 
-    Raises FileNotFoundError; ValueError for a list without words, for text that is not UTF-8, and, with its line, for
-    a word that `check` raises ValueError for.
+    Raises FileNotFoundError; ValueError for a list without words, and, with its line, for text that is not UTF-8, for
+    a word with a control character or another kind of line end in it, and for one that `check` raises ValueError for.
     """
     words = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        try:
-            if word := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                check(word)
-                words.append(word)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+    with open_text(path, errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            word, where = line.strip(), f"{path}:{number}"
+            _check_utf8(word, where)
+            if unprintable := UNPRINTABLE.search(word):
+                raise ValueError(f"{where}: {unprintable[0]!r} in a word; expected one a line, as UTF-8")
+            try:
+                if word:
+                    check(word)
+                    words.append(word)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
     if not words:
         raise ValueError(f"{path}: no words; expected one a line")
     return words
@@ -204,18 +226,36 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 
 @contextmanager
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place."""
+    """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place.
+
+    Those of killed processes are deleted. Raises ValueError for what is no regular file, such as a device or a link.
+    """
     path = Path(path)
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a regular file, which outputs take the place of; name another one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")  # PIDs of two machines may be equal
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not is_locked(left):
+            left.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+            _try_lock(file.fileno(), fcntl.LOCK_EX, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        raise full_disk(path) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def full_disk(path: str | os.PathLike) -> OSError:
+    """The error of a full disk, which writes raise without saying where."""
+    return OSError(ENOSPC, os.strerror(ENOSPC), str(path))
 
 
 def write_json(path: str | os.PathLike, value) -> None:
@@ -330,8 +370,7 @@ class RunSettings:
 
     The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
     only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing. `upgrade(stored, now)` gives settings of an
-    earlier version their present names.
+    ends the message of a refused start, which has written nothing.
     """
 
     def __init__(
@@ -340,9 +379,8 @@ class RunSettings:
         *,
         results: Callable[[], Path | None],
         remedy: str,
-        upgrade: Callable[[dict, Mapping], dict] = lambda stored, now: stored,
     ):
-        self.path, self.results, self.remedy, self.upgrade = Path(settings_path), results, remedy, upgrade
+        self.path, self.results, self.remedy = Path(settings_path), results, remedy
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
@@ -368,13 +406,13 @@ class RunSettings:
             return
         if not self.path.is_file():
             raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
-        if different := differences(self.upgrade(self.read(), settings), settings):
+        if different := differences(self.read(), settings):
             raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):
         """One entry of the settings file; ValueError if it has none."""
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))[name]
+            return read_json(self.path)[name]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
@@ -549,23 +587,53 @@ def restarted() -> bool:
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
+COMPLETE = "complete.json"  # written last into a checkpoint folder: [size, CRC-32] of every other file in it
 
 
-def mark_complete(folder: str | os.PathLike) -> None:
-    """Write down that a checkpoint folder is whole."""
-    folder = Path(folder)
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    write_json(folder / COMPLETE, sizes)
+def checksums(folder: str | os.PathLike, *, of_rank: int | None = None) -> dict[str, list[int]]:
+    """Size and CRC-32 of the files in a checkpoint folder, by name; of those that one rank has written."""
+    paths = {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
+    writers = {name: re.search(r"(?:pp_rank|rng_state)_(\d+)", name) for name in paths.keys() - {COMPLETE}}
+    own = [name for name in sorted(writers) if of_rank in (None, int(writers[name][1]) if writers[name] else 0)]
+    with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
+        sums = list(pool.map(lambda name: _crc32(paths[name]), own))
+    return {name: [paths[name].stat().st_size, crc] for name, crc in zip(own, sums, strict=True)}
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def mark_complete(folder: str | os.PathLike, sums: dict[str, list[int]] | None = None) -> None:
+    """Write down that a checkpoint folder is whole, with the `checksums` of its files."""
+    write_json(Path(folder) / COMPLETE, checksums(folder) if sums is None else sums)
 
 
 def is_complete(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint folder was written to its end and still has all its files."""
-    folder = Path(folder)
-    if not (folder / COMPLETE).is_file():
-        return False
-    sizes = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    """Whether a checkpoint folder was written to its end and still has all its files, of their sizes."""
+    return all(
+        path.is_file() and path.stat().st_size == (noted[0] if isinstance(noted, list) else noted)
+        for path, noted in _noted(folder).items()
+    )
+
+
+def is_undamaged(folder: str | os.PathLike) -> bool:
+    """Whether the files of a checkpoint folder are what was written; an earlier version has noted their sizes only."""
+    noted = {path: sums for path, sums in _noted(folder).items() if isinstance(sums, list)}
+    found = checksums(folder) if noted else {}
+    return all(found[str(path.relative_to(folder))] == sums for path, sums in noted.items())
+
+
+def _noted(folder: str | os.PathLike) -> dict[Path, int | list[int]]:
+    """What the mark of a checkpoint folder says of its files; without one, of a file that is not there."""
+    try:
+        return {Path(folder, name): noted for name, noted in read_json(Path(folder) / COMPLETE).items()}
+    except (OSError, ValueError):
+        return {Path(folder, COMPLETE): 0}
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -576,10 +644,14 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The checkpoint folder of the highest step that is whole; None where there is none."""
-    whole = [path for path in checkpoints(output_dir) if is_complete(path)]
-    if not whole and checkpoints(output_dir):
+    for path in reversed(checkpoints(output_dir)):
+        if is_complete(path):
+            if is_undamaged(path):
+                return str(path)
+            logger.warning("%s: damaged, not what was written there; it is passed over", path)
+    if checkpoints(output_dir):
         logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
-    return str(whole[-1]) if whole else None
+    return None
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -679,11 +751,11 @@ def too_small(flags, **least: float) -> list[str]:
     ]
 
 
-def run_program(main: Callable[[], T]) -> T:
-    """Run a program or its first part; bad input (ValueError, OSError) ends it with its message and exit status 2."""
+def run_program(main: Callable[[], T], *, expected: type[Exception] = ValueError) -> T:
+    """Run a program or a part of it; what is `expected`, and OSError, ends it with its message and exit status 2."""
     try:
         return main()
-    except (ValueError, OSError) as error:
+    except (expected, OSError) as error:
         end_with_error(str(error))
 
 
@@ -758,6 +830,7 @@ def end_workers_with_this_process() -> None:
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     logging.basicConfig(
         level=logging.INFO if rank() == 0 else logging.WARNING,

@@ -15,8 +15,8 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
 export MODEL=meta-llama/Llama-2-7b-hf OUTPUT=outputs/spag EPOCHS=3
-export IMITATION_DATA=data/train_imitation_gpt4.json WORDS=data/all_target_words.txt SFT_DATA=data/alpaca_train.json
-export EVAL_WORDS=data/eval_words.txt # of the match against imitation, best words that WORDS lacks; empty: no match
+export IMITATION_DATA=data/train_imitation_gpt4.json SFT_DATA=data/alpaca_train.json
+export WORDS=data/played.txt EVAL_WORDS=data/held_out.txt # made by prepare_data split, as the README shows
 # 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps. Weights, gradients and optimizer states of
 # a 7B model, 16 bytes a parameter, are 3.5 GB a GPU here: nothing needs to be offloaded.
 export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2 DEEPSPEED=configs/zero3.json

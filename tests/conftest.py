@@ -30,13 +30,35 @@ LONGEST_FIRST = ("train", "server_player", "run_spag", "play_llm_game", "bench_t
 
 
 def pytest_addoption(parser):
-    parser.addoption("--campaign", type=int, default=1, metavar="N", help="run tests of kills N times each")
+    parser.addoption("--campaign", type=int, default=1, metavar="N", help="N rounds of tests of kills and of faults/")
+    parser.addoption("--trial_seed", type=int, metavar="SEED", help="of faults/, the trial of this seed only")
 
 
 def pytest_generate_tests(metafunc):
     if metafunc.definition.get_closest_marker("kills"):
         metafunc.fixturenames.append("campaign_round")
         metafunc.parametrize("campaign_round", range(metafunc.config.getoption("campaign")))
+
+
+@pytest.fixture
+def trials(request):
+    """The trials of a test of faults/."""
+    from trials import Trials  # of faults/
+
+    return Trials(request.node, *map(request.config.getoption, ("campaign", "trial_seed")))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The table of the campaign."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    rows = [value for report in reports for name, value in report.user_properties if name == "trials"]
+    kinds = sorted({kind for kind, tried, _ in rows if tried})
+    if kinds:
+        terminalreporter.section("trials")
+        terminalreporter.write_line(f"{'':40} {'tried':>9} {'survived':>9} {'lost':>6}")
+    for name in kinds:
+        tried, lost = (sum(row[number] for row in rows if row[0] == name) for number in (1, 2))
+        terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,}")
 
 
 def pytest_collection_modifyitems(items):

@@ -216,7 +216,7 @@ def test_what_makes_a_run_another_one(given, flags, different):
 
 def test_every_argument_of_a_method_counts_but_how_the_reference_is_computed():
     taken = {name for method in METHOD_ARGUMENTS.values() for name in method}
-    assert taken - {*SAME_RUN} == {"ref_logprobs", REFERENCE_NAME}
+    assert taken - {*SAME_RUN} == {"ref_logprobs", REFERENCE_NAME, "allow_no_game_rows"}
 
 
 def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other_model):

@@ -18,7 +18,7 @@ from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
 from tools.selfplay.rewards import Games, message_shares, paid_rows
-from tools.selfplay.rows import judge_files, read_records
+from tools.selfplay.rows import judge_records, read_records
 from utils import parse_flags, read_json_or_jsonl, run_program
 
 GAME, WORD = Taboo(), "apple"
@@ -261,8 +261,11 @@ def test_the_program_runs_as_a_file_and_as_a_module_without_torch(tmp_path, laun
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("output", ["rows.json", "rows.jsonl"])
-def test_both_formats_hold_the_rows_that_the_function_gives(run, output):
+def test_both_formats_hold_the_rows_that_the_function_gives(run, output, kept_bytes, monkeypatch):
+    """Small files are read once, large ones twice."""
+    monkeypatch.setattr(rows_room, "KEPT_BYTES", kept_bytes)
     rows, _ = run("--seed", 5, "--decay_weight", 0.5, output=output)
     assert rows == rows_of(EPISODES, seed=5, decay_weight=0.5)
 
@@ -469,8 +472,9 @@ def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, 
     for cut in range(last, last + 5):
         (tmp_path / "cut").write_bytes(data[:cut])
         skipped = []
-        found = judge_files(GAME, [tmp_path / "cut"], skip_bad=True, on_skip=skipped.append)
-        again = read_records([tmp_path / "cut"], skip_bad=True)
+        read = read_records([tmp_path / "cut"], skip_bad=True, on_skip=skipped.append)
+        found = judge_records(GAME, read, skipped.append)
+        again = (record for _, record in read_records([tmp_path / "cut"], skip_bad=True))
         assert [game for game, _ in found.verdicts(again)] == games[:-1] and len(skipped) == 1
 
 
@@ -495,7 +499,7 @@ def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, ca
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[!.e]*")}
     assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
     with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "judge_files", None)  # no episode is judged again
+        patch.setattr(rows_room, "judge_inputs", None)  # no episode is judged again
         program.main()
     again = capsys.readouterr()
     assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err

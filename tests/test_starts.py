@@ -1,6 +1,7 @@
 """How programs are started: by path from any folder, with -m, without their environment, with errors on all ranks."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -67,3 +68,13 @@ def test_a_rank_that_alone_fails_is_heard():
     code = "import utils; utils.RANK_0_FIRST = 0.1; utils.run_program(lambda: open('none'))"
     done = start("-c", code, RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2 and "No such file or directory: 'none'" in done.stderr
+
+
+def test_data_that_is_put_there_is_no_part_of_the_project(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    theirs = ["data/all_target_words.txt", "data/train_imitation_gpt4.json", "data/played.txt", "outputs/x"]
+    ours = [f"data/{name}" for name in ("README.md", "report.png", "target_words.txt", "tiny/lexicon.txt")]
+    assert all((ROOT / name).is_file() for name in ours)
+    done = subprocess.run(["git", "check-ignore", *theirs, *ours], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == theirs

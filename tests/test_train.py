@@ -72,7 +72,7 @@ def steps_of(output) -> list[dict]:
 
 
 def curve(steps: list[dict]) -> list[list[float]]:
-    return [[step["loss"], step["grad_norm"]] for step in steps]
+    return [[step["loss"], step["grad_norm"], 1e3 * step["learning_rate"]] for step in steps]
 
 
 def write_rows(path, rows) -> str:
@@ -821,9 +821,9 @@ def test_model_folders_without_all_that_is_needed_are_refused(tmp_path, mixed_ro
     no_tokenizer = broken("no_tokenizer", "tokenizer.json", "tokenizer_config.json")
     for model, reference, message in [
         (tiny_model, broken("weightless", "model.safetensors"), "weightless: no weights as safetensors"),
-        (no_tokenizer, tiny_model, "no_tokenizer: no tokenizer that can be loaded"),
+        (no_tokenizer, tiny_model, "no_tokenizer: Tokenizer cannot be loaded"),
         (layerless, tiny_model, "layerless: weights are missing .model.norm.weight."),
-        (cut_off, tiny_model, "cut_off: cannot be loaded"),
+        (cut_off, tiny_model, "cut_off: ModelForCausalLM cannot be loaded"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "out", offline_po(mixed_rows, model, reference))

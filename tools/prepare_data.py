@@ -1,27 +1,31 @@
 """Make the files that play and training start from.
 
     python -m tools.prepare_data words --output data/target_words.txt
+    python -m tools.prepare_data tasks --game bargain --number 1000 --output bargains.txt
     python -m tools.prepare_data split --input WORDS.txt --output train_words.txt --held_out held_out_words.txt
     python -m tools.prepare_data alpaca --input alpaca_data.json --output data/alpaca_train.json
     python -m tools.prepare_data imitation --episodes games_results.json --output data/train_imitation.json
     python -m tools.prepare_data prompts --from_release SPAG/utils.py --output configs/release_prompts.json
 
-`words` makes the list of target words; `split` holds some back, for evaluation on words that self-play never sees;
-`alpaca` turns raw Alpaca records into SFT rows; `imitation` makes rows for
-SFTwithKL out of a strong model's games; `prompts` takes the wording of all prompts out of a checkout of the released
-code, for models that were trained on it. Beside its output X.EXT each writes X_source.json: what it was made of, with
-which settings, counts, and the SHA-256 of inputs and output.
+`words` makes the list of target words, `tasks` that of another game; `split` holds some back, for evaluation on words
+that self-play never sees; `alpaca` turns raw Alpaca records into SFT rows; `imitation` makes rows for SFTwithKL out of
+a strong model's games; `prompts` takes the wording of all prompts out of a checkout of the released code, for models
+that were trained on it. Beside its output X.EXT each writes X_source.json: what it was made of, with which settings,
+counts, and the SHA-256 of inputs and output.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from tools.games import prompts
+from tools.games.flags import GameChoice
+from tools.games.game import game_setting
 from tools.games.release import release_templates
 from tools.selfplay.rows import RowFlags, make_rows
 from tools.selfplay.sidecar import Output
-from tools.selfplay.word_list import Split, Words
+from tools.selfplay.word_list import Split, Words, write_words
 from utils import (
     BadRecordError,
     alpaca_to_row,
@@ -31,9 +35,31 @@ from utils import (
     parse_command,
     run_program,
     set_up_logging,
+    too_small,
     write_json,
     write_records,
 )
+
+
+@dataclass(kw_only=True)
+class Tasks(GameChoice, Output):
+    """The word list of a game that can make one itself."""
+
+    number: int = flag("of tasks at most", default=1000)
+    seed: int = flag("of what is drawn", default=0)
+
+    def run(self) -> None:
+        """Write the list."""
+        if problems := too_small(self, number=1):
+            raise ValueError("; ".join(problems))
+        self.check()
+        game = self.load_game()
+        tasks = game.tasks(self.number, random.Random(self.seed))
+        for task in tasks:
+            game.check_task(task)
+        write_words(self.output, tasks)
+        settings = {"game": game_setting(game), "number": self.number, "seed": self.seed}
+        self.write_source(f"tasks of {game.title}", settings=settings, counts={"tasks": len(tasks)})
 
 
 @dataclass(kw_only=True)
@@ -93,7 +119,14 @@ class Prompts(Output):
         self.write_source("utils.py of the released code", self.from_release, settings=settings, counts=counts)
 
 
-COMMANDS = {"words": Words, "split": Split, "alpaca": Alpaca, "imitation": Imitation, "prompts": Prompts}
+COMMANDS = {
+    "words": Words,
+    "tasks": Tasks,
+    "split": Split,
+    "alpaca": Alpaca,
+    "imitation": Imitation,
+    "prompts": Prompts,
+}
 
 
 def main() -> None:

@@ -19,21 +19,21 @@ QUICK=${QUICK:-0}
 OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}
 DRAWING='matplotlib>=3.10,<4'
 
-install_rest() {  # without DeepSpeed, which is for many GPUs and wants a compiler; with what draws the figures
+install_rest() {  # without GPUs without DeepSpeed, which wants a compiler; with what draws the figures
   grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
+  ! command -v nvidia-smi >/dev/null || cp requirements.txt .venv/requirements.txt
   pip_install -r .venv/requirements.txt "$DRAWING"
 }
 
 main() {
   local data=$OUTPUT/data smaller=() quick=()
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
-  trap 'stop 130' INT TERM HUP
   if [ "$QUICK" != 0 ]; then
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
     smaller=(--epochs 1 --games 40 --games_per_word 1 --eval_games_per_word 1 --eval_args "--max_words 20")
   fi
   set_up quickstart requirements.txt
-  export PYTHON=$venv PYTHONPATH=$root OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
+  export PYTHON=$venv OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
   in_foreground "$venv" -m tools.tiny_world build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
   in_foreground tools/run_spag.sh --settings configs/tiny.sh --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \

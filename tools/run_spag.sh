@@ -11,8 +11,6 @@ set -efo pipefail # -f: no value is a pattern of file names
 root=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=tools/loop/run.sh
 . "$root/tools/loop/run.sh"
-trap 'stop 130' INT
-trap 'stop 143' TERM HUP
 read_settings_file "$@"
 
 : "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed)
@@ -51,7 +49,7 @@ read_settings_file "$@"
 : "${LORA_RANK:=}"             # train LoRA adapters of this rank and play on with them merged in; needs peft
 : "${SEED:=42}"                # of play, rewards and training; epoch k adds k
 : "${PRECISION:=auto}"         # bf16, fp16 or fp32; auto: bf16 with a GPU, else fp32
-: "${DEEPSPEED:=auto}"         # its configuration, or none; auto: configs/default_offload_opt_param.json with a GPU
+: "${DEEPSPEED:=auto}"         # its configuration, or none; auto: what fits the GPUs' memory (tools/loop/README.md)
 : "${GRADIENT_CHECKPOINTING:=auto}" # True or False; auto: True with a GPU
 : "${SAVE_STEPS:=0.2}"         # save to resume from every so many steps, below 1 this part of the run; 0: never
 : "${NPROC:=auto}"             # processes of this machine; auto: its GPUs, or 1
@@ -78,6 +76,7 @@ launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
     --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
+  [ "$NPROC" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as torchrun does, with a long notice
   [ $((NPROC * NNODES)) -gt 1 ] || [ -n "$DEEPSPEED" ] || machines=() # DeepSpeed needs a launcher
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }

@@ -11,7 +11,6 @@ cd "$root"
 
 install_rest() { pip_install -r tests/requirements.txt; }
 
-trap 'stop 130' INT TERM HUP
 set_up tests requirements.txt tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" PYTHONPATH=. OMP_WAIT_POLICY=passive
 ruff check .

@@ -2,13 +2,20 @@
 
     python -m tools.bench.epoch --gpus 8
 
-Play: each token of the games is computed once; each step reads the weights and the keys and values of the rules, once
-for all games at a time, and those of every game. Of operations over peak rate and bytes over peak bandwidth the slower
-one is the limit; the hours are those at --play_share of it. Games at a time: as many as play would choose.
-Training, without offload: 6 operations a parameter and token, 8 with gradient checkpointing and 10 with the reference
-pass, at --train_share of the peak rate. Memory: ZeRO-3 spreads 16 bytes a parameter over the GPUs (weights and
-gradients in bf16, three float32 numbers of the optimizer), with offload two layers' weights at a time; and the
-activations of 2 rows of 2048 tokens, kept at the borders of the layers.
+Columns, all computed:
+games at once   whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
+slots, h        play by our own engine. Each token is computed once; each step reads the weights and the keys and
+                values of the rules once, and those of every game. The slower of operations and bytes counts, at SHARE of
+                the data sheet's rates. A step is never faster than its launches: LAUNCHES kernels a layer
+                (tests/test_engine_gpu.py) of LAUNCH seconds each; and Python adds PYTHON seconds a game and step.
+vLLM, h         play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
+training by     what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
+GiB             of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
+training, h     with gradient checkpointing: 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in
+                the reference pass, at SHARE of the peak rate. A micro-batch is never faster than its launches, nor than
+                what it moves: zero2 sends the gradients, zero3 gathers the weights three times and sends the gradients,
+                over LINK; offload fetches this GPU's part over PCIE as well; and the CPU's Adam reads and writes 28
+                bytes a parameter once a step over HOST.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,10 +23,17 @@ from dataclasses import asdict, dataclass
 import utils
 from tools.bench.common import SHAPES, Shape, print_table
 from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
+from tools.loop import fit
 from utils import flag
 
 GIB = 2**30
-TOKENS_HELD = 1024  # of a game, as play counts them: half of --max_length
+SHARE = 0.5  # of a data sheet's rates that kernels reach
+LAUNCH = 6e-6  # seconds to launch a kernel of plain torch
+LAUNCHES = 66  # kernels of a layer in a step of play
+TRAIN_LAUNCHES = 180  # of a layer in a micro-batch: forward twice, backward
+PYTHON = 10e-6  # seconds that planning a step takes for each game
+LINK, PCIE, HOST = 200e9, 25e9, 200e9  # bytes/s: between GPUs, from a GPU to RAM, of a machine's RAM
+ROWS, GPUS_A_MACHINE = 2, 8  # rows of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -38,11 +52,13 @@ GPUS = {
     "H100": GPU(80, 3.35e12, 989e12),
     "H200": GPU(141, 4.8e12, 989e12),
 }
-
-
-COLUMNS = dict.fromkeys(
-    ["model", "GPU", "games at once", "play, hours", "training, hours", "ZeRO-3, GiB", "with offload, GiB"], "{}"
-)
+PUBLISHED = {  # new tokens/s by vLLM on so many GPUs, of a model of about this size
+    ("7b", "A100-80"): (3363, 1),  # DeepSeek-R1-Distill-Qwen-7B: morphllm.com/vllm-benchmarks, April 2026
+    ("7b", "H100"): (12_500, 1),  # Llama 3.1 8B: the same page
+    ("13b", "A100-80"): (3004, 1),  # DeepSeek-R1-Distill-Qwen-14B: the same page
+    ("70b", "A100-80"): (756, 4),  # Llama 3.3 70B, 200 ShareGPT prompts: vllm-project/vllm issue 12315
+}
+COLUMNS = ("model", "GPU", "games at once", "slots, h", "vLLM, h", "training by", "GiB", "training, h")
 
 
 @dataclass
@@ -58,68 +74,104 @@ class Settings:
     rows: float = flag("rows of training a game, its winner's messages", default=2.9)
     sft_rows: int = flag("SFT rows of an epoch", default=52000)
     sft_tokens: float = flag("mean tokens of an SFT row", default=120.0)
-    play_share: float = flag("share of its limit that play reaches", default=0.25)
-    train_share: float = flag("share of the peak rate that training reaches", default=0.4)
+    padding: float = flag("share of a micro-batch that is padding; 0.03 with batch_rebalance", default=0.3)
+    step_rows: int = flag("rows of an optimizer step", default=128)
 
     def __post_init__(self):
-        if problems := [
-            f"--{name} must be above 0, got {value}" for name, value in asdict(self).items() if value <= 0
-        ]:
+        problems = [f"--{name} must be above 0, got {value}" for name, value in asdict(self).items() if value <= 0]
+        if self.padding >= 1:
+            problems.append(f"--padding must be below 1, got {self.padding}")
+        if problems:
             raise ValueError("\n".join(problems))
 
+    @property
+    def new_tokens(self) -> float:
+        return self.games * self.messages * self.reply_tokens
 
-def games_at_once(model: Shape, gpu: GPU, spread: int) -> int:
+    @property
+    def seen(self) -> float:
+        """Tokens beyond the rules that a new token attends to, on average."""
+        return self.messages / 2 * (self.reply_tokens + 5) + self.instruction_tokens
+
+
+# --- play ----------------------------------------------------------------------------------------------------------
+
+
+def games_at_once(args: Settings, model: Shape, gpu: GPU, spread: int) -> int:
     """Games whose caches fit beside the weights, on a GPU or on `spread` together."""
     free = spread * gpu.gib * GIB - 2 * model.parameters
-    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / (TOKENS_HELD * 2 * model.cache_numbers))))
+    held = (args.seen + args.reply_tokens / 2) * 2 * model.cache_numbers
+    return min(MOST_GAMES, max(1, int(MEMORY_SHARE * free / held)))
 
 
-def play_hours(args: Settings, model: Shape, gpu: GPU, spread: int) -> float:
-    """Hours of play at `play_share` of the limit; GPUs that share a model take turns."""
-    new = args.games * args.messages * args.reply_tokens
+def slots_hours(args: Settings, model: Shape, gpu: GPU, spread: int) -> float:
+    """Hours of play by our engine; GPUs that share a model take turns."""
+    new, cache = args.new_tokens, 2 * model.cache_numbers
     prompts = args.games * args.messages * (args.reply_tokens + 5 + args.instruction_tokens)  # each token once
-    seen = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens
-    at_once = games_at_once(model, gpu, spread)
-    operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden_size * seen * new
+    at_once = games_at_once(args, model, gpu, spread)
+    attended = args.rule_tokens + args.seen
+    operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden_size * attended * new
     steps = new / at_once
-    read = steps * (2 * model.parameters + args.rule_tokens * 2 * model.cache_numbers)
-    read += new * (seen - args.rule_tokens) * 2 * model.cache_numbers
-    seconds = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second)
-    return seconds * spread / args.gpus / args.play_share / 3600
+    read = steps * (2 * model.parameters + args.rule_tokens * cache) + new * args.seen * cache
+    computing = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second) / SHARE
+    seconds = max(computing, steps * model.layers * LAUNCHES * LAUNCH) + new * PYTHON
+    return seconds * spread / args.gpus / 3600
 
 
-def train_hours(args: Settings, model: Shape, gpu: GPU) -> float:
-    """Hours of training with gradient checkpointing, the reference pass included."""
-    row = args.rule_tokens + args.messages / 2 * (args.reply_tokens + 5) + args.instruction_tokens + args.reply_tokens
-    game_tokens = args.games * args.rows * row
-    operations = model.parameters * (10 * game_tokens + 8 * args.sft_rows * args.sft_tokens)
-    return operations / gpu.operations_per_second / args.gpus / args.train_share / 3600
+def vllm_hours(args: Settings, name: str, card: str) -> float | None:
+    """Hours of play at a published rate; None where there is none, or it takes more GPUs."""
+    rate, gpus = PUBLISHED.get((name, card), (0, 0))
+    return args.new_tokens / rate / (args.gpus / gpus) / 3600 if 0 < gpus <= args.gpus else None
 
 
-def train_gib(args: Settings, model: Shape, offload: bool) -> float:
-    """Memory of each GPU under ZeRO-3, with two rows of 2048 tokens."""
-    places = 2 * 2048
-    borders = 2 * places * model.hidden_size * model.layers
-    one_layer = 2 * places * (16 * model.hidden_size + 4 * model.intermediate_size)
-    gathered = 2 * 2 * (model.parameters / model.layers)  # a layer's weights, and the next one's
-    states = gathered if offload else gathered + 16 * model.parameters / args.gpus
-    return (borders + one_layer + states) / GIB
+# --- training ------------------------------------------------------------------------------------------------------
 
 
-def table_line(args: Settings, name: str, card: str) -> dict[str, str]:
+def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) -> float:
+    """Hours of training this way, the reference pass included."""
+    row = args.rule_tokens + args.seen + args.reply_tokens
+    game_tokens = args.games * args.rows * row / (1 - args.padding)
+    tokens = game_tokens + args.sft_rows * args.sft_tokens / (1 - args.padding)
+    rows = args.games * args.rows + args.sft_rows
+    micro_batches = rows / ROWS / args.gpus
+    rate = SHARE * gpu.operations_per_second
+    computing = (6 if lora else 8) * model.parameters * tokens / args.gpus / micro_batches / rate
+    launching = model.layers * TRAIN_LAUNCHES * LAUNCH
+    seconds = micro_batches * max(computing, launching, moving_seconds(model, args.gpus, way, lora))
+    seconds += 2 * model.parameters * game_tokens / args.gpus / rate  # the reference pass
+    if way == "offload" and not lora:
+        machines = -(-args.gpus // GPUS_A_MACHINE)
+        seconds += rows / args.step_rows * 28 * model.parameters / machines / HOST
+    return seconds / 3600
+
+
+def moving_seconds(model: Shape, gpus: int, way: str, lora: bool) -> float:
+    """Seconds that a micro-batch's weights and gradients are on their way."""
+    weights, gradients = 2 * model.parameters, 0 if lora else 2 * model.parameters
+    over_link = {"none": 0, "zero2": gradients}.get(way, 3 * weights + gradients) * (1 - 1 / gpus) / LINK
+    over_pcie = (3 * weights + gradients) / gpus / PCIE if way == "offload" else 0
+    return max(over_link, over_pcie)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def table_line(args: Settings, name: str, card: str, lora: bool) -> dict[str, str]:
     """One model on one kind of GPU; empty cells where it does not fit."""
     model, gpu = SHAPES[name], GPUS[card]
     spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
-    memory = [train_gib(args, model, offload) for offload in (False, True)]
-    fits = [gib < 0.9 * gpu.gib for gib in memory]
-    play = f"{play_hours(args, model, gpu, spread):.2g}" if spread <= args.gpus else ""
+    way, needed = fit.choose(model.parameters, args.gpus, gpu.gib * GIB, rows=ROWS, lora=lora)
+    fits = needed[way] <= (1 - fit.FREE) * gpu.gib * GIB
+    by_vllm = vllm_hours(args, name, card)
     cells = [
         name,
         card,
-        f"{games_at_once(model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
-        play,
-        f"{train_hours(args, model, gpu):.2g}" if fits[0] else "",
-        *(f"{gib:.0f}" + ("" if fit else " (too much)") for gib, fit in zip(memory, fits, strict=True)),
+        f"{games_at_once(args, model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
+        f"{slots_hours(args, model, gpu, spread):.2g}" if spread <= args.gpus else "",
+        f"{by_vllm:.2g}" if by_vllm else "",
+        f"LoRA, {way}" if lora else way,
+        f"{needed[way] / GIB:.0f}",
+        f"{train_hours(args, model, gpu, way, lora):.2g}" if fits else "",
     ]
     return dict(zip(COLUMNS, cells, strict=True))
 
@@ -127,7 +179,9 @@ def table_line(args: Settings, name: str, card: str) -> dict[str, str]:
 def main() -> None:
     args = utils.parse_flags(Settings, description=__doc__)
     print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
-    print_table(COLUMNS, [table_line(args, name, card) for name in MODELS for card in GPUS])
+    ways = (True, False) if args.gpus == 1 else (False,)
+    lines = [table_line(args, name, card, lora) for name in MODELS for card in GPUS for lora in ways]
+    print_table(dict.fromkeys(COLUMNS, "{}"), lines)
 
 
 if __name__ == "__main__":

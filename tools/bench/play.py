@@ -178,7 +178,6 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     device, dtype = model.device, model.dtype
     noted = dataclasses.asdict(engine.counts) | {
         "engine": type(engine).__name__,
-        "at_once": min(engine.batch_size, len(games)),
         "seconds": seconds,
         "reply_tokens": [reply["tokens"] for episode in episodes for reply in episode["replies"]],
         "peak_gib": peak_memory_gib(device),

@@ -7,18 +7,29 @@ plan. Plain torch operations only.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 ATTENTION = "spag_paged"  # name of the attention function in transformers
 BLOCK = 32  # tokens
+
+
+def num_blocks_for(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK)
+
+
+def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+    """The lists as tensors on the device, by one copy."""
+    packed = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.long).to(device)
+    return list(packed.split([len(one) for one in lists]))
 
 
 class BlockManager:
@@ -28,9 +39,14 @@ class BlockManager:
         self.num_blocks = 0  # that were ever used
         self.free: list[int] = []  # a heap
 
+    @property
+    def used(self) -> int:
+        """Blocks that slots hold."""
+        return self.num_blocks - len(self.free)
+
     def resize(self, blocks: list[int], tokens: int) -> None:
         """Allocate or free blocks at the end of a slot's list until it just holds `tokens` tokens."""
-        count = -(-tokens // BLOCK)
+        count = num_blocks_for(tokens)
         while len(blocks) > count:
             heapq.heappush(self.free, blocks.pop())
         while len(blocks) < count:
@@ -53,6 +69,64 @@ class BlockManager:
         heapq.heapify(self.free)
         return low + high, high + low
 
+    def forget_free(self) -> None:
+        """Free blocks leave memory; the used ones must come first."""
+        self.num_blocks, self.free = self.used, []
+
+
+class LayerCache:
+    """Keys and values of one layer: `prefix` (kv heads, prefix, size), `blocks` (blocks, kv heads, BLOCK, size)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        """From the prefix's (kv heads, prefix, size) each."""
+        # Copies: a view would keep the whole tensor behind it in memory.
+        self.prefix = tuple(one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
+        self.blocks = [one.new_empty(0, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix]
+        self.size = 0  # blocks that are initialized
+        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # that are still to be made
+
+    def grow(self, size: int, most: float = math.inf) -> None:
+        """Grow to `size` blocks, with some to spare if `most` allows; new blocks are zero-filled."""
+        if size > len(self.blocks[0]):
+            spare = size if self.blocks[0].device.type == "cpu" else size // 4  # RAM is free until it is written
+            self._reallocate(max(size, int(min(size + spare, most))))
+        if size > self.size:
+            for stored in self.blocks:
+                stored[self.size : size] = 0
+            self.size = size
+
+    def shrink(self, size: int) -> None:
+        """Keep the first `size` blocks only."""
+        self.move()
+        if size < len(self.blocks[0]):
+            self._reallocate(size)
+            self.size = min(self.size, size)
+
+    def _reallocate(self, size: int) -> None:
+        kept = min(self.size, size)
+        for number, old in enumerate(self.blocks):
+            new = old.new_empty(size, *old.shape[1:])
+            new[:kept] = old[:kept]
+            self.blocks[number] = new
+
+    def move(self) -> None:
+        """Make the moves. One that fails for want of memory is made later."""
+        while self.moves:
+            overwritten, source = (one.to(self.blocks[0].device) for one in self.moves[0])
+            moved = [stored[source] for stored in self.blocks]
+            for stored, content in zip(self.blocks, moved, strict=True):
+                stored.index_copy_(0, overwritten, content)  # which takes no memory, so that both or none are moved
+            del self.moves[0]
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, plan: "Plan") -> None:
+        """Store a step's tokens, (tokens, kv heads, size) each."""
+        self.move()
+        for stored, new in zip(self.blocks, (keys, values), strict=True):
+            stored[plan.blocks, :, plan.offsets] = new
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
 
 class Chunk(NamedTuple):
     """Consecutive tokens of a slot that a step computes."""
@@ -64,11 +138,17 @@ class Chunk(NamedTuple):
     blocks: list[int]  # the slot's, with room for these tokens
     complete: bool = True  # whether no token is pending after them
 
+    @property
+    def places(self) -> range:
+        """Indices of the tokens among those in the slot's blocks."""
+        start = self.position - self.shared
+        return range(start, start + len(self.tokens))
+
 
 class DecodeBatch(NamedTuple):
     """The chunks of a single token, first in a step, which attend together: each used block is read once."""
 
-    prefix_mask: torch.Tensor  # (rows, prefix), added to scores: -inf where a token must not attend
+    prefix_mask: torch.Tensor | None  # (rows, prefix), added to scores: -inf where a token must not attend
     block_mask: torch.Tensor  # (used blocks, BLOCK), the same for the blocks
     row: torch.Tensor  # (used blocks,) whose row each block belongs to; of other slots' blocks, any
     blocks: torch.Tensor  # (blocks,) of the rows, one row after the other
@@ -80,8 +160,7 @@ class DecodeBatch(NamedTuple):
         return reduced.unflatten(1, values.shape[1:])
 
 
-@dataclass
-class PrefillChunk:
+class PrefillChunk(NamedTuple):
     """A chunk of several tokens."""
 
     tokens: slice  # of the step's tokens
@@ -90,123 +169,91 @@ class PrefillChunk:
     mask: torch.Tensor  # (tokens, cached tokens + tokens), True where a token attends
 
 
-@dataclass
-class Step:
-    """Where the tokens of a forward pass are stored, and what they attend to."""
+class Plan(NamedTuple):
+    """A step's tokens, where they are stored and what they attend to, on one device."""
 
-    caches: dict[int, "LayerCache"]  # by layer
+    tokens: torch.Tensor  # (tokens,)
     positions: torch.Tensor  # (tokens,) in their prompts
     blocks: torch.Tensor  # (tokens,) where keys and values go
     offsets: torch.Tensor  # (tokens,) in the block
-    ends: torch.Tensor  # (chunks,) index of each chunk's last token, on the CPU
-    num_blocks: int  # that there must be
-    moves: torch.Tensor  # (2, blocks): those to overwrite before anything else, and with which
+    ends: torch.Tensor  # (complete chunks,) index of each one's last token
     decode: DecodeBatch | None
     prefills: list[PrefillChunk]
+
+
+@dataclass
+class Step:
+    """A forward pass over chunks, those of one token first, for games with a common prefix of so many tokens.
+
+    Not a tuple, which accelerate's hooks would copy.
+    """
+
+    chunks: Sequence[Chunk]
+    caches: dict[int, LayerCache]  # by layer
+    prefix: int
+    num_blocks: int  # that there must be
     attended: set[int] = field(default_factory=set)  # layers that have
+    plans: dict[torch.device, Plan] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Plan:
+        """The plan on this device, which takes one upload."""
+        if device not in self.plans:
+            self.plans[device] = plan_step(self.chunks, self.prefix, device)
+        return self.plans[device]
 
 
 @dataclass
 class PrefixStep:
-    """A forward pass over the common prefix. Not a tuple, which accelerate's hooks would copy."""
+    """A forward pass over the common prefix."""
 
-    caches: dict[int, "LayerCache"]
+    caches: dict[int, LayerCache]
     attended: set[int] = field(default_factory=set)
 
 
-class LayerCache:
-    """Keys and values of one layer: `prefix` (kv heads, prefix, size), `blocks` (blocks, kv heads, BLOCK, size)."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        """From the prefix's (kv heads, prefix, size) each."""
-        # Copies: a view would keep the whole tensor behind it in memory.
-        self.prefix = tuple(one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
-        self.size = 0  # blocks that are initialized
-        self.blocks = self._empty(0)
-
-    def _empty(self, size: int) -> tuple[torch.Tensor, ...]:
-        return tuple(one.new_empty(size, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix)
-
-    def grow(self, size: int) -> None:
-        """Grow to `size` blocks; new blocks are zero-filled."""
-        if size > len(self.blocks[0]):
-            spare = size if self.blocks[0].device.type == "cpu" else size // 4  # RAM is free until it is written
-            larger = self._empty(size + spare)
-            for new, old in zip(larger, self.blocks, strict=True):
-                new[: self.size] = old[: self.size]
-            self.blocks = larger
-        for stored in self.blocks:
-            stored[self.size : size] = 0
-        self.size = size
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Move blocks as the step says, then store its tokens' (tokens, kv heads, size) each."""
-        self.grow(step.num_blocks)
-        overwritten, source = step.moves.to(keys.device)
-        for stored in self.blocks:
-            stored[overwritten] = stored[source]
-        blocks, offsets = step.blocks.to(keys.device), step.offsets.to(keys.device)
-        for stored, new in zip(self.blocks, (keys, values), strict=True):
-            stored[blocks, :, offsets] = new
-
-
-# --- planning ------------------------------------------------------------------------------------------------------
-
-
-def plan_step(
-    chunks: Sequence[Chunk],
-    caches: dict[int, LayerCache],
-    prefix: int,
-    num_blocks: int,
-    moves: tuple[list[int], list[int]],
-    device: torch.device,
-) -> Step:
-    """The step that computes these chunks, those of one token first; `prefix` is the common prefix's length."""
-    fields = [(chunk.position, chunk.shared, len(chunk.tokens)) for chunk in chunks]
-    positions, shared, lengths = torch.tensor(fields).unbind(1)  # (chunks,) each
-    ends = lengths.cumsum(0)
-    tables = [torch.tensor(chunk.blocks) for chunk in chunks]
-    table = pad_sequence(tables, batch_first=True, padding_value=-1)  # (chunks, most blocks)
-    chunk_of = torch.arange(len(chunks)).repeat_interleave(lengths)  # (tokens,)
-    positions = positions[chunk_of] + torch.arange(len(chunk_of)) - (ends - lengths)[chunk_of]
-    in_blocks = positions - shared[chunk_of]  # (tokens,) index of each among the tokens in its slot's blocks
-    rows = sum(1 for _ in takewhile(lambda chunk: len(chunk.tokens) == 1, chunks))
-    decode = _plan_decode(tables[:rows], in_blocks, shared, prefix, device) if rows else None
+def plan_step(chunks: Sequence[Chunk], prefix: int, device: torch.device) -> Plan:
+    """How to compute these chunks, those of one token first; `prefix` is the common prefix's length."""
+    rows = list(takewhile(lambda chunk: len(chunk.tokens) == 1, chunks))
+    ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+    # Of the blocks up to the rows' highest: whose each is, and how many of its tokens attend besides the first.
+    row, visible = ([0] * (1 + max((max(chunk.blocks) for chunk in rows), default=-1)) for _ in range(2))
+    for number, chunk in enumerate(rows):
+        for block in chunk.blocks:
+            row[block], visible[block] = number, BLOCK - 1
+        visible[chunk.blocks[-1]] = chunk.places[0] % BLOCK
+    tokens, positions, blocks, offsets, last, row, visible, of_rows, starts, shared, *tables = upload(
+        [
+            [token for chunk in chunks for token in chunk.tokens],
+            [chunk.position + index for chunk in chunks for index in range(len(chunk.tokens))],
+            [chunk.blocks[place // BLOCK] for chunk in chunks for place in chunk.places],
+            [place % BLOCK for chunk in chunks for place in chunk.places],
+            [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.complete],
+            row,
+            visible,
+            [block for chunk in rows for block in chunk.blocks],
+            list(accumulate((len(chunk.blocks) for chunk in rows[:-1]), initial=0)) if rows else [],
+            [chunk.shared for chunk in rows],
+            *(chunk.blocks for chunk in chunks[len(rows) :]),
+        ],
+        device,
+    )
+    decode = None
+    if rows:
+        prefix_mask = None
+        if any(chunk.shared < prefix for chunk in rows):
+            prefix_mask = _hide(torch.arange(prefix, device=device) >= shared[:, None])
+        block_mask = _hide(torch.arange(BLOCK, device=device) > visible[:, None])
+        decode = DecodeBatch(prefix_mask, block_mask, row, of_rows, starts)
     prefills = []
-    for number in range(rows, len(chunks)):
-        length, end = len(chunks[number].tokens), int(ends[number])
-        mask = torch.ones(length, chunks[number].position + length, dtype=torch.bool, device=device)
-        mask = mask.tril(chunks[number].position)
-        prefills.append(PrefillChunk(slice(end - length, end), chunks[number].shared, tables[number].to(device), mask))
-    return Step(
-        caches,
-        positions.to(device),
-        table[chunk_of, in_blocks // BLOCK].to(device),
-        (in_blocks % BLOCK).to(device),
-        ends - 1,
-        num_blocks,
-        torch.tensor(moves, dtype=torch.long, device=device),
-        decode,
-        prefills,
-    )
+    for chunk, end, table in zip(chunks[len(rows) :], ends[len(rows) :], tables, strict=True):
+        length = len(chunk.tokens)
+        mask = torch.ones(length, chunk.position + length, dtype=torch.bool, device=device).tril(chunk.position)
+        prefills.append(PrefillChunk(slice(end - length, end), chunk.shared, table, mask))
+    return Plan(tokens, positions, blocks, offsets, last, decode, prefills)
 
 
-def _plan_decode(
-    tables: list[torch.Tensor], in_blocks: torch.Tensor, shared: torch.Tensor, prefix: int, device: torch.device
-) -> DecodeBatch:
-    """For rows with these blocks, whose tokens are the `in_blocks`-th there and attend to `shared` prefix tokens."""
-    lengths = torch.tensor([len(table) for table in tables])
-    blocks, starts = torch.cat(tables), lengths.cumsum(0) - lengths
-    row = torch.zeros(int(blocks.max()) + 1, dtype=torch.long)
-    row[blocks] = torch.arange(len(tables)).repeat_interleave(lengths)
-    first = torch.zeros_like(row)  # index of each block's first token among those in its slot's blocks
-    first[blocks] = BLOCK * (torch.arange(len(blocks)) - starts.repeat_interleave(lengths))
-    hidden = (
-        torch.arange(prefix) >= shared[: len(tables), None],
-        first[:, None] + torch.arange(BLOCK) > in_blocks[row][:, None],
-    )
-    masks = [torch.zeros(one.shape).masked_fill_(one, -torch.inf) for one in hidden]
-    return DecodeBatch(*(one.to(device) for one in (*masks, row, blocks, starts)))
+def _hide(hidden: torch.Tensor) -> torch.Tensor:
+    """-inf where `hidden`, else 0."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -224,41 +271,40 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Pre
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query * scaling, key, value))
     if module.layer_idx not in step.caches:  # there is no common prefix
         step.caches[module.layer_idx] = LayerCache(key[0, :, :0], value[0, :, :0])
-    cache = step.caches[module.layer_idx]
-    cache.write(keys, values, step)
-    outputs = [_attend_prefill(queries, cache, chunk) for chunk in step.prefills]
-    if step.decode:
-        outputs.insert(0, _attend_decode(queries[: len(step.decode.starts)], cache, step.decode))
-    return torch.cat(outputs)[None], None
+        step.caches[module.layer_idx].grow(step.num_blocks)
+    cache, plan = step.caches[module.layer_idx], step.on(query.device)
+    cache.write(keys, values, plan)
+    outputs = [_attend_prefill(queries, cache, chunk) for chunk in plan.prefills]
+    if plan.decode:
+        outputs.insert(0, _attend_decode(queries[: len(plan.decode.starts)], cache, plan.decode))
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None], None
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:
     """Attention of a chunk's tokens: (tokens, heads, size)."""
-    blocks, mask = chunk.blocks.to(queries.device), chunk.mask.to(queries.device)
 
     def whole(prefix: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Keys or values of the prefix and the blocks: (1, heads, tokens, size)."""
-        own = stored[blocks].transpose(0, 1).flatten(1, 2)
-        tokens = torch.cat([prefix[:, : chunk.shared], own], 1)[:, : mask.shape[1]]
+        own = stored[chunk.blocks].transpose(0, 1).flatten(1, 2)
+        tokens = torch.cat([prefix[:, : chunk.shared], own], 1)[:, : chunk.mask.shape[1]]
         # Not by `enable_gqa`: with a mask, a GPU would then take torch's slow way, which holds all scores.
         return tokens[:, None].expand(-1, queries.shape[1] // len(tokens), -1, -1).flatten(0, 1)[None]
 
     keys, values = map(whole, cache.prefix, cache.blocks)
     query = queries[chunk.tokens].transpose(0, 1)[None]
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0)
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=chunk.mask, scale=1.0)
     return output[0].transpose(0, 1)
 
 
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
     """Attention of single tokens: (rows, heads, size). In half precision scores are rounded, as by eager attention."""
-    batch = DecodeBatch(*(one.to(queries.device) for one in batch))
     row = batch.row
     keys, values = (stored[: len(row)] for stored in cache.blocks)  # (used blocks, kv heads, BLOCK, size)
     prefix_keys, prefix_values = cache.prefix
     rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[3]
 
-    def scores(products: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return products.float().add_(mask[:, None, None])
+    def scores(products: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return products.float() if mask is None else products.float().add_(mask[:, None, None])
 
     grouped = queries.view(rows, kv_heads, -1, size)  # (rows, kv heads, share, size): heads with the same keys
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)

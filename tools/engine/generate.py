@@ -76,6 +76,7 @@ class BatchEngine:
         replies = [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
         counts = self.counts
         counts.prompts += len(prompts)
+        counts.at_once = max(counts.at_once, len(prompts))
         counts.prompt_tokens += sum(len(ids) for ids, _ in encoded)
         counts.prefill_tokens += input_ids.numel()
         counts.new_tokens += sum(reply.tokens for reply in replies)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from tools.engine.model import Counts
+import torch
+
+from tools.engine.model import Counts, own_device
 from tools.games.chat import ChatTemplate
 from tools.players.player import Reply, Turn
 
@@ -71,7 +73,7 @@ class Batcher:
     async def _answer(self, engine: Engine) -> None:
         futures = self.open[engine]
         try:
-            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
+            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, run_on_own_device, engine)
         except Exception as error:  # raised again in each game that waits for this engine
             for future in futures.values():
                 if not future.done():
@@ -85,6 +87,14 @@ class Batcher:
         batches, self.replies = self.replies // self.batch_size, self.replies + len(finished)
         for _ in range(self.replies // self.batch_size - batches):
             self.on_batch()
+
+
+def run_on_own_device(engine: Engine) -> list[tuple[int, Reply]]:
+    """`engine.run` with this process's GPU as the thread's current one: a new thread begins with the first GPU."""
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return engine.run()
 
 
 class LocalPlayer:

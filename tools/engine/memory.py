@@ -5,32 +5,44 @@ import os
 import psutil
 import torch
 
-MEMORY_SHARE = 0.7  # of the free memory, for the games; the rest absorbs fragmentation and the cache's growth
+MEMORY_SHARE = 0.7  # of the free memory, for the games; the rest absorbs activations and fragmentation
 # The most prompts at once, whatever the memory: for the slot engine on a GPU; for it on a CPU, and for plain batches
 # on a GPU; for plain batches on a CPU, where larger ones gained little.
 MOST_GAMES, MOST_PROMPTS, CPU_BATCH = 1024, 256, 64
 
 
-def batch_size_for_memory(model, max_length: int, *, kept_caches: bool, engines: int = 1) -> int:
-    """How many prompts to answer at once: as many as fit with their caches and activations, at least 1.
+def batch_size_for_memory(model, max_length: int) -> int:
+    """How many prompts of `max_length` tokens a plain batch may hold with their caches and activations, at least 1."""
+    config = model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one layer, for a token
+    per_prompt = max_length * (token_bytes(model) + activations) + logit_bytes(model)
+    fitting = int(MEMORY_SHARE * _free_memory(model) / per_prompt)
+    return min(max(fitting, 1), MOST_PROMPTS if model.device.type == "cuda" else CPU_BATCH)
 
-    Plain batches compute all `max_length` tokens of a prompt at once. An engine with `kept_caches` computes few tokens
-    at a time, so that activations do not count; on a GPU it takes games at half the length, since most are shorter,
-    and halves its games if they are not. The `engines` share the memory. Call it when all models are loaded.
+
+def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
+    """Slots of an engine, and tokens whose keys and values it may hold, when so many `engines` share the memory.
+
+    Slots cost their logits only, which take a quarter at most: how many games run depends on their lengths.
     """
-    on_gpu = model.device.type == "cuda"
+    free = int(MEMORY_SHARE * _free_memory(model) / engines)
+    most = MOST_GAMES if model.device.type == "cuda" else MOST_PROMPTS
+    slots = min(max(free // 4 // logit_bytes(model), 1), most)
+    return slots, max(free - slots * logit_bytes(model), 0) // token_bytes(model)
+
+
+def token_bytes(model) -> int:
+    """Bytes of a token's keys and values."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = 2 * config.num_hidden_layers * heads * head_size  # keys and values of a token
-    if not kept_caches:
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        numbers += 8 * config.hidden_size + 4 * inner  # activations of one layer
-    tokens = max_length // 2 if kept_caches and on_gpu else max_length
-    per_prompt = tokens * numbers * model.dtype.itemsize + 4 * 4 * config.vocab_size  # logits in float32
-    fitting = int(MEMORY_SHARE * _free_memory(model) / engines / per_prompt)
-    most = MOST_GAMES if on_gpu and kept_caches else MOST_PROMPTS if on_gpu or kept_caches else CPU_BATCH
-    return min(max(fitting, 1), most)
+    return 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
+
+
+def logit_bytes(model) -> int:
+    """Bytes that a prompt's logits take while a token is drawn: in float32, and copies of them."""
+    return 4 * 4 * model.config.get_text_config().vocab_size
 
 
 def _free_memory(model) -> int:

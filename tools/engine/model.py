@@ -3,6 +3,7 @@
 Weights are read from .safetensors files only; code that comes with a model runs only if the user allows it.
 """
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from tools.players.player import LENGTH, STOP, Reply, Sampling
+from tools.games.chat import ChatTemplate
+from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
 from utils import TOKENIZER_FILES, rank, warn_on_rank_0
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -31,23 +33,32 @@ class Counts:
     prefix_tokens: int = 0  # at the start of all prompts, computed once and stored once
     new_tokens: int = 0
     steps: int = 0  # forward passes
+    at_once: int = 0  # requests that were computed together, at most
     prefill_seconds: float | None = None  # these two are None where a step does both
     decode_seconds: float | None = None
 
 
-class LocalModel:
-    """A causal language model with its tokenizer, and how replies are sampled from it."""
+class ModelTokens:
+    """The tokenizer of a model as play uses it: prompts to token ids, token ids to replies."""
 
-    def __init__(self, model, tokenizer, sampling: Sampling):
-        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
-        self.stop_ids = _stop_ids(model, tokenizer)
-        # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
-        model.generation_config = GenerationConfig()
+    def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self.stop_ids = _stop_ids(generation, tokenizer)
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.chat: ChatTemplate | None = None
+
+    def use_chat_template(self, name: str) -> None:
+        """From now on prompts are those of the tokenizer's own chat template, which writes BOS itself."""
+        self.chat, self.bos_id = ChatTemplate(self.tokenizer, name), None
+        self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
+
+    def encode_turn(self, turn: Turn) -> tuple[list[int], bool]:
+        """`encode` of the prompt of play."""
+        return self.encode(turn.prompt(self.chat))
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
         """BOS and the prompt's tokens; too long a prompt loses its beginning, BOS first. Second: whether it did."""
-        bos = self.tokenizer.bos_token_id
-        ids = [] if bos is None else [bos]
+        ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         return ids[-limit:], len(ids) > limit
@@ -60,9 +71,20 @@ class LocalModel:
         return Reply(text, LENGTH if end is None else STOP, tokens, prompt_cut)
 
 
-def _stop_ids(model, tokenizer) -> list[int]:
+class LocalModel(ModelTokens):
+    """A causal language model with its tokenizer, and how replies are sampled from it."""
+
+    def __init__(self, model, tokenizer, sampling: Sampling):
+        super().__init__(tokenizer, sampling, model.generation_config)
+        self.model = model
+        self.cache_tokens: int | None = None  # whose keys and values fit in memory; None: any number
+        # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
+        model.generation_config = GenerationConfig()
+
+
+def _stop_ids(generation: GenerationConfig | None, tokenizer) -> list[int]:
     """The end tokens of the tokenizer and of the model's generation settings."""
-    own = model.generation_config.eos_token_id
+    own = generation.eos_token_id if generation else None
     own = [] if own is None else [own] if isinstance(own, int) else own
     return sorted({*own, tokenizer.eos_token_id} - {None})
 
@@ -112,12 +134,33 @@ def load_local_model(
     logger.info("%s: %s on %s", folder, model.dtype, device_map or own_device())
     if dtype is None and model.dtype == torch.float16:
         warn_on_rank_0("%s: float16, as its config says; --bf16 True has the wider range", folder)
-    if not _stop_ids(model, tokenizer):
+    local = LocalModel(model.eval(), tokenizer, sampling)
+    if not local.stop_ids:
         warn_on_rank_0("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and sampling.max_length > positions:
         warn_on_rank_0("%s: made for %d positions, --max_length is %d", folder, positions, sampling.max_length)
-    return LocalModel(model.eval(), tokenizer, sampling)
+    return local
+
+
+def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = False) -> ModelTokens:
+    """The tokenizer of a model that another process holds; ValueError if it cannot be had."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
+    return ModelTokens(tokenizer, sampling, _generation_config(name, trust_remote_code))
+
+
+def _generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
+    """As a loaded model has it; None where there is nothing but a tokenizer."""
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(name)
+    with contextlib.suppress(OSError, ValueError):
+        return GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        )
+    return None
 
 
 def _load_weights(folder: Path, **settings):

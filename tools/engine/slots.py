@@ -3,7 +3,8 @@
 Every game has a slot that caches its last prompt and reply. The game's next prompt, for either role, begins with the
 same rules and history, so that only the tokens after them are computed. The prefix of all prompts is computed and
 stored once. A step decodes one token of every running reply and prefills new prompts; a finished reply frees its slot
-at once.
+at once. How many replies run at a time follows from the lengths of those before; when the cache is full
+nevertheless, the youngest wait.
 
 (With chat templates the prompts of the two roles share the rules only, and a game that finds no slot of its own starts
 from the common prefix: slower, with the same replies.)
@@ -11,6 +12,7 @@ from the common prefix: slower, with the same replies.)
 The model is transformers' own; only its attention function is replaced, by the one in tools/engine/attention.py.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -23,7 +25,17 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from tools.engine.attention import ATTENTION, BlockManager, Chunk, LayerCache, PrefixStep, Step, plan_step
+from tools.engine.attention import (
+    ATTENTION,
+    BLOCK,
+    BlockManager,
+    Chunk,
+    LayerCache,
+    PrefixStep,
+    Step,
+    num_blocks_for,
+    upload,
+)
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
@@ -31,7 +43,7 @@ from utils import warn_on_rank_0
 PREFILL_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt of a game and its reply so far."""
 
@@ -39,8 +51,8 @@ class Request:
     prompt: str
     game: int
     limit: int  # tokens of the reply at most
-    reply: list[int] = field(default_factory=list)  # token ids
-    prompt_tokens: int = 0
+    ids: list[int] = field(default_factory=list)  # of the prompt, once it was encoded
+    reply: list[int] = field(default_factory=list)
     prompt_cut: bool = False
 
 
@@ -54,8 +66,9 @@ class Slot:
     pending: list[int] = field(default_factory=list)  # tokens to compute; the logits of the last give the next token
     request: Request | None = None  # None: idle
 
-    def start(self, request: Request, ids: list[int], prefix: list[int]) -> None:
+    def start(self, request: Request, prefix: list[int]) -> None:
         """Begin a request: reuse the longest cached prefix of its tokens, the slot's own or the common one."""
+        ids = request.ids + request.reply
         most = len(ids) - 1  # the last token is computed in any case, for its logits
         own, common = min(num_common(self.ids, ids), most), min(num_common(prefix, ids), most)
         if own <= max(self.shared, common):  # none of the slot's own blocks, which begin at `shared`, is of use
@@ -69,9 +82,9 @@ class Slot:
 
 
 class SlotEngine:
-    """Continuous batching over `slots` games at a time, for models that `can_hold` accepts.
+    """Continuous batching over at most `slots` games at a time, for models that `can_hold` accepts.
 
-    When the device runs out of memory, the slots are halved.
+    Keys and values take at most the tokens of `local.cache_tokens`, beyond the common prefix.
     """
 
     def __init__(self, local: LocalModel, slots: int):
@@ -81,19 +94,14 @@ class SlotEngine:
         self.warp = _warpers(local.sampling)
         self.waiting: deque[Request] = deque()
         self.counts = Counts()
-        self._reset(slots)
-
-    @property
-    def batch_size(self) -> int:
-        """Games at a time."""
-        return len(self.slots)
-
-    def _reset(self, slots: int) -> None:
         self.slots = [Slot() for _ in range(slots)]
-        self.idle: dict[object, int] = {f"unused {number}": number for number in range(slots)}  # by game, oldest first
+        self.unused = self.slots[::-1]
+        self.idle: dict[int, Slot] = {}  # with the caches of games that wait for the other side or are over, by game
         self.prefix: list[int] = []
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
+        tokens = local.cache_tokens
+        self.most_blocks = self.fitting = math.inf if tokens is None else max(1, tokens // BLOCK)
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
         """Queue a request; its prompt is expected to begin as earlier ones of this `game` did."""
@@ -103,52 +111,67 @@ class SlotEngine:
     def run(self) -> list[tuple[int, Reply]]:
         """Step until at least one reply has ended: (request, reply) pairs."""
         finished: list[tuple[int, Reply]] = []
+        out_of_memory = False
         while not finished:
             try:
+                if out_of_memory:  # not in the handler, whose traceback keeps tensors alive
+                    self._shrink()
                 self._admit()
                 finished = self._step()
-                continue
+                out_of_memory = False
             except torch.OutOfMemoryError:
-                if len(self.slots) == 1:
+                if len(self._busy()) <= 1:
                     raise
-            self._halve()  # outside the handler, whose traceback keeps tensors alive
+                out_of_memory = True
         return finished
 
-    def _halve(self) -> None:
-        """Go on with half the slots; running replies continue, with their caches recomputed."""
-        warn_on_rank_0("out of memory with %d games at a time; going on with half as many", len(self.slots))
-        self.waiting.extendleft(slot.request for slot in reversed(self.slots) if slot.request)
-        self._reset(len(self.slots) // 2)
-        torch.cuda.empty_cache()
+    def _busy(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.request]
 
     # --- from requests to slots
 
     def _admit(self) -> None:
-        """Give waiting requests idle slots: the slot of the same game if there is one, else the longest idle."""
+        """Give waiting requests slots: the slot of the same game first, then others while the replies still fit."""
         # Requests with a slot of their own go first, so that no other takes it.
-        requests = sorted(self.waiting, key=lambda request: request.game not in self.idle)[: len(self.idle)]
-        if not requests:
-            return
-        encoded = {}
+        requests = sorted(self.waiting, key=lambda request: request.game not in self.idle)
+        requests = requests[: len(self.unused) + len(self.idle)]
+        if requests and not self.caches:
+            self._compute_prefix([self._encode(request) for request in requests])
+        busy = self._busy() if requests else []
+        free = self.fitting - sum(self._likely_blocks(len(slot.ids) + len(slot.pending), slot.shared) for slot in busy)
         for request in requests:
-            ids, request.prompt_cut = self.local.encode(request.prompt)
-            request.prompt_tokens = len(ids)
-            encoded[request.number] = ids + request.reply
-        if not self.caches:
-            self._compute_prefix(list(encoded.values()))
-        for request in requests:
-            game = request.game if request.game in self.idle else next(iter(self.idle))
-            slot = self.slots[self.idle.pop(game)]
-            slot.start(request, encoded[request.number], self.prefix)
+            ids = self._encode(request) + request.reply
+            free -= self._likely_blocks(len(ids), num_common(self.prefix, ids))
+            if request.game in self.idle:
+                slot = self.idle.pop(request.game)
+            elif free < 0 and busy:
+                break
+            else:
+                slot = self.unused.pop() if self.unused else self.idle.pop(next(iter(self.idle)))
+            slot.start(request, self.prefix)
             self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
             self.waiting.remove(request)  # only now: the prefix may have run out of memory
+            busy.append(slot)
+
+    def _encode(self, request: Request) -> list[int]:
+        if not request.ids:
+            request.ids, request.prompt_cut = self.local.encode(request.prompt)
+        return request.ids
+
+    def _likely_blocks(self, tokens: int, shared: int) -> int:
+        """Blocks of a slot with so many tokens at the end of its reply, if that is as long as those before."""
+        counts, longest = self.counts, self.local.sampling.max_new_tokens
+        reply = counts.new_tokens // counts.prompts if counts.prompts else longest
+        return num_blocks_for(tokens - shared + reply)
 
     def _compute_prefix(self, prompts: list[list[int]]) -> None:
         """Compute the prefix that the first prompts have in common."""
         common = commonprefix(prompts)  # works on lists as on strings
         self.prefix = common[: min(map(len, prompts)) - 1]
         if self.prefix:
-            self._forward(self.prefix, torch.arange(len(self.prefix)), PrefixStep(self.caches), torch.tensor([0]))
+            lists = (self.prefix, range(len(self.prefix)), [0])
+            tokens, positions, end = upload(lists, self.model.device)
+            self._forward(tokens, positions, end, PrefixStep(self.caches))
             self.counts.prefill_tokens += len(self.prefix)
         self.counts.prefix_tokens = len(self.prefix)
 
@@ -157,60 +180,109 @@ class SlotEngine:
     def _step(self) -> list[tuple[int, Reply]]:
         """Compute pending tokens and sample a token for every slot without any left; returns the replies that end."""
         chunks = self._schedule()
-        busy, idle = ([slot.blocks for slot in self.slots if bool(slot.request) is kind] for kind in (True, False))
-        moves = self.block_manager.compact(busy, idle)
-        num_blocks, device = self.block_manager.num_blocks, self.model.device
-        step = plan_step(chunks, self.caches, len(self.prefix), num_blocks, moves, device)
-        complete = [number for number, chunk in enumerate(chunks) if chunk.complete]
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        logits = self._forward(tokens, step.positions, step, step.ends[complete])
+        for cache in self.caches.values():
+            cache.grow(self.block_manager.num_blocks, self.most_blocks)
+        self._compact()
+        step = Step(chunks, self.caches, len(self.prefix), self.block_manager.num_blocks)
+        plan = step.on(self.model.device)
+        logits = self._forward(plan.tokens, plan.positions, plan.ends, step)
         for chunk in chunks:
             slot = self.slots[chunk.slot]
-            self.counts.prefill_tokens += 0 if slot.request.reply else len(chunk.tokens)
+            decoded = len(chunk.tokens) == 1 and slot.request.reply
+            self.counts.prefill_tokens += 0 if decoded else len(chunk.tokens)
             slot.advance(chunk.tokens)
         self.counts.steps += 1
-        return self._sample([chunks[number].slot for number in complete], logits) if complete else []
+        self.counts.at_once = max(self.counts.at_once, len(chunks))
+        complete = [self.slots[chunk.slot] for chunk in chunks if chunk.complete]
+        return self._sample(complete, logits) if complete else []
 
     def _schedule(self) -> list[Chunk]:
         """The chunks of a step: one token of every running reply, then prompts up to PREFILL_TOKENS."""
-        busy = sorted((len(slot.pending), number) for number, slot in enumerate(self.slots) if slot.request)
-        budget, chunks = len(busy) + PREFILL_TOKENS, []
-        for num_pending, number in busy:
-            slot = self.slots[number]
-            tokens = slot.pending[:budget]
-            budget -= len(tokens)
-            if tokens:
-                self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared + len(tokens))
-                complete = len(tokens) == num_pending
-                chunks.append(Chunk(number, tokens, len(slot.ids), slot.shared, slot.blocks, complete))
+        while True:
+            busy = sorted((len(slot.pending), number) for number, slot in enumerate(self.slots) if slot.request)
+            budget, planned = len(busy) + PREFILL_TOKENS, []
+            for num_pending, number in busy:
+                if tokens := min(num_pending, budget):
+                    planned.append((self.slots[number], tokens, number))
+                    budget -= tokens
+            if self._have_room([(slot, tokens) for slot, tokens, _ in planned]):
+                break
+        chunks = []
+        for slot, tokens, number in planned:
+            self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared + tokens)
+            complete = tokens == len(slot.pending)
+            chunks.append(Chunk(number, slot.pending[:tokens], len(slot.ids), slot.shared, slot.blocks, complete))
         return chunks
 
-    def _forward(self, tokens: list[int], positions: torch.Tensor, step: Step | PrefixStep, ends: torch.Tensor):
+    def _have_room(self, planned: list[tuple[Slot, int]]) -> bool:
+        """Whether so many more tokens of each slot fit; makes room by idle caches, else parks a request if it can."""
+        more = sum(num_blocks_for(len(slot.ids) - slot.shared + tokens) - len(slot.blocks) for slot, tokens in planned)
+        while self.idle and self.block_manager.used + more > self.fitting:
+            self._clear(self.idle.pop(next(iter(self.idle))))
+        busy = self._busy()
+        if self.block_manager.used + more <= self.fitting or len(busy) == 1:
+            return True
+        self._park(busy)
+        return False
+
+    def _park(self, busy: list[Slot]) -> None:
+        """Let one of these requests wait, that with the fewest tokens to compute again."""
+        slot = min(busy, key=lambda slot: len(slot.blocks))
+        busy.remove(slot)
+        self.waiting.appendleft(slot.request)
+        self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        self.block_manager.resize(slot.blocks, 0)
+        slot.ids, slot.pending, slot.shared, slot.request = [], [], 0, None
+        self.unused.append(slot)
+
+    def _compact(self) -> None:
+        busy, idle = ([slot.blocks for slot in self.slots if bool(slot.request) is kind] for kind in (True, False))
+        moves = self.block_manager.compact(busy, idle)
+        if moves[0] and self.caches:
+            overwritten, source = upload(moves, self.model.device)
+            for cache in self.caches.values():
+                cache.moves.append((overwritten, source))
+
+    def _shrink(self) -> None:
+        """After the device ran out of memory: park requests until the caches need an eighth less; free the rest."""
+        torch.cuda.empty_cache()
+        for game in list(self.idle):
+            self._clear(self.idle.pop(game))
+        busy, self.fitting = self._busy(), min(self.fitting, self.block_manager.used) * 7 // 8
+        running = len(busy)
+        for slot in busy:  # the new blocks of the step that failed hold nothing, and may not exist in all layers
+            self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
+        while len(busy) > 1 and (len(busy) == running or self.block_manager.used > self.fitting):
+            self._park(busy)
+        warn_on_rank_0("out of memory with %d replies at a time; %d wait", running, running - len(busy))
+        self._compact()
+        self.block_manager.forget_free()
+        for cache in self.caches.values():
+            cache.shrink(self.block_manager.num_blocks)
+        torch.cuda.empty_cache()
+
+    def _forward(self, tokens, positions, ends, step: Step | PrefixStep) -> torch.Tensor:
         """Logits of the tokens at `ends`, in float32: (ends, vocabulary)."""
-        device = self.model.device
 
         def select(module, args):  # not by `logits_to_keep`, which must be where the last layer is
             return args[0][:, ends.to(args[0].device)], *args[1:]
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            output = self.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=positions[None].to(device),
-                use_cache=False,
-                step=step,
-            )
+            output = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, step=step)
         finally:
             handle.remove()
         return output.logits[0].float()
 
-    def _sample(self, numbers: list[int], logits: torch.Tensor) -> list[tuple[int, Reply]]:
+    def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[tuple[int, Reply]]:
         """Sample a token for each of these slots from (slots, vocabulary) logits; the replies that end with it."""
         sampling, stop_ids = self.local.sampling, self.local.stop_ids
-        requests = [self.slots[number].request for number in numbers]
-        too_short = [row for row, request in enumerate(requests) if len(request.reply) < sampling.min_new_tokens]
+        too_short = [row for row, slot in enumerate(slots) if len(slot.request.reply) < sampling.min_new_tokens]
         if too_short and stop_ids:
-            logits[torch.tensor(too_short)[:, None], torch.tensor(stop_ids)] = -torch.inf
+            rows, columns = upload([too_short, stop_ids], logits.device)
+            logits[rows[:, None], columns] = -math.inf
         if sampling.do_sample:
             sampled = draw(self.warp(None, logits).softmax(-1)).tolist()
             if max(sampled) == logits.shape[-1]:
@@ -218,20 +290,20 @@ class SlotEngine:
         else:
             sampled = logits.argmax(-1).tolist()
         finished = []
-        for number, request, token in zip(numbers, requests, sampled, strict=True):
-            request.reply.append(token)
-            if token in stop_ids or len(request.reply) == request.limit:
-                finished.append(self._finish(number))
+        for slot, token in zip(slots, sampled, strict=True):
+            slot.request.reply.append(token)
+            if token in stop_ids or len(slot.request.reply) == slot.request.limit:
+                finished.append(self._finish(slot))
             else:
-                self.slots[number].pending = [token]
+                slot.pending = [token]
         return finished
 
-    def _finish(self, number: int) -> tuple[int, Reply]:
-        request = self.slots[number].request
-        self.slots[number].request = None
-        self.idle[request.game] = number
+    def _finish(self, slot: Slot) -> tuple[int, Reply]:
+        request, slot.request = slot.request, None
+        self.idle[request.game] = slot
+        self.fitting = min(self.most_blocks, self.fitting + 1)  # memory that ran out for a while comes back
         self.counts.prompts += 1
-        self.counts.prompt_tokens += request.prompt_tokens
+        self.counts.prompt_tokens += len(request.ids)
         self.counts.new_tokens += len(request.reply)
         return request.number, self.local.decode(request.reply, request.prompt_cut)
 

@@ -17,9 +17,7 @@ from tools.games.prompts import Templates
 from utils import alpaca_to_row
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-PROBES = tuple(
-    f"Probe{part}Text" for part in ("System", "First", "Second", "Third")
-)  # look like nothing in a template
+PROBES = ("ProbeSystemText", "ProbeFirstText", "ProbeSecondText", "ProbeThirdText")  # look like nothing in a template
 DAY = "26 Jul 2024"  # for templates that tell the date: a game gives the same prompt on every day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 Conversation = Sequence[dict[str, str]]
@@ -69,10 +67,19 @@ class ChatTemplate:
         self.end, self.end_id = before_end + end, tokenizer.convert_tokens_to_ids(end)
 
     def play_prompt(
-        self, game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None
+        self,
+        game: Game,
+        history: History,
+        task: str,
+        max_turns: float,
+        templates: Templates | None = None,
+        rule: int = 0,
     ) -> str:
-        """The prompt of play, up to where the reply begins."""
-        return self._game_prompt(game, history, task, max_turns, templates, rule=0)
+        """The prompt of play, up to where the reply begins; `rule` is the number of its rule text."""
+        templates = templates or prompts.default_templates(game)
+        role = game.next_role(history)
+        told = prompts.instruction(templates, role, game.secrets(role, task), max_turns)
+        return self.join_play_prompt(game, history, role, prompts.rule_text(templates, max_turns, rule), told)
 
     def training_prompt(
         self,
@@ -87,7 +94,7 @@ class ChatTemplate:
         """The same with the rule text that `prompts.training_prompt` draws; the layout is always the template's."""
         templates = templates or prompts.default_templates(game)
         layout = prompts.draw_layout(game, game.next_role(history), rng, len(templates[prompts.RULES]))
-        return self._game_prompt(game, history, task, max_turns, templates, rule=layout.rule)
+        return self.play_prompt(game, history, task, max_turns, templates, layout.rule)
 
     def join_play_prompt(self, game: Game, history: History, role: str, rules: str, told: str) -> str:
         """The prompt of play, of its parts."""
@@ -110,12 +117,6 @@ class ChatTemplate:
             if row.get("type") == "sft":
                 query = self._render([{"role": USER, "content": query}], reply_follows=True)
             yield row | {"query": query, "target": self.target(row["target"]), "chat_template": True}
-
-    def _game_prompt(self, game, history, task, max_turns, templates, *, rule: int) -> str:
-        templates = templates or prompts.default_templates(game)
-        role = game.next_role(history)
-        told = prompts.instruction(templates, role, game.secrets(role, task), max_turns)
-        return self.join_play_prompt(game, history, role, prompts.rule_text(templates, max_turns, rule), told)
 
     def _prompt(self, messages: Conversation) -> str:
         return self._render(messages if self.has_system else without_system(messages), reply_follows=True)

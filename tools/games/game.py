@@ -128,22 +128,20 @@ class Game:
         Only the first `2 * max_turns` messages count. Raises ValueError as `check_history` does.
         """
         self.check_history(history, task, max_turns)
-        decision = self._decision(history, task, max_turns)
-        return decision or Verdict(self.outcomes[-1].name, min(len(history), self.message_limit(max_turns)))
-
-    def is_over(self, history: History, task: str, max_turns: float) -> bool:
-        """Whether play stops here: all turns taken, decided, or stopped by the game."""
-        if len(history) >= self.message_limit(max_turns) or self._decision(history, task, max_turns):
-            return True
-        return bool(history) and self.stops(task, history)
-
-    def _decision(self, history: History, task: str, max_turns: float) -> Verdict | None:
+        played = history[: self.message_limit(max_turns)]
         seen: list[Message] = []
-        for message in history[: self.message_limit(max_turns)]:
+        for message in played:
             seen.append(message)
             if decided := self.decide(task, seen):
                 return Verdict(self.outcome(decided).name, len(seen))
-        return None
+        return Verdict(self.outcomes[-1].name, len(played))
+
+    def is_over(self, history: History, task: str, max_turns: float) -> bool:
+        """Whether play stops after this message: decided, all turns taken, or stopped by the game."""
+        if not history:
+            return False
+        full = len(history) >= self.message_limit(max_turns)
+        return full or self.decide(task, history) is not None or self.stops(task, history)
 
     @staticmethod
     def message_limit(max_turns: float) -> int:
@@ -170,7 +168,16 @@ class Game:
         if not isinstance(history, (list, tuple)):
             raise ValueError(f"'history' is {type(history).__name__}; it must be a list of messages")
         for index, message in enumerate(history):
-            self._check_message(index, message)
+            try:
+                role, content = message["role"], message["content"]
+            except (TypeError, KeyError):
+                raise ValueError(f"message {index}: expected 'role' and 'content', got {message!r:.40}") from None
+            if role not in self.roles:
+                raise ValueError(f"message {index}: 'role' is {role!r}; it must be {' or '.join(self.roles)}")
+            if not isinstance(content, str):
+                raise ValueError(f"message {index}: 'content' is {content!r:.40}; it must be a text")
+            if not content.isascii() and LONE_SURROGATE.search(content):
+                raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
         self.check_task(task)
 
     def check_kind(self, episode: Mapping) -> None:
@@ -185,17 +192,6 @@ class Game:
         """Raise ValueError for a stored game that is none, or of another kind."""
         self.check_kind(episode)
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
-
-    def _check_message(self, index: int, message: object) -> None:
-        if not isinstance(message, Mapping):
-            raise ValueError(f"message {index}: expected an object with 'role' and 'content', got {message!r:.40}")
-        role, content = message.get("role"), message.get("content")
-        if role not in self.roles:
-            raise ValueError(f"message {index}: 'role' is {role!r}; it must be {' or '.join(self.roles)}")
-        if not isinstance(content, str):
-            raise ValueError(f"message {index}: 'content' is {content!r:.40}; it must be a text")
-        if not content.isascii() and LONE_SURROGATE.search(content):
-            raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
 
 
 # --- finding a game ------------------------------------------------------------------------------------------------
@@ -226,9 +222,8 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 def game_problems(kind: type[Game]) -> list[str]:
     """What keeps a class from being a game, a phrase each."""
     problems = [f"{kind.__name__}.{name} is missing" for name in NEEDED if not hasattr(kind, name)]
-    problems += [
-        f"{kind.__name__}.{name}() is missing" for name in ("secrets", "decide") if name not in _written(kind)
-    ]
+    methods = [name for name in ("secrets", "decide") if getattr(kind, name) is getattr(Game, name)]
+    problems += [f"{kind.__name__}.{name}() is missing" for name in methods]
     if problems:
         return problems
     roles, names = kind.roles, [outcome.name for outcome in kind.outcomes]
@@ -246,20 +241,20 @@ def game_problems(kind: type[Game]) -> list[str]:
     return problems
 
 
-def _written(kind: type[Game]) -> set[str]:
-    return {name for parent in kind.__mro__[:-1] if parent is not Game for name in vars(parent)}
+def own_games() -> list[str]:
+    """Names of the games of this project: each is a module beside this one."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [path.stem for path in files if re.search(r"^class \w+\(Game\)", path.read_text("utf-8"), re.MULTILINE)]
 
 
 def _find_class(name: str) -> type[Game]:
     place, colon, class_name = name.rpartition(":")
     if not colon:
-        module = _import(f"{__package__}.{name}", name) if name.isidentifier() else None
-        found = _games_in(module) if module else []
-        if len(found) != 1:
+        if name not in own_games():
             raise ValueError(f"--game {name}: there is {', '.join(own_games())}; your own is FILE.py:Class")
-        return found[0]
-    module = _import_file(Path(place)) if place.endswith(".py") else _import(place, name)
-    kind = getattr(module, class_name, None) if module else None
+        module = importlib.import_module(f"{__package__}.{name}")
+        return next(kind for kind in vars(module).values() if getattr(kind, "name", None) == name)
+    kind = getattr(_import(place), class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Game)):
         raise ValueError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
     if getattr(kind, "name", None) in own_games() and not kind.__module__.startswith(f"{__package__}."):
@@ -267,41 +262,19 @@ def _find_class(name: str) -> type[Game]:
     return kind
 
 
-def own_games() -> list[str]:
-    """Names of the games of this project."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return [path.stem for path in files if re.search(r"^class \w+\(Game\)", path.read_text("utf-8"), re.MULTILINE)]
-
-
-def _games_in(module: ModuleType) -> list[type[Game]]:
-    own = (kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__)
-    return [kind for kind in own if issubclass(kind, Game) and kind is not Game]
-
-
-def _import(module: str, name: str) -> ModuleType | None:
-    """The module, the current folder being on the path; None if there is none of this name."""
-    if "" not in sys.path:
-        sys.path.append("")
+def _import(place: str) -> ModuleType:
+    """A Python file, or a module by its name, the current folder being on the path."""
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and module.startswith(error.name):
-            return None
-        raise ValueError(f"--game {name}: {error}") from None
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"--game {path}: no such file")
-    name = f"game_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
+        if not place.endswith(".py"):
+            sys.path.append("")
+            return importlib.import_module(place)
+        name = f"game_{hashlib.sha256(str(Path(place).resolve()).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, place)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as error:
-        raise ValueError(f"--game {path}: {type(error).__name__}: {error}") from None
-    return module
+        return module
+    except (SyntaxError, ImportError, OSError) as error:
+        raise ValueError(f"--game {place}: {type(error).__name__}: {error}") from None
 
 
 def game_setting(game: Game) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,17 +59,18 @@ def play_request(told: str) -> str:
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
     """One of the rule texts, ending in a newline; the first one is that of play."""
-    return templates[RULES][number].replace(f"{{{MAX_TURNS}}}", str(max_turns))
+    return _fill(templates[RULES][number], ((MAX_TURNS, str(max_turns)),))
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """What a player in this role is told to do, with the secrets that it may know."""
-    return fill(templates[f"{role}_instruction"], {MAX_TURNS: str(max_turns), **secrets})
+    return _fill(templates[f"{role}_instruction"], ((MAX_TURNS, str(max_turns)), *secrets.items()))
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+@lru_cache(maxsize=1 << 10)
+def _fill(text: str, values: tuple[tuple[str, str], ...]) -> str:
     """Replace the slots {name} of these names, in one pass; other braces stay, those of the values too."""
-    return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
+    return SLOT.sub(lambda slot: dict(values).get(slot[1], slot[0]), text)
 
 
 # --- the prompts of training -----------------------------------------------------------------------------------------

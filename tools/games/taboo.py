@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class Taboo(Game):
 
     def decide(self, task: str, history: History) -> str | None:
         role, text, word = history[-1]["role"], history[-1]["content"].lower(), task.strip().lower()
-        predicts = PREDICTION.search(text) is not None
+        predicts = PREDICTION_BEGINNING in text and PREDICTION.search(text) is not None
         if role == DEFENDER and predicts:
             return DEFENDER_WINS if self._predicts_right(text, word) else ATTACKER_WINS
         if predicts or self._contains(text, word):
@@ -78,13 +77,11 @@ class Taboo(Game):
 
     def _predicts_right(self, text: str, word: str) -> bool:
         """Whether one to MAX_GAP characters of the line after a prediction's "it" lead to a derivative."""
-        forms = derivatives(word)
         for prediction in PREDICTION.finditer(text):
+            first = prediction.end() + 1
             gap = text[prediction.end() : prediction.end() + MAX_GAP].partition("\n")[0]
-            for form in forms:
-                for start in _occurrences(text, form, prediction.end() + 1, prediction.end() + len(gap)):
-                    if self.match == SUBSTRING or _stands_alone(text, start, form):
-                        return True
+            if any(self._is_said(text, form, first, prediction.end() + len(gap)) for form in derivatives(word)):
+                return True
         return False
 
     def _contains(self, text: str, word: str) -> bool:
@@ -92,9 +89,17 @@ class Taboo(Game):
         if self.match == SUBSTRING:
             plural = _plural(word)
             return word in text or (word not in plural and plural in text)
-        unquoted = derivatives(word)[:4]  # in quotes, they stand alone too
-        places = ((start, form) for form in unquoted for start in _occurrences(text, form, 0, len(text)))
-        return any(_stands_alone(text, start, form) for start, form in places)
+        # In quotes, forms stand alone too.
+        return any(self._is_said(text, form, 0, len(text)) for form in derivatives(word)[:4])
+
+    def _is_said(self, text: str, form: str, first: int, last: int) -> bool:
+        """Whether the form begins in the text between places `first` and `last`, as the kind of match has it."""
+        start = text.find(form, first, last + len(form))
+        while start >= 0:
+            if self.match == SUBSTRING or _stands_alone(text, start, form):
+                return True
+            start = text.find(form, start + 1, last + len(form))
+        return False
 
 
 def derivatives(word: str) -> list[str]:
@@ -114,14 +119,6 @@ def _any_form(word: str) -> re.Pattern:
     """Any derivative: the first four, since the others are these in quotes; the longest wins."""
     forms = sorted(derivatives(word)[:4], key=len, reverse=True)
     return re.compile("|".join(map(re.escape, forms)), re.IGNORECASE)
-
-
-def _occurrences(text: str, form: str, first: int, last: int) -> Iterator[int]:
-    """Where the form begins in the text, from place `first` to place `last`."""
-    start = text.find(form, first, last + len(form))
-    while start >= 0:
-        yield start
-        start = text.find(form, start + 1, last + len(form))
 
 
 def _stands_alone(text: str, start: int, form: str) -> bool:
@@ -146,4 +143,6 @@ def _inflect():
     spec = importlib.util.spec_from_file_location("textblob_inflect", Path(folder, "en", "inflect.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    # Lists there; words are looked up in them more often than anything else is done.
+    module.plural_categories = {name: frozenset(words) for name, words in module.plural_categories.items()}
     return module

@@ -1,11 +1,16 @@
 """What can be wrong with the settings of tools/run_spag.sh and would show only hours after its start. No torch."""
 
 import importlib.util
+import json
 import math
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+
+from tools.loop.disk import say
+from utils import open_text
 
 NUMBER = r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 WHOLE = {  # what settings must be: their names, and the pattern of it
@@ -27,7 +32,8 @@ KINDS = WHOLE | {
     "auto, slots or generate": ("ENGINE", "auto|slots|generate"),
 }
 WHOLE_NUMBERS = [name for names, _ in WHOLE.values() for name in names.split()]
-NOT_INSTALLED = f"{{}} is not installed for {sys.executable}; activate the environment that has it, or name its PYTHON"
+REMEDY = f"install what is missing into the environment of {sys.executable}, or name another one's PYTHON"
+COMPILE = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 
 
 def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
@@ -38,9 +44,38 @@ def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
         yield from (f"--{name.lower()} is {settings[name]!r}; it must be {kind}" for name in wrong)
     yield from _number_problems(settings)
     yield from _path_problems(settings)
-    needed = {"torch": True, "transformers": True, "peft": settings["LORA_RANK"]}
-    needed["deepspeed"] = settings["DEEPSPEED"] != "none"
-    yield from (NOT_INSTALLED.format(name) for name in needed if needed[name] and not importlib.util.find_spec(name))
+    missing = (name for name in ("torch", "transformers") if not importlib.util.find_spec(name))
+    yield from (f"{name} is not installed; {REMEDY}" for name in missing)
+
+
+def package_problems(settings: Mapping[str, str]) -> Iterator[str]:
+    """What the settings need and cannot be imported, found or compiled."""
+    deepspeed = settings["DEEPSPEED"] != "none"
+    for name in ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed:
+        if why := _error_of(f"import {name}"):
+            yield f"{name} cannot be imported: {why}; {REMEDY}"
+            return
+    if deepspeed and _needs_cpu_adam(settings["DEEPSPEED"]):
+        say("DeepSpeed's CPU Adam is looked for; where it was never compiled, that takes 3 minutes now")
+        if why := _error_of(COMPILE):
+            yield (
+                f"--deepspeed {settings['DEEPSPEED']}: DeepSpeed cannot compile its CPU Adam: {why}. It needs g++, "
+                "ninja and, beside GPUs, CUDA's nvcc (CUDA_HOME); or choose configs/zero3.json, or --lora_rank 16"
+            )
+
+
+def _error_of(code: str) -> str:
+    """The last line that Python says when it cannot run the code."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else ""
+
+
+def _needs_cpu_adam(path: str) -> bool:
+    with open_text(path) as file:
+        config = json.load(file)
+    optimizer = config.get("optimizer", {})
+    offloaded = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+    return offloaded and "Adam" in optimizer.get("type", "") and not optimizer.get("params", {}).get("torch_adam")
 
 
 def _number_problems(settings: Mapping[str, str]) -> Iterator[str]:
@@ -65,7 +100,7 @@ def _number_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 def _path_problems(settings: Mapping[str, str]) -> Iterator[str]:
     names = ("WORDS", "SFT_DATA", "FIRST_EPISODES", "DEEPSPEED")
-    files = [(name, settings[name]) for name in names if settings[name] not in ("", "none")]
+    files = [(name, settings[name]) for name in names if settings[name] not in ("", "none", "auto")]
     files += [("EVAL_WORDS", item.partition("=")[2] or item) for item in settings["EVAL_WORDS"].split()]
     for name, path in files:
         if not os.path.isfile(path) or not os.path.getsize(path):

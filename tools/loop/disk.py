@@ -24,7 +24,12 @@ def check_disk(settings: Mapping[str, str], games: int) -> None:
     text += f", {free / 1e9:.1f} GB free"
     if missing > 0 and settings["CHECK_DISK"] == "True":
         raise ValueError(f"{output}: the disk space does not suffice: {text}. --check_disk False starts all the same")
-    print(f"disk: {text}", file=sys.stderr)  # the shell reads standard output
+    say(f"disk: {text}")
+
+
+def say(text: str) -> None:
+    """Tell the user; the shell reads standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def count_parameters(model: str) -> int | None:

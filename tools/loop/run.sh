@@ -2,8 +2,9 @@
 # What the scripts share: messages, settings, and how a program is run, logged, and ended with the script.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 export SPAG_LOOP_PID=$$ # programs end with this script, also when it is killed
-child=''
+child='' warnings='' # the process group at work; lines of the stages' logs, which are shown again at the end
 set -m # what runs in the background is a process group of its own
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -45,20 +46,28 @@ settle_settings() { # settle_settings FLAGS...: checks all settings and assigns 
 }
 
 run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; its failure ends the script
-  local status=0
+  local status=0 start lines
   stage=$1 log=$OUTPUT/logs/$1.log
   shift
   [ "$NODE_RANK" -eq 0 ] || log=${log%.log}.node$NODE_RANK.log
   say "$stage; its log: $log"
   printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
+  start=$(wc -c <"$log")
   ("$@" 2>&1 </dev/null | (trap '' TERM; exec tee -ai "$log")) & # which reads on to the end
   child=$!
   wait "$child" || status=$?
+  child=''
+  lines=$(tail -c "+$start" "$log" | sed -n "s/^.* WARNING /  $stage: /p" | sort -u)
+  warnings+=${lines:+$lines$'\n'}
   if [ "$status" -ne 0 ]; then
     warn "$stage failed (exit $status); its log: $log"
     [ "$stage" = report ] || exit 1 # a report costs no result
   fi
   [ "$stage" != "$UNTIL" ] || exit 0
+}
+
+show_warnings() {
+  [ -z "$warnings" ] || printf 'Warnings:\n%s' "$warnings" >&2
 }
 
 in_foreground() { # in_foreground COMMAND...: a signal to this script ends it too
@@ -69,7 +78,7 @@ in_foreground() { # in_foreground COMMAND...: a signal to this script ends it to
 
 # shellcheck disable=SC2317  # called by traps
 stop() { # stop STATUS: ends this script and what it has started, within 10 s
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP USR1
   if [ -n "$child" ] && kill -TERM -- "-$child" 2>/dev/null; then
     for _ in {1..70}; do
       kill -0 -- "-$child" 2>/dev/null || break
@@ -80,3 +89,7 @@ stop() { # stop STATUS: ends this script and what it has started, within 10 s
   printf '\n%s: stopped%s; the same command continues\n' "${0##*/}" "${stage:+ in $stage}" >&2
   exit "$1"
 }
+
+trap show_warnings EXIT
+trap 'stop 130' INT
+trap 'stop 143' TERM HUP USR1 # USR1: what Slurm may send before it ends a job

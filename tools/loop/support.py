@@ -10,17 +10,20 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tools.games.flags import GameFlags
-from tools.loop.checks import WHOLE_NUMBERS, find_problems
-from tools.loop.disk import check_disk
+from tools.loop import fit
+from tools.loop.checks import WHOLE_NUMBERS, find_problems, package_problems
+from tools.loop.disk import check_disk, count_parameters, say
 from utils import open_text, read_words, replacing, unknown_flag
 
-OFFLOAD = Path(__file__).resolve().parents[2] / "configs" / "default_offload_opt_param.json"
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED_FILES = {"zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}
 LISTS = ("IMITATION_DATA", "GAME_OPTIONS", "REWARDS", "EVAL_WORDS", "EVAL_SEEDS")  # settings of several values
 LISTS += ("IMITATION_ARGS", "TRAIN_ARGS", "PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
+AUTOMATIC = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING")
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
 
 
@@ -48,12 +51,10 @@ def unknown_names(path: str, names: Iterable[str]) -> Iterator[str]:
         yield from (f"{path}:{number}: unknown setting {name}; --help lists them" for number, name in unknown)
 
 
-def settle(settings: dict[str, str]) -> None:
-    """Make the automatic choices, by the GPUs of this machine, and write numbers in base 10."""
-    automatic = ("NPROC", "PRECISION", "DEEPSPEED", "GRADIENT_CHECKPOINTING")
-    gpus = count_gpus() if "auto" in [settings[name] for name in automatic] else 0
-    choices = (str(gpus), "bf16", str(OFFLOAD), "True") if gpus else ("1", "fp32", "none", "False")
-    settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
+def settle(settings: dict[str, str], gpus: Sequence[int]) -> None:
+    """Make the automatic choices but that of DeepSpeed, by this machine's GPUs; write numbers in base 10."""
+    choices = (str(len(gpus)), "bf16", "True") if gpus else ("1", "fp32", "False")
+    settings |= {name: choice for name, choice in zip(AUTOMATIC, choices, strict=True) if settings[name] == "auto"}
     for name in WHOLE_NUMBERS:
         if settings[name].isdecimal():
             settings[name] = str(int(settings[name]))
@@ -61,13 +62,51 @@ def settle(settings: dict[str, str]) -> None:
         settings["OUTPUT"] = os.path.abspath(settings["OUTPUT"])
 
 
-def count_gpus() -> int:
-    """CUDA devices of this machine; none without torch."""
+def gpu_memory() -> list[int]:
+    """Bytes of each CUDA device of this machine; none without torch."""
     if not importlib.util.find_spec("torch"):
-        return 0
+        return []
     import torch
 
-    return torch.cuda.device_count()
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+
+
+def choose_deepspeed(settings: Mapping[str, str], gpus: Sequence[int]) -> str:
+    """DEEPSPEED=auto: the file of a training in its middle, whose checkpoints fit no other, else of what fits."""
+    if not gpus:
+        return "none"
+    for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # deleted when the training has ended
+        path = checkpoint.parent / "settings.json"
+        begun = json.loads(path.read_text(encoding="utf-8"))["arguments"]["deepspeed"] or "none"
+        say(f"DeepSpeed: {begun}, as in {path}: that training is in its middle")
+        return begun
+    processes, lora = int(settings["NPROC"]) * int(settings["NNODES"]), bool(settings["LORA_RANK"])
+    if (parameters := count_parameters(settings["MODEL"])) is None:
+        say("DeepSpeed: offload, since the model's size is not known")
+        return deepspeed_file("offload")
+    way, needed = fit.choose(
+        parameters,
+        processes,
+        min(gpus),
+        rows=int(settings["TRAIN_BATCH"]),
+        length=int(settings["MAX_LENGTH"]),
+        checkpointing=settings["GRADIENT_CHECKPOINTING"] == "True",
+        lora=lora,
+    )
+    say(
+        f"DeepSpeed: {way}; computed for {processes} GPUs of {min(gpus) / fit.GIB:.0f} GiB: "
+        + ", ".join(f"{name} {size / fit.GIB:.0f}" for name, size in needed.items())
+    )
+    outside = fit.outside_bytes(parameters, lora) / int(settings["NNODES"])
+    if way == "offload" and outside > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        sizes = f"{outside / fit.GIB:.0f} GiB of this machine's memory, which has {there / fit.GIB:.0f}"
+        say(f"WARNING offload takes {sizes}; more machines, or --lora_rank 16, take less")
+    return deepspeed_file(way)
+
+
+def deepspeed_file(way: str) -> str:
+    """The file in configs/ of a way of training; "none" for none."""
+    return str(ROOT / "configs" / DEEPSPEED_FILES[way]) if way in DEEPSPEED_FILES else way
 
 
 def read_game(settings: dict[str, str]) -> list[str]:
@@ -119,10 +158,15 @@ def main(argv: list[str]) -> None:
     problems = list(apply_flags(settings, argv[start + 1 :]))
     if os.path.isfile(settings["SETTINGS"]):
         problems += unknown_names(settings["SETTINGS"], settings)
-    settle(settings)
+    gpus = gpu_memory() if "auto" in [settings[name] for name in (*AUTOMATIC, "DEEPSPEED")] else []
+    settle(settings, gpus)
     problems += find_problems(settings)
     try:
         words = read_game(settings)
+        if not problems and settings["DEEPSPEED"] == "auto":
+            settings["DEEPSPEED"] = choose_deepspeed(settings, gpus)
+        if not problems:
+            problems += package_problems(settings)
         if not problems:
             path = prepare(settings, words)
     except (ValueError, OSError) as error:

@@ -1,5 +1,6 @@
 """Who speaks in a game: the Player protocol, what a player is told and what it gives back. No torch."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -66,6 +67,23 @@ class Reply:
     tokens: int  # sampled, the end token included
     prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
     prompt_tokens: int | None = None  # as a server counted them; None for what costs nothing
+
+
+class Tokens(Protocol):
+    """The tokenizer of a model as local play uses it."""
+
+    stop_ids: list[int]  # each ends a reply
+
+    def encode_turn(self, turn: Turn) -> tuple[list[int], bool]:
+        """The ids of the prompt of play, and whether it was too long and lost its beginning."""
+
+    def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
+        """The reply of these ids, up to the first end token."""
+
+
+def draw_seed(seed: int | str, turn: Turn) -> int:
+    """The seed of one reply, the same whatever the order in which replies are asked for; 63 bits."""
+    return random.Random(f"{seed}/{turn.index}/{len(turn.history)}").getrandbits(63)
 
 
 class ReplyUnavailable(Exception):

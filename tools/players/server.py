@@ -2,77 +2,55 @@
 
 Needs the package openai. All requests of a game go to one server, whose prefix cache then knows the game's beginning,
 as long as that server answers. Faults that pass (rate limits, 5xx, time-outs, dropped connections, replies that are
-none) are sat out. The key comes from the environment and is shown nowhere.
+none) are sat out. The key comes from the environment and is shown nowhere. With the model's tokenizer at hand, prompts
+go out as token ids, cut and ended as in local play; without it they are text.
 """
 
 import asyncio
 import email.utils
 import logging
 import math
-import os
 import random
-import resource
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-import httpx2  # what openai sends its requests with
 import openai
 
-from tools.games.game import LONE_SURROGATE
 from tools.players.budget import LIKELY_CHARACTERS, TokenBudget
-from tools.players.player import LENGTH, STOP, PlayerUnusable, Reply, ReplyUnavailable, Sampling, Turn
-from tools.players.server_flags import CHAT, KEY_VARIABLE, ServerFlags, model_of
-from utils import warn_on_rank_0
+from tools.players.connection import BadReplyError, Server, allow_open_files, check_answer, is_count, read_answer
+from tools.players.player import PlayerUnusable, Reply, ReplyUnavailable, Sampling, Tokens, Turn, draw_seed
+from tools.players.server_flags import CHAT, ServerFlags, model_of
+from utils import rank, warn_on_rank_0
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each time, drawn from their upper half
 LONGEST_RETRY_AFTER = 300  # seconds that a server may ask to be left alone; a longer ban is not sat out
 REST = 10  # seconds for which a server that failed is passed over if there are others
-CONNECT_TIMEOUT = 10  # seconds
 OTHER_FILES = 256  # that this process may have open besides connections
-LONGEST_MESSAGE = 300  # characters of what a server says of an error
+LONGEST_FAULT = 300  # characters of what a server says of an error
 PASSING = (408, 409, 425, 429)  # besides 5xx
 NO_MONEY = "insufficient_quota"  # comes as 429, but does not pass
 WRONG_SETUP = (401, 403, 404)  # key or model: no request will ever succeed
 MAX_TOKENS, NEW_MAX_TOKENS = "max_tokens", "max_completion_tokens"  # OpenAI's newer models know the second only
+logger = logging.getLogger(__name__)
 
 
-class BadReplyError(Exception):
-    """A server answered with something that is no reply."""
+class Prompt(NamedTuple):
+    """What one reply is asked for with."""
 
-
-class Answer(NamedTuple):
-    """What a server returned for one request; nothing of it is checked yet."""
-
-    text: Any
-    finish_reason: Any
-    usage: dict
-
-
-class Server:
-    """One base URL, and whether it answers."""
-
-    def __init__(self, url: str | None, *, timeout: float, connections: int):
-        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self.client = openai.AsyncOpenAI(
-            api_key=os.environ.get(KEY_VARIABLE) or "none",  # the client insists on one; not all servers do
-            base_url=url,
-            timeout=openai.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)),
-            http_client=openai.DefaultAsyncHttpxClient(limits=limits),  # the client's own is for 1000 connections
-            max_retries=0,  # all is retried here: its own retries know neither other servers nor bad replies
-        )
-        self.name = self.client.base_url.netloc.decode()
-        self.resting_until = 0.0
-
-    @property
-    def rests(self) -> bool:
-        return time.monotonic() < self.resting_until
+    content: str | list[int]  # text or token ids
+    cut: bool
+    limit: int  # tokens of the reply at most
+    game: int
+    seed: int
 
 
 class Servers:
     """The servers of a process, and the limit on what is asked of them at once; made anew for each event loop.
 
-    `answering` holds the players of whom any request has succeeded, and outlives the event loop.
+    `answering` holds the players of whom any request has succeeded, and outlives the event loop. `key` is that of a
+    server which this process has started itself.
     """
 
     def __init__(
@@ -82,13 +60,11 @@ class Servers:
         budget: TokenBudget,
         answering: set[str],
         on_batch: Callable[[], None],
+        key: str | None = None,
     ):
         self.flags, self.sampling, self.budget = flags, sampling, budget
         self.answering, self.on_batch = answering, on_batch
-        self.servers = [
-            Server(url, timeout=flags.openai_timeout, connections=flags.max_concurrency)
-            for url in flags.base_urls() or [None]
-        ]
+        self.servers = [Server(url, key=key, connections=flags.max_concurrency) for url in flags.base_urls() or [None]]
         allow_open_files(flags.max_concurrency * 2 + OTHER_FILES)  # while connections move from server to server
         self.slots = asyncio.Semaphore(flags.max_concurrency)
         self.replies = 0
@@ -110,11 +86,24 @@ class Servers:
 
 
 class ServerPlayer:
-    """Plays with a model on the servers."""
+    """Plays with a model on the servers.
 
-    def __init__(self, name: str, servers: Servers):
+    With `tokens` prompts are token ids, replies too where the server gives them, and draws depend on `seed`, the game
+    and the message alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: Servers,
+        *,
+        model: str | None = None,
+        tokens: Tokens | None = None,
+        seed: int | str = 0,
+    ):
         self.servers, self.flags, self.sampling = servers, servers.flags, servers.sampling
-        self.name, self.model = name, model_of(name)
+        self.name, self.model = name, model or model_of(name)
+        self.tokens, self.seed = tokens, seed
         self.limit_name = MAX_TOKENS
 
     async def reply(self, turn: Turn) -> Reply:
@@ -124,34 +113,58 @@ class ServerPlayer:
         took others (a prompt too long for it), and for a ban longer than LONGEST_RETRY_AFTER; PlayerUnusable for a
         wrong key or model, a used-up quota, and a first request that is refused.
         """
+        content, cut = self.tokens.encode_turn(turn) if self.tokens else (turn.prompt(), False)
+        limit = turn.max_new_tokens or self.sampling.max_new_tokens
         async with self.servers.slots:
-            reply = await self._insist(turn.prompt(), turn.index)
+            reply = await self._insist(Prompt(content, cut, limit, turn.index, draw_seed(self.seed, turn)))
         self.servers.note_reply()
         return reply
 
-    async def _insist(self, prompt: str, game: int) -> Reply:
+    async def _insist(self, prompt: Prompt) -> Reply:
         retries = self.flags.openai_retries
         for attempt in range(retries + 1):
-            server = self.servers.for_game(game)
+            server = self.servers.for_game(prompt.game)
             try:
-                reply = await self._ask(server, prompt, game)
-            except (openai.APIError, BadReplyError) as error:
+                reply = await self._ask(server, prompt)
+            except (openai.APIError, asyncio.TimeoutError, BadReplyError) as error:
                 fault, wanted = self._judge(error, server)
-                instead = self.servers.for_game(game)
+                instead = self.servers.for_game(prompt.game)
                 if attempt < retries and (instead is server or instead.rests):
                     await asyncio.sleep(wanted or backoff(attempt))
             else:
-                self.servers.answering.add(self.name)
                 server.resting_until = 0.0
+                if self.name not in self.servers.answering:
+                    self.servers.answering.add(self.name)
+                    await self._tell_tokens(server, prompt, reply)
                 return reply
         raise ReplyUnavailable(f"{fault} (asked {retries + 1} times)")
 
+    async def _tell_tokens(self, server: Server, prompt: Prompt, reply: Reply) -> None:
+        """Say once whether the server sees the tokens of local play, by its /tokenize and the tokens it counts."""
+        if server.own or rank() != 0:
+            return
+        counted = reply.prompt_tokens
+        if not isinstance(prompt.content, str):
+            if counted != len(prompt.content):
+                logger.warning("%s counts %d prompt tokens, %d were sent", self.name, counted, len(prompt.content))
+            return
+        known = self.flags.openai_api != CHAT and self.flags.base_urls() and not self.servers.estimates
+        plain = await server.count_tokens(self.model, prompt.content) if known else None
+        what = "it cannot be known whether the server's prompt tokens are those of local play"
+        if plain is not None:
+            first = counted - plain
+            what = f"the server puts {first or 'no'} special token{'' if first == 1 else 's'} before prompts"
+            what += ", local play one where the tokenizer has BOS"
+        logger.info("%s: %s; --openai_tokenizer MODEL sends the same", self.name, what)
+
     def _judge(self, error: Exception, server: Server) -> tuple[str, float | None]:
         """What happened and the seconds that the server wants to be left alone; raises if asking again is no use."""
-        fault = f"{server.name}: {one_line(error)}"
+        if isinstance(error.__cause__, BadReplyError):
+            error = error.__cause__
+        fault = f"{server.name}: {self._one_line(error, server.key)}"
         if isinstance(error, BadReplyError):
             return fault, None
-        if isinstance(error, openai.APIConnectionError):  # time-outs too
+        if isinstance(error, (openai.APIConnectionError, asyncio.TimeoutError)):
             server.resting_until = time.monotonic() + REST
             return fault, None
         status = error.status_code
@@ -167,7 +180,7 @@ class ServerPlayer:
             raise ReplyUnavailable(f"{fault} (asks to be left alone for {seconds:.0f} s)")
         return fault, seconds
 
-    async def _ask(self, server: Server, prompt: str, game: int) -> Reply:
+    async def _ask(self, server: Server, prompt: Prompt) -> Reply:
         """One request, charged to the game whether or not its reply is any good."""
         try:
             response = await self._send(server, prompt)
@@ -177,72 +190,66 @@ class ServerPlayer:
             self.limit_name = NEW_MAX_TOKENS
             response = await self._send(server, prompt)
         answer = read_answer(response.http_response)
-        prompt_tokens = self._tokens(answer.usage.get("prompt_tokens"), prompt)
+        prompt_tokens = self._tokens(answer.usage.get("prompt_tokens"), prompt.content)
         tokens = self._tokens(answer.usage.get("completion_tokens"), answer.text)
-        self.servers.budget.charge(game, prompt_tokens, tokens)
+        self.servers.budget.charge(prompt.game, prompt_tokens, tokens)
         check_answer(answer)
-        return Reply(answer.text, answer.finish_reason, tokens, prompt_tokens=prompt_tokens)
+        reply = Reply(answer.text, answer.finish_reason, tokens, prompt.cut, prompt_tokens)
+        if self.tokens is None or answer.token_ids is None:
+            return reply
+        return replace(reply, text=self.tokens.decode(answer.token_ids, prompt.cut).text, tokens=len(answer.token_ids))
 
-    def _tokens(self, counted: object, text: object) -> int:
+    def _tokens(self, counted: object, content: object) -> int:
         """As the server counted them, else estimated."""
-        if isinstance(counted, int) and counted >= 0:
+        if is_count(counted):
             return counted
-        if not self.servers.estimates:
+        if counted is None and not self.servers.estimates:
             self.servers.estimates = True
             warn_on_rank_0("%s: the server does not say how many tokens it takes; they are estimated", self.name)
-        return math.ceil(len(str(text)) / LIKELY_CHARACTERS)
+        if isinstance(content, list):  # token ids
+            return len(content)
+        return math.ceil(len(content) / LIKELY_CHARACTERS) if isinstance(content, str) else 0
 
-    async def _send(self, server: Server, prompt: str):
+    async def _send(self, server: Server, prompt: Prompt):
         client, sampling = server.client, self.sampling
-        request = {"model": self.model, self.limit_name: sampling.max_new_tokens, "extra_body": self._extra()}
+        request = {"model": self.model, self.limit_name: prompt.limit, "extra_body": self._extra(prompt)}
         if sampling.do_sample:
             request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         else:
             request["temperature"] = 0
         if self.flags.openai_api == CHAT:
-            messages = [{"role": "user", "content": prompt}]
-            return await client.chat.completions.with_raw_response.create(messages=messages, **request)
-        return await client.completions.with_raw_response.create(prompt=prompt, **request)
+            request["messages"] = [{"role": "user", "content": prompt.content}]
+            sent = client.chat.completions.with_raw_response.create(**request)
+        else:
+            sent = client.completions.with_raw_response.create(prompt=prompt.content, **request)
+        return await asyncio.wait_for(sent, None if server.own else self.flags.openai_timeout)
 
-    def _extra(self) -> dict | None:
+    def _extra(self, prompt: Prompt) -> dict | None:
         """What vLLM and SGLang know beyond OpenAI's fields; -1 is their word for all tokens."""
-        if not self.flags.openai_extra_sampling:
+        if self.tokens is None and not self.flags.openai_extra_sampling:
             return None
-        extra = {"min_tokens": self.sampling.min_new_tokens}
+        extra: dict = {"min_tokens": min(self.sampling.min_new_tokens, prompt.limit)}
+        if self.tokens:
+            extra |= {"stop_token_ids": self.tokens.stop_ids, "return_token_ids": True, "seed": prompt.seed}
         return extra | {"top_k": self.sampling.top_k or -1} if self.sampling.do_sample else extra
 
-
-def allow_open_files(number: int) -> None:
-    """Raise this process's soft limit on open files, often 1024, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < number:
-        warn_on_rank_0("only %d files may be open, --max_concurrency may need %d: see ulimit -n", wanted, number)
-
-
-# --- answers and faults --------------------------------------------------------------------------------------------
-
-
-def read_answer(response) -> Answer:
-    """Take what stands where a reply belongs out of an HTTP response; BadReplyError if there is no such place."""
-    try:
-        body = response.json()
-        choice = body["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        usage = body.get("usage")
-        return Answer(text, choice["finish_reason"], usage if isinstance(usage, dict) else {})
-    except (ValueError, LookupError, TypeError):  # no JSON, or JSON of another shape
-        raise BadReplyError(f"not a reply ({response.text[:80]!r})") from None
+    def _one_line(self, error: Exception, key: str | None) -> str:
+        """What went wrong, as the server or the client puts it, without the key."""
+        said = str(error)
+        if isinstance(error, asyncio.TimeoutError):
+            said = f"no reply within {self.flags.openai_timeout:g} s"
+        elif isinstance(error, openai.APIStatusError):
+            if error.status_code < 400:
+                said = f"it redirects to {error.response.headers.get('location')}; requests go to the base URL only"
+            elif error.status_code < 500 and " - " not in said:
+                said = f"{said} - {error.response.text}"  # not every server puts its message where OpenAI does
+        said = " ".join(said.split())
+        said = said.replace(key, "***") if key else said
+        said = "".join(character if character.isprintable() else "?" for character in said[: LONGEST_FAULT + 1])
+        return said if len(said) <= LONGEST_FAULT else said[:LONGEST_FAULT] + "..."
 
 
-def check_answer(answer: Answer) -> None:
-    """Raise BadReplyError for what cannot be a message of a game."""
-    if not isinstance(answer.text, str) or LONE_SURROGATE.search(answer.text):
-        raise BadReplyError(f"not a reply: its text is {answer.text!r:.80}")
-    if answer.finish_reason not in (STOP, LENGTH):
-        raise BadReplyError(f"the reply was broken off ({answer.finish_reason!r:.80})")
+# --- waiting -------------------------------------------------------------------------------------------------------
 
 
 def retry_after(header: str | None) -> float | None:
@@ -254,7 +261,7 @@ def retry_after(header: str | None) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return seconds if seconds > 0 else None
 
@@ -262,14 +269,3 @@ def retry_after(header: str | None) -> float | None:
 def backoff(attempt: int) -> float:
     """Seconds to wait after so many attempts; drawn, so that games do not come back all at once."""
     return min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1)
-
-
-def one_line(error: Exception) -> str:
-    """What went wrong, as the server or the client puts it, without the key."""
-    said = str(error)
-    if isinstance(error, openai.APIStatusError) and error.status_code < 500 and " - " not in said:
-        said = f"{said} - {error.response.text}"  # not every server puts its message where OpenAI does
-    said = " ".join(said.split())
-    if key := os.environ.get(KEY_VARIABLE):
-        said = said.replace(key, "***")
-    return said if len(said) <= LONGEST_MESSAGE else said[:LONGEST_MESSAGE] + "..."

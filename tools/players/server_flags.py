@@ -16,7 +16,7 @@ PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
-FOR_SERVERS_ONLY = ("openai_base_url", "max_total_tokens", "price_in", "price_out", "dry_run")
+FOR_SERVERS_ONLY = ("openai_base_url", "openai_tokenizer", "max_total_tokens", "price_in", "price_out", "dry_run")
 
 
 @dataclass(kw_only=True)
@@ -32,8 +32,14 @@ class ServerFlags:
     openai_extra_sampling: bool = flag(
         "True: send --top_k and --min_new_tokens too; vLLM and SGLang know them, OpenAI refuses them", default=False
     )
+    openai_tokenizer: str | None = flag(
+        "send prompts as token ids of this model's tokenizer, cut and ended as in local play, and --top_k, "
+        "--min_new_tokens and a seed; for vLLM and SGLang",
+        default=None,
+        metavar="MODEL",
+    )
     openai_retries: int = flag("how often a reply is asked for again after a fault", default=10)
-    openai_timeout: float = flag("seconds to wait for a reply before asking again", default=600)
+    openai_timeout: float = flag("seconds that a request may take before it is asked again", default=600)
     max_concurrency: int = flag("requests in flight, to all servers; of each process", default=64)
     max_total_tokens: int | None = flag(
         "begin no game that would probably bring the servers' tokens above this", default=None
@@ -57,17 +63,28 @@ class ServerFlags:
         problems += too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1, price_in=0, price_out=0)
         if not self.openai_timeout > 0:
             problems.append(f"--openai_timeout is {self.openai_timeout}; it must be above 0")
-        if chat_template:
-            problems.append("--chat_template True is for model folders; servers have their own with --openai_api chat")
+        if self.openai_tokenizer and self.openai_api == CHAT:
+            problems.append(f"--openai_tokenizer sends token ids, which --openai_api {CHAT} does not take")
+        if chat_template and not self.openai_tokenizer:
+            problems.append(
+                "--chat_template True is for model folders; servers have their own with --openai_api chat, "
+                "or take its tokens with --openai_tokenizer"
+            )
         if (self.price_in is None) != (self.price_out is None):
             problems.append("--price_in and --price_out go together")
-        if min_new_tokens and not self.openai_extra_sampling:
+        if min_new_tokens and not (self.openai_extra_sampling or self.openai_tokenizer):
             problems.append(
                 "--min_new_tokens is for servers that know min_tokens: --openai_extra_sampling True sends it"
             )
-        problems += [problem for url in self.base_urls() if (problem := _url_problem(url))]
+        return problems + self._reach_problems()
+
+    def _reach_problems(self) -> list[str]:
+        problems = [problem for url in self.base_urls() if (problem := _url_problem(url))]
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not all("!" <= character <= "~" for character in key):
+            problems.append(f"{KEY_VARIABLE} holds a blank, a line end or a character that is not ASCII: set it again")
         if not self.dry_run:
-            if not self.base_urls() and not os.environ.get(KEY_VARIABLE):
+            if not self.base_urls() and not key:
                 problems.append(
                     f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server"
                 )
@@ -81,7 +98,8 @@ class ServerFlags:
 
     def server_setting(self, name: str) -> dict:
         """A player as runs are compared by it: servers may move, and their key is nobody's business."""
-        return {"path": name, "api": self.openai_api, "extra_sampling": self.openai_extra_sampling}
+        setting = {"path": name, "api": self.openai_api, "extra_sampling": self.openai_extra_sampling}
+        return setting | ({"tokenizer": self.openai_tokenizer} if self.openai_tokenizer else {})
 
 
 def _url_problem(url: str) -> str | None:

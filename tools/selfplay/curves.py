@@ -51,9 +51,14 @@ class PlayLog:
         """Write how the games so far have ended, and how fast they came in these seconds."""
         if counts.games == self.written:
             return
-        self.written = counts.games
-        step = self.games_before + counts.games
-        values = numbers(counts, seconds)
+        self.written, step = counts.games, self.games_before + counts.games
+        values = {
+            "play/games": counts.games,
+            "play/tokens_per_second": counts.tokens["new_tokens"] / seconds,
+            "play/mean_length": counts.mean_length,
+        }
+        for outcome in counts.game.outcomes:
+            values[f"play/share_{outcome.name.replace(' ', '_')}"] = counts.outcomes[outcome.name] / counts.games
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -66,14 +71,3 @@ class PlayLog:
             self.tensorboard.close()
         if self.wandb:
             self.wandb.finish()
-
-
-def numbers(counts: GameCounts, seconds: float) -> dict[str, float]:
-    """Name and value of every curve."""
-    shares = {outcome.name: counts.outcomes[outcome.name] / counts.games for outcome in counts.game.outcomes}
-    return {
-        "play/games": counts.games,
-        "play/tokens_per_second": counts.tokens["new_tokens"] / seconds,
-        "play/mean_length": counts.mean_length,
-        **{f"play/share_{outcome.replace(' ', '_')}": share for outcome, share in shares.items()},
-    }

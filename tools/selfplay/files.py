@@ -18,34 +18,19 @@ import logging
 import os
 import re
 import time
-import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
 import utils
 from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
-from tools.selfplay.options import modern_settings
 from utils import rank, world_size, write_json, write_records
 
 NAMED = 5  # missing words that a message names
 logger = logging.getLogger(__name__)
-
-
-class ReplyRecord(TypedDict):
-    """How the message at the same place of the history came about."""
-
-    finish_reason: str
-    tokens: int
-    prompt_cut: bool
-
-
-class ServerReplyRecord(ReplyRecord):
-    """The same of a reply that a server gave."""
-
-    prompt_tokens: int
 
 
 class Episode(TypedDict):
@@ -57,19 +42,20 @@ class Episode(TypedDict):
     history: list[dict[str, str]]  # "role" and "content"
     outcome: str
     length: int  # messages up to the decisive one
-    replies: list[ReplyRecord]
+    replies: list[dict]  # how the message at the same place came about: "finish_reason", "tokens", "prompt_cut", ...
 
 
 class FinishedGames:
     """Where the finished games stand in the rank files: some bytes a game, so that a million can be merged."""
 
-    def __init__(self, words: Sequence[str], paths: Sequence[Path]):
-        self.words, self.paths = words, paths
+    def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
+        self.game, self.words, self.paths = game, words, paths
         self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
         self.file_numbers = array("l", [0]) * len(words)
         self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
         for number, path in enumerate(paths):
-            self._read(number, path)
+            for where, offset, episode in _whole_lines(path):
+                self._add(where, number, offset, episode)
 
     def missing(self, indices: Sequence[int]) -> list[int]:
         """Those games among `indices` that are not there."""
@@ -77,32 +63,33 @@ class FinishedGames:
 
     def __iter__(self) -> Iterator[Episode]:
         """The games, in the order of the word list; none may be missing."""
-        files = [open(path, "rb") for path in self.paths]
-        try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "rb")) for path in self.paths]
             for file, offset in zip(self.file_numbers, self.offsets, strict=True):
                 files[file].seek(offset)
                 yield json.loads(files[file].readline())
-        finally:
-            for file in files:
-                file.close()
 
-    def _read(self, number: int, path: Path) -> None:
-        for where, offset, episode in _whole_lines(path):
-            try:
-                index, word = episode["index"], episode["target_word"]
-                tokens = sum(reply["tokens"] for reply in episode["replies"])
-                paid = (reply for reply in episode["replies"] if "prompt_tokens" in reply)
-                server_tokens = sum(reply["prompt_tokens"] + reply["tokens"] for reply in paid)
-                known = index < len(self.words) and self.offsets[index] < 0
-            except (KeyError, TypeError):
-                raise ValueError(f"{where}: not a finished game; delete the line to have it played again") from None
-            if not known:  # of a run with more games, or played twice
-                continue
-            if word != self.words[index]:
-                raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
-            self.offsets[index], self.file_numbers[index] = offset, number
-            self.new_tokens += tokens
-            self.server_tokens += server_tokens
+    def _add(self, where: str, file_number: int, offset: int, episode: dict) -> None:
+        try:
+            self.game.check_episode(episode)
+            self.game.outcome(episode["outcome"])
+            index, word, length = episode["index"], episode["target_word"], episode["length"]
+            if not (type(index) is type(length) is int and index >= 0):
+                raise ValueError(f"'index' is {index!r}, 'length' is {length!r}")
+            replies = [(reply["tokens"], reply.get("prompt_tokens")) for reply in episode["replies"]]
+            new_tokens = sum(tokens for tokens, _ in replies)
+            server_tokens = sum(tokens + prompt for tokens, prompt in replies if prompt is not None)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{where}: not a finished game ({error}); delete the line to have it played again"
+            ) from None
+        if index >= len(self.words) or self.offsets[index] >= 0:  # of a run with more games, or played twice
+            return
+        if word != self.words[index]:
+            raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
+        self.offsets[index], self.file_numbers[index] = offset, file_number
+        self.new_tokens += new_tokens
+        self.server_tokens += server_tokens
 
 
 class EpisodeFiles:
@@ -124,9 +111,8 @@ class EpisodeFiles:
             self.folder / f"{stem}_settings.json",
             results=self._bound,
             remedy=f"use another {apart_by}, or --overwrite True to start anew",  # flags that tell runs apart
-            upgrade=modern_settings,
         )
-        self.own_path = self.folder / f"{stem}_rank{rank()}.jsonl"
+        self.own_path = self._rank_path(rank())
         self.shared = True  # whether all ranks of the launch are known to use this folder
         self.own_file: BinaryIO | None = None
 
@@ -137,54 +123,36 @@ class EpisodeFiles:
         if they belong to a run with other settings, and for files that another process is writing. Nothing is
         written then.
         """
+        if world_size() > 1 and "MASTER_ADDR" not in os.environ:
+            raise ValueError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
         overwrite = overwrite and not utils.restarted()
-        by_hand = world_size() > 1 and "MASTER_ADDR" not in os.environ
-        if overwrite and by_hand:
-            raise ValueError("--overwrite needs torchrun: ranks started by hand cannot agree on when to delete files")
-        if by_hand:
-            self.shared = False
-            self._join(settings)
-        else:
-            first = utils.from_rank_0(lambda: self._begin(settings, overwrite))
-            if rank() != 0:
-                self._follow(first, settings, overwrite)
-        self.own_file = _open_to_append(self.own_path)
+        claimed = utils.from_rank_0(lambda: self._claim(settings, overwrite))
+        if different := utils.differences(claimed, settings):
+            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
+        if rank() != 0:
+            self.shared = utils.wait_until(self._rank_path(0).is_file, utils.SHARING_TIMEOUT)
+            if overwrite and not self.shared:
+                raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all share")
+            utils.lock(_lock_of(self.own_path))
+            self.own_file = _open_to_append(self.own_path)
         finished = self.finished()
         if finished.missing(range(len(self.words))):
             for path in self.made_of_results:  # of fewer games, or of those overwritten
                 path.unlink(missing_ok=True)
         return finished
 
-    def _begin(self, settings: dict, overwrite: bool) -> dict:
-        """Claim the folder for all ranks of this launch; the settings, and a word to know the folder by."""
-        for path in filter(utils.is_locked, self._rank_locks()):  # of ranks started by hand
+    def _claim(self, settings: dict, overwrite: bool) -> dict:
+        """Claim the folder for all ranks of this launch, as its rank 0; the settings."""
+        for path in filter(utils.is_locked, self._rank_locks()):  # of a launch whose first rank has ended
             raise ValueError(utils.LOCKED.format(path))
         self.settings.claim(settings, overwrite=overwrite)
         utils.lock(_lock_of(self.own_path))
         if overwrite:
-            self._delete()
-        launch = uuid.uuid4().hex
-        self.settings.write(settings, launch=launch)
-        return {"settings": settings, "launch": launch}
-
-    def _follow(self, first: dict, settings: dict, overwrite: bool) -> None:
-        """Take this rank's file, in the folder that rank 0 has claimed or, on a machine of its own, in another one."""
-        if different := utils.differences(first["settings"], settings):
-            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
-        self.shared = utils.wait_until(lambda: self._launch() == first["launch"], utils.SHARING_TIMEOUT)
-        if self.shared:
-            utils.lock(_lock_of(self.own_path))
-            return
-        if overwrite:
-            raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all machines share")
-        logger.warning("%s: not the folder of rank 0; results are merged only where all rank files are", self.folder)
-        self._join(settings)
-
-    def _join(self, settings: dict) -> None:
-        """Take this rank's file in a folder where ranks do not know of each other."""
-        self.settings.check(settings)
-        utils.lock(_lock_of(self.own_path))
-        self.settings.write(settings, launch=uuid.uuid4().hex)  # no other rank's word
+            for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
+                path.unlink(missing_ok=True)
+        self.settings.write(settings)
+        self.own_file = _open_to_append(self.own_path)  # by which the others know the folder
+        return settings
 
     def append(self, episode: Mapping) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -194,7 +162,7 @@ class EpisodeFiles:
 
     def finished(self) -> FinishedGames:
         """The finished games of all ranks, also of launches with another number of processes."""
-        return FinishedGames(self.words, self._rank_paths())
+        return FinishedGames(self.game, self.words, self._rank_paths())
 
     def merge(self, *, seconds: float, tokens_before: int) -> dict | None:
         """Write results and summary if every game is there, and return the summary; None: others are still playing.
@@ -210,21 +178,16 @@ class EpisodeFiles:
             logger.info("%s; the rank that ends last writes the results", message)
             return None
         tokens = games.new_tokens - tokens_before
-        if not tokens and (summary := self._merged()):
-            logger.info("%s: all is there", self.results_path)
-            return summary
+        if not tokens and self.results_path.is_file() and self.summary_path.is_file():
+            summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+            if summary["games"] == len(self.words):
+                logger.info("%s: all is there", self.results_path)
+                return summary
         counts = GameCounts(self.game)
         write_records(self.results_path, _counted(games, counts))
         summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
         return summary
-
-    def _merged(self) -> dict | None:
-        """The summary that an earlier launch wrote, if it is of so many games."""
-        if not (self.results_path.is_file() and self.summary_path.is_file()):
-            return None
-        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        return summary if summary["games"] == len(self.words) else None
 
     def wait_for_others(self) -> None:
         """Give up this rank's file and wait until no other process writes to one: a failed rank ends the launch."""
@@ -239,9 +202,6 @@ class EpisodeFiles:
         more = ", ..." if len(missing) > NAMED else ""
         return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
 
-    def _launch(self) -> str | None:
-        return self.settings.read("launch") if self.settings.path.is_file() else None
-
     def _bound(self) -> Path | None:
         """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
         files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
@@ -251,18 +211,14 @@ class EpisodeFiles:
         """The locks of ranks, held or not."""
         return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
 
+    def _rank_path(self, number: int) -> Path:
+        return self.folder / f"{self.stem}_rank{number}.jsonl"
+
     def _rank_paths(self) -> list[Path]:
         """The rank files that are there, by rank."""
         pattern = re.compile(re.escape(self.stem) + r"_rank(\d+)\.jsonl")
-        found = {}
-        for path in self.folder.glob("*.jsonl"):
-            if match := pattern.fullmatch(path.name):
-                found[int(match[1])] = path
+        found = {int(match[1]): path for path in self.folder.glob("*") if (match := pattern.fullmatch(path.name))}
         return [found[number] for number in sorted(found)]
-
-    def _delete(self) -> None:
-        for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
-            path.unlink(missing_ok=True)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
@@ -274,7 +230,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
                 return
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError(f"{path}:{number}: not JSON; delete the line to have its game played again") from None
             yield f"{path}:{number}", offset, record
             offset += len(line)

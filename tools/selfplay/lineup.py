@@ -1,6 +1,5 @@
 """Who plays: from the names on the command line to players, and to what the settings file says of them."""
 
-import copy
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -11,17 +10,18 @@ import torch
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher, Engine, LocalPlayer
-from tools.engine.memory import batch_size_for_memory
+from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
-from tools.games.chat import ChatTemplate
+from tools.engine.vllm import AUTO, VLLM, VLLMServer
 from tools.games.game import Game
 from tools.players.budget import TokenBudget
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import Player
 from tools.players.server_flags import is_server
-from tools.selfplay.options import AUTO, GENERATE, SLOTS, PlayFlags
+from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
 from utils import model_fingerprint
 
+VLLM_GAMES = 256  # at once, unless a flag says otherwise
 ENGINES: dict[str, Callable[..., Engine]] = {SLOTS: SlotEngine, GENERATE: BatchEngine}
 logger = logging.getLogger(__name__)
 
@@ -32,35 +32,50 @@ class Lineup:
     def __init__(self, flags: PlayFlags, game: Game):
         self.flags, self.game = flags, game
         self.loaded: dict[Path, models.LocalModel] = {}
-        self.chats: dict[Path, ChatTemplate] = {}  # of loaded models, with --chat_template True
+        self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
+        self.tokens: dict[str, models.ModelTokens] = {}  # of models behind servers
         self.batch_size = flags.per_device_eval_batch_size
         self.budget = TokenBudget()  # of what servers charge
         self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
-    def build_players(self, names: Sequence[str], on_batch: Callable[[], None]) -> tuple[dict[str, Player], int]:
+    def build_players(
+        self, names: Sequence[str], on_batch: Callable[[], None], *, seed: int | str = 0
+    ) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once; models of earlier players leave memory.
 
-        `names` are those of roles[0] and roles[1]; `on_batch` is called every so many replies.
+        `names` are those of roles[0] and roles[1]; `on_batch` is called every so many replies. `seed` is that of
+        draws on servers; those of this process come from torch's generator.
         """
         local = [name for name in names if name != HUMAN and not is_server(name)]
         folders = {name: models.model_folder(name).resolve() for name in local}
-        self._load(set(folders.values()))
-        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
-        of_folder = {folder: self._local_player(folder, batcher, games) for folder in self.loaded}
+        if self.flags.engine == VLLM:
+            of_folder = self._vllm_players(set(folders.values()), on_batch, seed)
+            games = self._games_at_once(names)
+        else:
+            self._load(set(folders.values()))
+            batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+            of_folder = {folder: self._local_player(folder, batcher, games) for folder in self.loaded}
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
         if servers := set(filter(is_server, names)):
-            players |= self._server_players(servers, on_batch)
+            players |= self._server_players(servers, on_batch, seed)
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
+
+    def end(self) -> None:
+        """End the servers of this process."""
+        while self.vllms:
+            self.vllms.popitem()[1].end()
 
     def _games_at_once(self, names: Sequence[str]) -> int:
         if self.flags.concurrent_games:
             return self.flags.concurrent_games
         if HUMAN in names:
             return 1
+        if self.vllms:
+            return self.flags.per_device_eval_batch_size or VLLM_GAMES
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
         # Of so many games, one of the models always has a full batch waiting.
@@ -70,13 +85,45 @@ class Lineup:
     def _local_player(self, folder: Path, batcher: Batcher, games: int) -> Player:
         local = self.loaded[folder]
         engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
-        return LocalPlayer(engine, batcher, self.chats.get(folder))
+        return LocalPlayer(engine, batcher, local.chat)
 
-    def _server_players(self, names: set[str], on_batch: Callable[[], None]) -> dict[str, Player]:
+    def _server_players(self, names: set[str], on_batch: Callable[[], None], seed: int | str) -> dict[str, Player]:
         from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
 
+        tokens = self._tokens(self.flags.openai_tokenizer) if self.flags.openai_tokenizer else None
         servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
-        return {name: ServerPlayer(name, servers) for name in names}
+        return {name: ServerPlayer(name, servers, tokens=tokens, seed=seed) for name in names}
+
+    def _vllm_players(self, folders: set[Path], on_batch: Callable[[], None], seed: int | str) -> dict[Path, Player]:
+        """Players by model folder; servers of earlier players end, unless they go on playing."""
+        from tools.engine.vllm_player import VLLMPlayer  # as above
+
+        flags, games = self.flags, self.flags.per_device_eval_batch_size or VLLM_GAMES
+        wanted = {(folder, len(folders)) for folder in folders}
+        for key in set(self.vllms) - wanted:
+            self.vllms.pop(key).end()
+        for folder, models_here in sorted(wanted - set(self.vllms)):
+            server = flags.vllm_server(
+                folder,
+                max_length=flags.max_length,
+                dtype=str(flags.dtype()).removeprefix("torch.") if flags.dtype() else None,
+                sequences=games,
+                models=models_here,
+                trust_remote_code=flags.trust_remote_code,
+            )
+            self.vllms[folder, models_here] = server.start()
+        return {
+            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed, on_batch=on_batch)
+            for (folder, _), server in self.vllms.items()
+        }
+
+    def _tokens(self, name: str) -> models.ModelTokens:
+        if name not in self.tokens:
+            tokens = models.load_tokens(name, self.flags.sampling(), trust_remote_code=self.flags.trust_remote_code)
+            if self.flags.chat_template:
+                tokens.use_chat_template(name)
+            self.tokens[name] = tokens
+        return self.tokens[name]
 
     def _load(self, folders: set[Path]) -> None:
         if folders == set(self.loaded):
@@ -93,16 +140,18 @@ class Lineup:
                 trust_remote_code=self.flags.trust_remote_code,
             )
             if self.flags.chat_template:
-                self.chats[folder] = ChatTemplate(self.loaded[folder].tokenizer, str(folder))
-                self.loaded[folder] = with_complete_prompts(self.loaded[folder], self.chats[folder])
+                self.loaded[folder].use_chat_template(str(folder))
+        fitting = [self._batch_size(local) for local in self.loaded.values()]
         if self.flags.per_device_eval_batch_size is None and self.loaded:
-            self.batch_size = min(map(self._batch_size, self.loaded.values()))
+            self.batch_size = min(fitting)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
     def _batch_size(self, local: models.LocalModel) -> int:
-        kept = self._engine(local) == SLOTS
-        engines = len(self.loaded) if kept else 1  # plain batches run one at a time
-        return batch_size_for_memory(local.model, self.flags.max_length, kept_caches=kept, engines=engines)
+        """Prompts at once; an engine of slots is told how many tokens it may keep."""
+        if self._engine(local) != SLOTS:
+            return batch_size_for_memory(local.model, self.flags.max_length)
+        slots, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
+        return slots
 
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)
@@ -111,14 +160,6 @@ class Lineup:
         if self.flags.engine == AUTO:
             return SLOTS if able else GENERATE
         return self.flags.engine
-
-
-def with_complete_prompts(model: models.LocalModel, chat: ChatTemplate) -> models.LocalModel:
-    """The model for prompts that hold their BOS already; the end of the chat template's replies ends its own."""
-    tokenizer = copy.deepcopy(model.tokenizer)
-    tokenizer.bos_token = None
-    model.model.generation_config.eos_token_id = sorted({*model.stop_ids, chat.end_id})
-    return models.LocalModel(model.model, tokenizer, model.sampling)
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:

@@ -2,11 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from tools.engine.vllm import AUTO, VLLM, VLLMFlags
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
@@ -14,11 +14,12 @@ from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
 from utils import flag, too_small, warn_on_rank_0
 
-AUTO, SLOTS, GENERATE = "auto", "slots", "generate"
+SLOTS, GENERATE = "slots", "generate"
+DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling
 
 
 @dataclass(kw_only=True)
-class PlayFlags(GameFlags, ServerFlags):
+class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     """How games are played: what they depend on besides players, words and seed, then how this machine plays them."""
 
     task_type: str = flag("draw tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
@@ -39,9 +40,10 @@ class PlayFlags(GameFlags, ServerFlags):
 
     engine: str = flag(
         "slots: keys and values of a game are kept, and replies do not wait for each other; generate: whole batches "
-        "by plain generate; auto: slots wherever the model's attention allows",
+        "by plain generate; vllm: a vLLM server of this process for each model; auto: vllm where there are a GPU and "
+        "a vLLM, else slots wherever the model's attention allows",
         default=AUTO,
-        choices=(AUTO, SLOTS, GENERATE),
+        choices=(AUTO, VLLM, SLOTS, GENERATE),
     )
     per_device_eval_batch_size: int | None = flag("prompts answered at once; unset: from memory", default=None)
     concurrent_games: int | None = flag("games alive at once; unset: a batch for each model", default=None)
@@ -72,21 +74,16 @@ class PlayFlags(GameFlags, ServerFlags):
             problems.append(f"--top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.bf16 and self.fp16:
             problems.append("--bf16 and --fp16 exclude each other")
-        return problems + self.server_problems(
+        if self.engine == VLLM and self.device_map:
+            problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
+        return problems + self.vllm_problems(self.engine) + self.server_problems(
             names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
         )
 
     def sampling(self) -> Sampling:
         """How replies are drawn."""
-        return Sampling(
-            max_length=self.max_length,
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            do_sample=self.task_type == SAMPLING,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
+        same = {name: getattr(self, name) for name in DRAWS}
+        return Sampling(**same, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> torch.dtype | None:
         """Of local models; None: as their configs say."""
@@ -94,14 +91,14 @@ class PlayFlags(GameFlags, ServerFlags):
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """What games depend on besides players, words and seed, as runs are compared by it."""
-        names = ("task_type", "max_length", "max_new_tokens", "min_new_tokens")
-        names += ("temperature", "top_k", "top_p", "bf16", "fp16", "tf32", "engine")
+        names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine")
         return {
             **self.game_settings(game, templates),
             "max_turns": self.turns(game),
             **{name: getattr(self, name) for name in names},
             # Not named when it is off: runs that were begun before there was such a flag go on.
             **({"chat_template": True} if self.chat_template else {}),
+            **({"vllm_args": self.vllm_args} if self.vllm_args else {}),
         }
 
     def set_precision(self) -> None:
@@ -114,15 +111,3 @@ class PlayFlags(GameFlags, ServerFlags):
 def words_setting(path: str, words: list[str]) -> dict[str, str]:
     """A word list as runs are compared by it."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}
-
-
-def modern_settings(stored: dict, now: Mapping) -> dict:
-    """Settings of a run that was begun before there were other games than Taboo, under today's names."""
-    if "taboo_max_turns" not in stored:
-        return stored
-    stored = {name: now.get(name) for name in ("tf32", "engine")} | stored  # they were not noted
-    stored["max_turns"] = stored.pop("taboo_max_turns")
-    match, game = stored.pop("match", None), now["game"]
-    same = game["path"] == "taboo" and game["options"] == {"match": match}
-    stored["game"] = game if same else {"path": "taboo", "options": {"match": match}}
-    return stored

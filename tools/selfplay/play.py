@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tools.engine.vllm import AUTO, VLLM
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.budget import Estimator
@@ -122,6 +123,8 @@ class Run:
 
     def __post_init__(self):
         self.names = {name for pairing in self.pairings for name in pairing.names}
+        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
+        self.estimator = Estimator(self.game, self.templates, turns, tokens)
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
@@ -132,6 +135,7 @@ class Run:
         if self.flags.dry_run:
             print(self.cost(everything if self.flags.overwrite else self.files.finished().missing(everything)))
             return None
+        self._settle_engine(settings)
         self.flags.set_precision()
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
@@ -144,17 +148,24 @@ class Run:
             seconds = progress.seconds
         return self.files.merge(seconds=seconds, tokens_before=finished.new_tokens)
 
+    def _settle_engine(self, settings: dict) -> None:
+        """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
+        if self.flags.engine != AUTO or all(is_server(name) or name == HUMAN for name in self.names):
+            return
+        begun = self.files.settings
+        if not self.flags.overwrite and begun.results() and begun.path.is_file():
+            chosen = VLLM if begun.read().get("engine") == VLLM else AUTO
+        else:
+            chosen = AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
+        self.flags.engine = settings["engine"] = chosen
+
     def cost(self, games: Sequence[int]) -> str:
         """What these games will cost."""
         matches = (
             (self.pairings[number].names, [self.files.words[index] for index in indices])
             for number, indices in itertools.groupby(games, key=self.pairing_of)
         )
-        return self._estimator().describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
-
-    def _estimator(self) -> Estimator:
-        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
-        return Estimator(self.game, self.templates, turns, tokens)
+        return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
 
     def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
         """Play these games; returns what became of them."""
@@ -162,7 +173,10 @@ class Run:
         before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
         log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
         progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
-        self._limit_tokens(lineup, server_tokens)
+        if self.flags.max_total_tokens is not None:  # this rank's share of what is left
+            task = self.files.words[0]
+            likely = max(self.estimator.likely_cost(pairing.names, task).tokens for pairing in self.pairings)
+            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
         try:
             for number, indices in itertools.groupby(to_play, key=self.pairing_of):
                 if not lineup.budget.exhausted:
@@ -172,17 +186,14 @@ class Run:
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            self._leave()
+            games = len(self.files.words)
+            stored = games - len(self.files.finished().missing(range(games)))
+            print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
+            sys.exit(0)
         finally:
+            lineup.end()
             progress.end()
         return progress
-
-    def _limit_tokens(self, lineup: Lineup, server_tokens: float) -> None:
-        """Give this rank its share of what --max_total_tokens leaves."""
-        if self.flags.max_total_tokens is not None:
-            task = self.files.words[0]
-            likely = max(self._estimator().likely_cost(pairing.names, task).tokens for pairing in self.pairings)
-            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
         """Play these games of one pairing.
@@ -190,7 +201,7 @@ class Run:
         ValueError for a player that can never answer, RuntimeError for any other fault.
         """
         # Held no longer than their match: the next models need the room.
-        players, concurrent_games = lineup.build_players(pairing.names, progress.batch)
+        players, concurrent_games = lineup.build_players(pairing.names, progress.batch, seed=pairing.seed)
         if pairing.labels:
             match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
             logger.info("match: %s, %d games", match, len(indices))
@@ -220,13 +231,6 @@ class Run:
             raise ValueError(f"{error}; the games played so far are safe") from None
         except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
             raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
-
-    def _leave(self) -> None:
-        """End the program in good order when the person leaves."""
-        games = len(self.files.words)
-        stored = games - len(self.files.finished().missing(range(games)))
-        print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
-        sys.exit(0)
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:

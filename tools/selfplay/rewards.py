@@ -26,7 +26,8 @@ class Games:
         """Judge an episode. Raises ValueError if it is no game of this kind, or its rewards are none."""
         self.game.check_kind(episode)
         verdict = self.game.judge(*(episode[key] for key in EPISODE_KEYS))
-        self.paid.update(rewards_of(self.game, episode, verdict).keys())
+        for role in rewards_of(self.game, episode, verdict):
+            self.paid[role] += 1
         self._outcomes.append(self.names.index(verdict.outcome))
         self._lengths.append(verdict.length)
 
@@ -100,23 +101,12 @@ def paid_rows(games: Games, episodes: Iterable[dict], *, decay_weight: float, pr
     weights = games.role_weights()
     for episode, verdict in games.verdicts(episodes):
         rewards = rewards_of(games.game, episode, verdict)
-        history = episode["history"][: verdict.length] if rewards else []
-        spoken = Counter(message["role"] for message in history)
-        shares = {role: iter(message_shares(spoken[role], decay_weight)) for role in rewards}
-        for index, message in enumerate(history):
-            if message["role"] in rewards:
-                reward = rewards[message["role"]] * next(shares[message["role"]])
-                yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[message["role"]])
-
-
-def all_rows(games: Games, episodes: Iterable[dict], *, prompt_fn: PromptFn) -> Iterator[dict]:
-    """A row of reward and weight 1 per message of either player, up to the end of each game, whatever its outcome.
-
-    For imitation of players whose lost games are worth learning from too; the paper's are `paid_rows`.
-    """
-    for episode, verdict in games.verdicts(episodes):
-        for index in range(verdict.length):
-            yield message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
+        played = [message["role"] for message in episode["history"][: verdict.length]] if rewards else []
+        shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in rewards}
+        for index, role in enumerate(played):
+            if role in rewards:
+                reward = rewards[role] * next(shares[role])
+                yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[role])
 
 
 def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float, weight: float) -> dict:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.selfplay.rewards import Games, PromptFn, all_rows, check_decay, paid_rows
+from tools.selfplay.rewards import Games, PromptFn, check_decay, message_row, paid_rows
 from utils import (
     BadRecordError,
     RunSettings,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
+KEPT_BYTES = 1 << 26  # of episodes that are not read a second time
 logger = logging.getLogger(__name__)
 
 
@@ -58,32 +59,29 @@ class RowFlags(GameFlags):
         return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
 
 
-def judge_files(
-    game: Game, paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
-) -> Games:
-    """Judge the episodes of several files; errors name the file, the line and the index in the file.
-
-    `skip_bad` passes over what is no episode, telling `on_skip`.
-    """
-    games = Games(game)
+def read_records(
+    paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
+) -> Iterator[tuple[str, dict]]:
+    """What messages call a record, and the record, of several files; with `skip_bad`, `on_skip` is told of others."""
     for path in paths:
         for index, (where, record) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
-            try:
-                games.add(record)
-            except ValueError as error:
-                message = f"{where}: episode {index} of the file, counted from 0: {error}"
-                if not skip_bad:
-                    raise BadRecordError(message) from None
-                on_skip(message)
-                games.skip()
+            yield f"{where}: episode {index} of the file, counted from 0", record
+
+
+def judge_records(
+    game: Game, records: Iterable[tuple[str, dict]], on_skip: Callable[[str], None] | None = None
+) -> Games:
+    """Judge the episodes of `read_records`; `on_skip` is told what is none, which is then passed over."""
+    games = Games(game)
+    for where, record in records:
+        try:
+            games.add(record)
+        except ValueError as error:
+            if on_skip is None:
+                raise BadRecordError(f"{where}: {error}") from None
+            on_skip(f"{where}: {error}")
+            games.skip()
     return games
-
-
-def read_records(paths: Iterable[str], *, skip_bad: bool) -> Iterator[dict]:
-    """The records that `judge_files` has seen, in its order."""
-    for path in paths:
-        for _, record in iter_records(path, skip_bad=skip_bad, on_skip=lambda message: None):
-            yield record
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
@@ -123,57 +121,56 @@ def make_rows(
         if not flags.overwrite and all(map(os.path.exists, written)):
             logger.info("%s: all is there", output)
             return {name: made_with.read(name) for name in ("games", "rows", "weights")}
-        files = RowFiles(inputs, sft, output, outcomes)
-        prompt_fn = choose_prompt_fn(flags, game, templates, chat)
-        return write_rows(flags, game, prompt_fn, chat, files, write_settings=partial(made_with.write, settings))
+        counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped"), 0))
+        games, episodes, results = judge_inputs(flags, game, inputs)
+        rows = game_rows(flags, games, episodes(), choose_prompt_fn(flags, game, templates, chat))
+        sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
+        rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
+
+        def rows_then_settings() -> Iterator[dict]:
+            yield from chat.rows(rows) if chat else rows
+            Path(output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
+            results.update(rows=dict(counts), weights=games.role_weights())
+            made_with.write(settings, **results)
+
+        if outcomes:
+            write_records(outcomes, outcome_records(games, episodes()))
+        write_records(output, rows_then_settings())  # takes its place last: what is there is whole
+        return results
 
 
-class RowFiles(NamedTuple):
-    """What rows are made from and written to; as in `make_rows`."""
+def judge_inputs(flags: RowFlags, game: Game, paths: list[str]) -> tuple[Games, Callable[[], Iterator[dict]], dict]:
+    """Judge the episodes of these files; also gives what reads them once more, and the counts of games."""
+    skipped = 0
 
-    inputs: list[str]
-    sft: str | None
-    output: str
-    outcomes: str | None
-
-
-def write_rows(
-    flags: RowFlags,
-    game: Game,
-    prompt_fn: PromptFn,
-    chat: "ChatTemplate | None",
-    files: RowFiles,
-    *,
-    write_settings: Callable[..., None],
-) -> dict:
-    """Judge the episodes, write outcomes and rows, and the settings with the counts; returns the counts."""
-    counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped", "skipped"), 0))
-
-    def count_skipped(message: str) -> None:
+    def on_skip(message: str) -> None:
+        nonlocal skipped
         log_skipped(message)
-        counts["skipped"] += 1
+        skipped += 1
 
-    games = judge_files(game, files.inputs, skip_bad=flags.skip_bad, on_skip=count_skipped)
-    results: dict[str, dict] = {}
-    results["games"] = {"episodes": len(games), **games.counts(), "skipped": counts.pop("skipped")}
-    records = partial(read_records, files.inputs, skip_bad=flags.skip_bad)
-    if flags.messages == ALL:
-        rows = all_rows(games, records(), prompt_fn=prompt_fn)
-    else:
-        rows = paid_rows(games, records(), decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
-    sft_rows = read_sft_rows(files.sft, chat.alpaca_to_turn if chat else alpaca_to_row) if files.sft else ()
-    rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
+    records: Iterable = read_records(paths, skip_bad=flags.skip_bad, on_skip=on_skip)
+    if keep := sum(map(os.path.getsize, paths)) <= KEPT_BYTES:
+        records = list(records)
+    games = judge_records(game, records, on_skip if flags.skip_bad else None)
 
-    def rows_then_settings() -> Iterator[dict]:
-        yield from chat.rows(rows) if chat else rows
-        Path(files.output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
-        results.update(rows=dict(counts), weights=games.role_weights())
-        write_settings(**results)
+    def again() -> Iterator[dict]:
+        return (record for _, record in (records if keep else read_records(paths, skip_bad=flags.skip_bad)))
 
-    if files.outcomes:
-        write_records(files.outcomes, outcome_records(games, records()))
-    write_records(files.output, rows_then_settings())  # takes its place last: what is there is whole
-    return results
+    return games, again, {"games": {"episodes": len(games), **games.counts(), "skipped": skipped}}
+
+
+def game_rows(flags: RowFlags, games: Games, episodes: Iterable[dict], prompt_fn: PromptFn) -> Iterator[dict]:
+    """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
+
+    The latter is for imitation of players whose lost games are worth learning from too.
+    """
+    if flags.messages == WINNER:
+        return paid_rows(games, episodes, decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
+    return (
+        message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
+        for episode, verdict in games.verdicts(episodes)
+        for index in range(verdict.length)
+    )
 
 
 def settings_path(output: str) -> Path:

@@ -1,0 +1,129 @@
+"""Damaged files: a rank file loses no game that is whole in it, and every program ends with success or one line."""
+
+import json
+import random
+import shutil
+
+import pytest
+from programs import GAME, WORDS, Inputs, call, episode, release
+from trials import flags_of
+
+from tools import tiny_world
+from tools.selfplay.files import EpisodeFiles
+
+ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", [], {}, [[]], "a" * 10_000, "../../x", "<b>"]
+
+
+# --- rank files ----------------------------------------------------------------------------------------------------
+
+
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """Cut off, overwritten, doubled, with odd values, or with bytes that are no text."""
+    kind, place = rng.randrange(6), rng.randrange(len(content) + 1)
+    if kind == 0:
+        return content[:place]
+    if kind == 1:
+        return content[:place] + rng.randbytes(rng.randint(1, 20)) + content[place + rng.randint(0, 20) :]
+    if kind == 2:
+        return content + content[place:]
+    if kind == 3:
+        return content[:place] + b"\0" * rng.randint(1, 500) + content[place:]
+    if kind == 4:
+        lines = content.splitlines(keepends=True) or [b""]
+        rng.shuffle(lines)
+        return b"".join(lines[: rng.randint(0, len(lines))])
+    return odd_value(content, rng)
+
+
+def odd_value(content: bytes, rng: random.Random) -> bytes:
+    """One value of a JSON or JSONL file is another; of other files a line is."""
+    text = content.decode("utf-8", "replace")
+    try:
+        records, lines = json.loads(text), False
+    except ValueError:
+        try:
+            records, lines = [json.loads(line) for line in text.splitlines() if line.strip()], True
+        except ValueError:
+            parts = text.split("\n")
+            parts[rng.randrange(len(parts))] = str(rng.choice(ODD_VALUES))
+            return "\n".join(parts).encode("utf-8", "replace")
+    changed = change(records, rng)
+    if lines and isinstance(changed, list):
+        return "".join(json.dumps(record) + "\n" for record in changed).encode()
+    return json.dumps(changed).encode()
+
+
+def change(value, rng: random.Random):
+    """The value with one part of it, at any depth, replaced, taken away, or wrapped."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.85:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key, copy = rng.choice(keys), value.copy()
+        if rng.random() < 0.15:
+            del copy[key]
+        else:
+            copy[key] = change(copy[key], rng)
+        return copy
+    nested = "[" * 3000 + "]" * 3000
+    return rng.choice([*ODD_VALUES, [value], {"x": value}, json.loads(nested[2500:3500])])
+
+
+def test_damaged_rank_files(tmp_path, trials):
+    """What is whole is kept as it is; what is not is played again or named with its line."""
+
+    def trial(rng: random.Random) -> None:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        (tmp_path / "s_settings.json").write_text(json.dumps({"settings": {"seed": 1}, "launch": "x"}))
+        path = tmp_path / "s_rank0.jsonl"
+        lines = [json.dumps(episode(index, rng), ensure_ascii=False).encode() for index in range(6)]
+        path.write_bytes(damage(b"\n".join(lines) + b"\n", rng))
+        before = path.read_bytes()
+        whole = {line for line in before.split(b"\n")[:-1] if line in lines}
+        files = EpisodeFiles(tmp_path, "s", WORDS, GAME)
+        try:
+            missing = files.start({"seed": 1}).missing(range(len(WORDS)))
+        except ValueError as error:
+            assert "\n" not in str(error) and "s_rank0.jsonl" in str(error)
+            assert path.read_bytes() in (before, before.rpartition(b"\n")[0] + b"\n")
+            return
+        finally:
+            release()
+        kept = {index for index, line in enumerate(lines) if line in whole}
+        assert kept.isdisjoint(missing)
+        for index in missing:
+            files.append(episode(index, rng))
+        files.merge(seconds=1, tokens_before=0)
+        results = json.loads(files.results_path.read_text())
+        assert [game["index"] for game in results] == list(range(len(WORDS)))
+        assert all(game["target_word"] == WORDS[game["index"]] for game in results)
+        assert whole <= set(path.read_bytes().split(b"\n"))
+
+    trials.run("damaged rank files", trial, short=40, each=40)
+
+
+@pytest.mark.parametrize("name", ["assign_rewards", "imitation", "alpaca", "split", "report", "play_llm_game",
+                                  "evaluate_games", "train"])  # fmt: skip
+def test_mutated_files(name, tmp_path, tiny_model, other_model, trials):
+    (tmp_path / "in").mkdir()
+    inputs = Inputs(tmp_path / "in", tiny_model, other_model)
+
+    def trial(rng: random.Random) -> None:
+        output = tmp_path / "out"
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir()
+        main, files, command, flags = inputs.programs(output)[name]
+        path = inputs.folder / rng.choice(files)
+        before = path.read_bytes()
+        try:
+            path.write_bytes(damage(before, rng))
+            call(main, *command, *flags_of(flags))
+        finally:
+            path.write_bytes(before)
+
+    heavy = name in ("train", "play_llm_game", "evaluate_games")
+    trials.run(f"mutated files, {name}", trial, short=3 if heavy else 8, each=10 if heavy else 30)
+
+
+def test_show_on_what_is_no_loop(tmp_path):
+    status, _ = call(tiny_world.main, "show", "--output_dir", tmp_path)
+    assert status == 2

@@ -1,0 +1,295 @@
+"""Programs that are killed at random moments, again and again, end with what an undisturbed run leaves."""
+
+import functools
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from forks import python
+from safetensors.torch import load_file
+from trials import ENVIRONMENT, finish, flags_of, kill_all, killed, scratch, seconds_of, start
+
+import utils
+
+WORDS = [f"word{number}" for number in range(24)]
+STEM = "im_sampling_words"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--monitor_interval=0.1"]
+
+
+class Case:
+    """A program's command for an output folder, and what an undisturbed run of it leaves."""
+
+    def __init__(self, folder: Path, command, results):
+        self.folder, self.command, self.results = folder, command, results
+
+    @functools.cached_property
+    def undisturbed(self) -> dict:
+        """Results of an undisturbed run."""
+        self.seconds = seconds_of(lambda: finish(start(self.command(self.folder / "undisturbed"))))
+        return self.results(self.folder / "undisturbed")
+
+    def trial(self, rng: random.Random, kills: int = 3, within: tuple[float, float] = (0, 1.1)) -> None:
+        """Kill it at random moments of its time, then compare."""
+        expected = self.undisturbed
+        with scratch(self.folder) as folder:
+            begin = functools.partial(start, self.command(folder / "out"))
+            killed(rng, begin, folder, kills=kills, within=self.seconds * rng.uniform(*within))
+            same(self.results(folder / "out"), expected)
+
+
+def same(found: dict, expected: dict) -> None:
+    """Equal bytes of files, weights within rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        else:
+            assert found[name] == value, name
+
+
+# --- play and matches ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with words, and prompts that are short."""
+    folder = tmp_path_factory.mktemp("kills")
+    (folder / "words.txt").write_text("\n".join(WORDS))
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
+    prompts = {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    return folder
+
+
+def playing(place: Path, **flags) -> list[str]:
+    """Flags of play whose replies do not depend on when they are drawn."""
+    shared = {"max_turns": 2, "max_length": 160, "max_new_tokens": 24, "per_device_eval_batch_size": 2, "top_k": 1}
+    return flags_of(shared | {"logging_steps": 0, "prompt_templates": place / "prompts.json"} | flags)
+
+
+def play_flags(place: Path, model: str, output: Path) -> list[str]:
+    models = {"attacker_model_name_or_path": model, "defender_model_name_or_path": model, "output_dir": output}
+    return playing(place, **models, data_path=place / "words.txt", model_prefix="im", data_suffix="words")
+
+
+def games_of(folder: Path) -> dict:
+    """The results, and that each game is in the rank files once."""
+    stored = [json.loads(line)["index"] for path in folder.glob("*_rank*") for line in path.read_text().splitlines()]
+    return {"results": (folder / f"{STEM}_results.json").read_bytes(), "stored": sorted(stored)}
+
+
+@pytest.fixture
+def play(place, tiny_model, tmp_path) -> Case:
+    """Play in one process."""
+    command = [python(), "-m", "tools.play_llm_game"]
+    return Case(tmp_path, lambda output: [*command, *play_flags(place, tiny_model, output)], games_of)
+
+
+def test_play_in_one_process(play, trials):
+    trials.run("play, one process", play.trial, short=1)
+
+
+def test_play_under_torchrun(place, tiny_model, tmp_path, trials):
+    command = [python(), *TORCHRUN, "-m", "tools.play_llm_game"]
+    case = Case(tmp_path, lambda output: [*command, *play_flags(place, tiny_model, output)], games_of)
+    trials.run("play, torchrun", functools.partial(case.trial, kills=2), short=0)
+
+
+def test_play_when_torchrun_alone_is_killed(play, place, tiny_model, trials):
+    def trial(rng: random.Random) -> None:
+        expected = play.undisturbed
+        with scratch(play.folder) as folder:
+            flags = play_flags(place, tiny_model, folder / "out")
+            process = start([sys.executable, *TORCHRUN, "-m", "tools.play_llm_game", *flags])
+            size = rng.randint(0, 5000)
+            until(lambda: sum(path.stat().st_size for path in folder.glob("out/*_rank*")) > size, process)
+            process.kill()
+            process.communicate()
+            finish(start([python(), "-m", "tools.play_llm_game", *flags]))
+            assert games_of(folder / "out") == expected
+
+    trials.run("play, torchrun alone killed", trial, short=0)
+
+
+def test_play_by_ranks_that_are_started_by_hand(play, trials):
+    """Each rank is a process of its own; the last one to end writes the results."""
+
+    def trial(rng: random.Random) -> None:
+        expected = play.undisturbed
+        with scratch(play.folder) as folder:
+            ranks = [ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)]
+            both = [start(play.command(folder / "out"), env=environment) for environment in ranks]
+            time.sleep(rng.uniform(0, play.seconds))
+            for process in both:
+                kill_all(process, folder)
+            statuses = {start(play.command(folder / "out"), env=environment).wait() for environment in ranks}
+            assert statuses <= {0, 2}
+            finish(start(play.command(folder / "out")))
+            assert games_of(folder / "out") == expected
+
+    trials.run("play, ranks by hand", trial, short=0)
+
+
+def test_play_while_results_are_merged(play, trials):
+    def trial(rng: random.Random) -> None:
+        expected = play.undisturbed
+        with scratch(play.folder) as folder:
+            shutil.copytree(play.folder / "undisturbed", folder / "out")
+            for path in folder.glob("out/*_results.json"):
+                path.unlink()
+            killed(rng, lambda: start(play.command(folder / "out")), folder, kills=3, within=play.seconds / 2)
+            assert games_of(folder / "out") == expected
+
+    trials.run("play, merge", trial, short=0)
+
+
+def test_matches(place, tiny_model, other_model, tmp_path, trials):
+    flags = {"players": [f"a={tiny_model}", f"b={other_model}"], "words": place / "words.txt", "games_per_word": 1}
+
+    def command(output: Path) -> list:
+        return [python(), "-m", "tools.evaluate_games", *playing(place, **flags, output_dir=output)]
+
+    def results(folder: Path) -> dict:
+        return {name: (folder / name).read_bytes() for name in ("games_results.json", "matches.json", "matches.txt")}
+
+    trials.run("matches", Case(tmp_path, command, results).trial, short=0)
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def make_rows(count: int) -> list[dict]:
+    rng = random.Random(0)
+    rows = []
+    for index in range(count):
+        row = {"query": "ask " * rng.randint(2, 12), "target": "say " * rng.randint(1, 6), "weight": 1.0}
+        of_game = {"reward": rng.random(), "role": ("attacker", "defender")[index % 2]}
+        rows.append(row | (of_game if rng.random() < 0.7 else {"type": "sft"}))
+    return rows
+
+
+@pytest.fixture
+def training(tmp_path, tiny_model, other_model) -> dict:
+    """Settings of a training with all its stages: encoding, reference pass, steps, checkpoints."""
+    (tmp_path / "rows.json").write_text(json.dumps(make_rows(192)))
+    return {
+        "train_method": "OfflinePO",
+        "model_name_or_path": tiny_model,
+        "ref_model_name_or_path": other_model,
+        "train_data_path": tmp_path / "rows.json",
+        "max_length": 128,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-5,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8,
+        "loss_normalization": "step",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "encoding_processes": 1,
+    }
+
+
+def trained(folder: Path) -> dict:
+    """Final weights, and the losses of all steps."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return load_file(folder / "model.safetensors") | {"losses": torch.tensor(losses)}
+
+
+def train_case(settings: dict, folder: Path, launcher: list[str], **changes) -> Case:
+    def command(output: Path) -> list:
+        cache = {"output_dir": output, "cache_dir": output.parent / "cache"}  # each trial has one of its own
+        return [python(), *launcher, ROOT / "train.py", *flags_of(settings | changes | cache)]
+
+    (folder / "case").mkdir(exist_ok=True)
+    return Case(folder / "case", command, trained)
+
+
+def test_training_in_one_process(training, tmp_path, trials):
+    case = train_case(training, tmp_path, [])
+    trials.run("training, one process", case.trial, short=1)
+
+
+def test_training_before_its_first_step(training, tmp_path, trials):
+    """While rows are encoded and the reference's log-probabilities are computed."""
+    case = train_case(training, tmp_path, [])
+    trials.run("training, encoding and reference", functools.partial(case.trial, within=(0.1, 0.6)), short=0)
+
+
+def test_training_while_it_saves(training, tmp_path, trials):
+    case = train_case(training, tmp_path, [], save_steps=1)
+
+    def trial(rng: random.Random) -> None:
+        expected = case.undisturbed
+        with scratch(case.folder) as folder:
+            for _ in range(3):
+                process = start(case.command(folder / "out"))
+                step = rng.randint(1, 20)
+                until(lambda: saves(folder / "out", step), process)  # noqa: B023
+                time.sleep(rng.uniform(0, 0.01))
+                kill_all(process, folder)
+            finish(start(case.command(folder / "out")))
+            same(trained(folder / "out"), expected)
+
+    trials.run("training, saving", trial, short=0)
+
+
+def saves(output: Path, step: int) -> bool:
+    """Whether a checkpoint is being written, or a later one is there."""
+    steps = [int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")]
+    return any(at > step or (at == step and not utils.is_complete(output / f"checkpoint-{at}")) for at in steps)
+
+
+def until(condition, process) -> None:
+    """Wait for a condition, at most as long as the program runs."""
+    while process.poll() is None and not condition():
+        time.sleep(0.002)
+
+
+def test_training_under_torchrun(training, tmp_path, trials):
+    case = train_case(training, tmp_path, TORCHRUN, per_device_train_batch_size=4)
+    trials.run("training, torchrun", functools.partial(case.trial, kills=2), short=0)
+
+
+def test_training_under_deepspeed(training, tmp_path, trials):
+    settings = {"deepspeed": ROOT / "configs" / "zero2.json", "per_device_train_batch_size": 4}
+    case = train_case(training, tmp_path, TORCHRUN, **settings)
+    trials.run("training, DeepSpeed", functools.partial(case.trial, kills=1), short=0)
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_loop(place, training, tiny_model, tmp_path, trials):
+    row = {"query": "Say: ", "target": "I know the word! It is `art`!", "reward": 1.0, "weight": 1.0}
+    (tmp_path / "imitation.json").write_text(json.dumps([row | {"role": "defender"}] * 24))
+    (tmp_path / "sft.json").write_text(json.dumps([{"query": "What?", "target": "That."}] * 24))
+    settings = {"model": tiny_model, "words": place / "words.txt", "eval_words": f"played={place / 'words.txt'}"}
+    settings |= {"imitation_data": tmp_path / "imitation.json", "sft_data": tmp_path / "sft.json", "top_k": 1}
+    settings |= {"epochs": 1, "global_batch": 4, "nproc": 1, "precision": "fp32", "deepspeed": "none", "save_steps": 1}
+    settings |= {"gradient_checkpointing": "False", "max_turns": 1, "max_length": 1100, "max_new_tokens": 8}
+    settings |= {"play_batch": 2, "report": "False", "check_disk": "False", "imitation_lr": 1e-3}
+
+    def command(output: Path) -> list:
+        return [ROOT / "tools" / "run_spag.sh", *flags_of(settings | {"output": output})]
+
+    def results(folder: Path) -> dict:
+        epoch = folder / "epoch1"
+        files = ["episodes/imitation_sampling_words_results.json", "rows/rows.json", "eval/games_results.json"]
+        weights = load_file(epoch / "model" / "model.safetensors")
+        return {name: (epoch / name).read_bytes() for name in files} | weights
+
+    case = Case(tmp_path, command, results)
+    os.environ["PYTHON"], ENVIRONMENT["PYTHON"] = python(), python()
+    trials.run("loop", functools.partial(case.trial, kills=4), short=0)

@@ -1,0 +1,53 @@
+"""Runs a command until it ends or standard input closes, then ends everything that the command has started.
+
+    python -IS supervise.py COMMAND...
+
+Who starts it holds the other end of its standard input, which closes with that process, SIGKILL included. Linux only.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl: orphans among the descendants become children of this process
+LOOK_EVERY = 0.2  # seconds
+GRACE = 5  # seconds between SIGTERM and SIGKILL, and at most for the kernel to take what was killed away
+
+
+def main(command: list[str]) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may go to all processes; the command decides
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, this is not inherited
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    while child.poll() is None and not select.select([0], [], [], LOOK_EVERY)[0]:
+        pass
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        if all_ended(child, time.monotonic() + GRACE):
+            break
+    return 1 if child.returncode is None else child.returncode
+
+
+def all_ended(child: subprocess.Popen, deadline: float) -> bool:
+    """Wait for all descendants to end."""
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            try:
+                ended, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if ended:
+                continue
+        time.sleep(LOOK_EVERY / 10)
+    return False
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.exit(status if status >= 0 else 128 - status)

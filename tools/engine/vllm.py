@@ -1,0 +1,286 @@
+"""vLLM servers that this process starts, waits for and ends: `--engine vllm`.
+
+vLLM pins other versions of most packages, so it is an executable of an environment of its own, reached over HTTP on
+loopback. A program has `VLLMFlags` among its flags and calls
+
+    with flags.vllm_server(folder, max_length=2048, dtype="float32") as server:
+        ...  # it answers: server.url (.../v1), server.key (Authorization: Bearer KEY), server.model (name in requests)
+
+For the loop, `vllm_missing()` says what keeps `--engine vllm` from working. Play speaks to a server by
+tools/engine/vllm_player.py.
+"""
+
+import http.client
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tools.engine import supervise
+from tools.players.player import PlayerUnusable
+from tools.players.server_flags import INSTALL
+from utils import flag, plain_environment, too_small
+
+AUTO, VLLM = "auto", "vllm"  # of --engine
+HOST = "127.0.0.1"
+VARIABLE = "VLLM"  # names the executable
+LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds, while a server starts
+ANSWER_LIMIT = 1 << 20  # bytes
+TAIL_BYTES, TAIL_LINES = 1 << 16, 15  # of a server's output
+CPU_TOKENS = 4096  # that a server without GPUs computes at once
+PORT_TAKEN, PORTS = "address already in use", 3  # what a server says then, and how many ports are tried
+OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that this program sets
+HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY")  # besides what plain_environment leaves out
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class VLLMFlags:
+    """How vLLM servers are started."""
+
+    vllm: str | None = flag(
+        f"vLLM's executable, in an environment of its own; unset: the variable {VARIABLE}, else vllm on the PATH",
+        default=None,
+        metavar="PATH",
+    )
+    tensor_parallel_size: int = flag("GPUs of a vLLM server; there are GPUs / this processes", default=1)
+    vllm_memory: float = flag("share of a GPU's memory for the vLLM servers on it", default=0.9)
+    vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --swap-space 0'", default="")
+
+    def vllm_problems(self, engine: str) -> list[str]:
+        """What is wrong with these flags, a phrase each."""
+        if engine not in (AUTO, VLLM):
+            names = ("vllm", "tensor_parallel_size", "vllm_memory", "vllm_args")
+            given = [f"--{name}" for name in names if getattr(self, name) != getattr(VLLMFlags(), name)]
+            return [f"{', '.join(given)}: only for --engine {VLLM}"] if given else []
+        problems = too_small(self, tensor_parallel_size=1)
+        if not 0 < self.vllm_memory <= 1:
+            problems.append(f"--vllm_memory is {self.vllm_memory}; it must be above 0 and at most 1")
+        try:
+            taken = [word for word in shlex.split(self.vllm_args) if word.split("=")[0].replace("_", "-") in OURS]
+            problems += [f"--vllm_args: {word} is set by this program" for word in taken]
+        except ValueError as error:
+            problems.append(f"--vllm_args {self.vllm_args!r} cannot be split into words ({error})")
+        if engine == VLLM and (missing := self.vllm_missing()):
+            problems.append(f"--engine {VLLM}: {missing}")
+        return problems
+
+    def vllm_missing(self) -> str | None:
+        """What keeps vLLM from being started, None if nothing is known."""
+        if self._executable() is None:
+            return f"there is no {self._name()!r} to run; name it by --vllm PATH or the variable {VARIABLE}"
+        if importlib.util.find_spec("openai") is None:
+            return f"it needs a package: {INSTALL}"
+        return None
+
+    def choose_engine(self, engine: str) -> str:
+        """What `auto` means here, said in one line: vLLM where there are a GPU and a vLLM. Others are kept."""
+        if engine != AUTO:
+            return engine
+        missing = "there is no GPU" if not torch.cuda.is_available() else self.vllm_missing()
+        if missing:
+            logger.info("--engine auto: this project's own engine, without vLLM (%s)", missing)
+            return AUTO
+        logger.info("--engine auto: %s (%s)", VLLM, self._executable())
+        return VLLM
+
+    def vllm_server(
+        self,
+        folder: Path,
+        *,
+        max_length: int,
+        dtype: str | None = None,
+        sequences: int | None = None,
+        models: int = 1,
+        trust_remote_code: bool = False,
+    ) -> "VLLMServer":
+        """A server for a model folder, not yet started.
+
+        `max_length` are the tokens of prompt and reply, `sequences` the most replies at once (None: vLLM's choice);
+        `dtype` None: the one in the model's config. This process' GPUs are shared by `models` servers.
+        """
+        words = ["--generation-config", "vllm", "--max-model-len", str(max_length), "--dtype", dtype or _dtype(folder)]
+        words += ["--max-num-seqs", str(sequences)] if sequences else []
+        words += ["--trust-remote-code"] if trust_remote_code else []
+        gpus = own_gpus(self.tensor_parallel_size)
+        if gpus:
+            words += ["--gpu-memory-utilization", f"{self.vllm_memory / models:.3f}"]
+        else:  # vLLM 0.32 dies on a CPU of a request with a seed whose prompt it computes in parts
+            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_length, CPU_TOKENS))]
+        if self.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        executable = self._executable()
+        if executable is None:
+            raise ValueError(f"--engine {VLLM}: {self.vllm_missing()}")
+        return VLLMServer(folder, executable, [*words, *shlex.split(self.vllm_args)], gpus)
+
+    def _name(self) -> str:
+        return self.vllm or os.environ.get(VARIABLE) or "vllm"
+
+    def _executable(self) -> str | None:
+        found = shutil.which(self._name())
+        return os.path.abspath(found) if found else None
+
+
+def own_gpus(number: int) -> list[str]:
+    """The GPUs of this process' servers, as CUDA_VISIBLE_DEVICES names them; none on a machine without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        return []
+    process = int(os.environ.get("LOCAL_RANK", 0))
+    own = names[process * number : (process + 1) * number]
+    if len(own) < number:
+        raise ValueError(
+            f"process {process} of this machine has no {number} GPUs of its own; there are {len(names)}: start "
+            f"GPUs / --tensor_parallel_size processes"
+        )
+    return own
+
+
+def _dtype(folder: Path) -> str:
+    """The type in a model's config; vLLM's own choice would be half precision for float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for place in (config, config.get("text_config") or {}):
+        if name := place.get("dtype") or place.get("torch_dtype"):
+            return name
+    return "auto"
+
+
+class VLLMServer:
+    """`vllm serve` for one model folder, as long as the `with` block runs.
+
+    A supervisor ends the server with all its processes when this process ends, however that is. The key goes through
+    the environment, so that no list of processes shows it.
+    """
+
+    def __init__(self, folder: Path, executable: str, arguments: Sequence[str], gpus: Sequence[str] = ()):
+        self.folder, self.executable, self.arguments, self.gpus = folder.resolve(), executable, arguments, gpus
+        self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # known to no other server
+        self.port = 0
+        self.process: subprocess.Popen | None = None
+        self.log = ""  # where its output was kept after it ended by itself
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}/v1"
+
+    def __enter__(self) -> "VLLMServer":
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.end()
+
+    def start(self) -> "VLLMServer":
+        """Start it and wait until it answers; ValueError, its last lines logged before, if it ends instead."""
+        logger.info("%s: vLLM is starting", self.folder)
+        started = time.monotonic()
+        try:
+            for _ in range(PORTS):
+                self._launch()
+                if self._wait(started):
+                    logger.info("%s: vLLM answers after %.0f s", self.folder, time.monotonic() - started)
+                    return self
+                if PORT_TAKEN not in " ".join(self._tail()).lower():
+                    break
+            raise ValueError(f"{self._died()}; --engine slots plays without vLLM")
+        except BaseException:
+            self.end()
+            raise
+
+    def check(self) -> None:
+        """Raise PlayerUnusable, its last lines logged before, if the server has ended."""
+        if self.process.poll() is not None:
+            raise PlayerUnusable(self._died())
+
+    def end(self) -> None:
+        """End it with all its processes; GPU memory is free then."""
+        if self.process is None:
+            return
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=3 * supervise.GRACE)
+        except subprocess.TimeoutExpired:
+            logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
+
+    def _launch(self) -> None:
+        with socket.socket() as unused:
+            unused.bind((HOST, 0))
+            self.port = unused.getsockname()[1]
+        self.output = tempfile.TemporaryFile()
+        command = [sys.executable, "-IS", supervise.__file__, self.executable, "serve", str(self.folder)]
+        command += ["--served-model-name", self.model, "--host", HOST, "--port", str(self.port)]
+        command += ["--uvicorn-log-level", "warning", *self.arguments]  # no line for each request
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env=self._environment(),
+            start_new_session=True,  # torchrun kills process groups: the supervisor must outlive its rank
+        )
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in plain_environment().items() if not name.startswith(HIDDEN)}
+        path = f"{os.path.dirname(self.executable)}{os.pathsep}{kept.get('PATH', '')}"  # tools that compile kernels
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+        return {"VLLM_NO_USAGE_STATS": "1"} | kept | gpus | {"PATH": path, "VLLM_API_KEY": self.key}
+
+    def _wait(self, started: float) -> bool:
+        """Whether it answers, as soon as it does or has ended."""
+        told = time.monotonic()
+        while self.process.poll() is None:
+            if self._answers():
+                return True
+            if time.monotonic() - told > TELL_EVERY:
+                told, last = time.monotonic(), "".join(self._tail()[-1:])
+                logger.info("%s: vLLM is starting, %.0f s: %s", self.folder, told - started, last)
+            time.sleep(LOOK_EVERY)
+        return False
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=10)
+        try:
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {self.key}"})
+            response = connection.getresponse()
+            return response.status == 200 and self.model.encode() in response.read(ANSWER_LIMIT)
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _died(self) -> str:
+        """How it ended. Logs its last lines up to the last error, once, and keeps all that it wrote in a file."""
+        if not self.log:
+            lines = self._tail()
+            end = max((at + 1 for at, line in enumerate(lines) if "error" in line.lower()), default=len(lines))
+            logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(lines[:end][-TAIL_LINES:]))
+            descriptor, self.log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+            with open(descriptor, "wb") as file:
+                self.output.seek(0)
+                shutil.copyfileobj(self.output, file)
+        status = self.process.returncode
+        how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
+        return f"{self.folder}: its vLLM has ended {how} (its output: {self.log})"
+
+    def _tail(self) -> list[str]:
+        """Its last lines, as a terminal may see them."""
+        size = os.fstat(self.output.fileno()).st_size
+        text = os.pread(self.output.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
+        lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+        return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
