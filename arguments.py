@@ -285,7 +285,8 @@ def _yaml_to_flags(path: str) -> list[str]:
 
 def find_problems(args) -> list[str]:
     """All that is wrong with the settings and can be told before anything is loaded, a line each."""
-    return [*_method_problems(args), *_value_problems(args), *_path_problems(args), *_output_problems(args)]
+    checks = (_method_problems, _missing_problems, _value_problems, _path_problems, _output_problems)
+    return [problem for check in checks for problem in check(args)]
 
 
 def _method_problems(args) -> list[str]:
@@ -307,11 +308,6 @@ def _method_problems(args) -> list[str]:
             )
     elif args.ref_model_name_or_path and not _same_path(args.ref_model_name_or_path, args.model_name_or_path):
         problems.append("--ref_model_name_or_path: with --lora_rank the reference is the model without its adapters")
-    if args.lora_rank is not None and importlib.util.find_spec("peft") is None:
-        problems.append("--lora_rank needs peft: pip install peft")
-    for tracker in {"tensorboard", "wandb"} & set(args.report_to if isinstance(args.report_to, list) else []):
-        if importlib.util.find_spec(tracker) is None:
-            problems.append(f"--report_to {tracker} needs it: pip install {tracker}")
     per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
     if args.train_sampling_strategy == "batch_rebalance" and not per_step:
         problems.append(
@@ -320,11 +316,25 @@ def _method_problems(args) -> list[str]:
         )
     if args.label_smoothing_factor:
         problems.append("--label_smoothing_factor is not used by any method")
-    alone = args.use_cpu or args.no_cuda or not torch.accelerator.is_available()
-    if args.fsdp and alone:
-        problems.append("--fsdp needs GPUs: without them each process would hold the whole model")
-    if args.use_liger_kernel and (alone or importlib.util.find_spec("liger_kernel") is None):
-        problems.append("--use_liger_kernel needs a GPU, and pip install liger-kernel")
+    return problems
+
+
+def _missing_problems(args) -> list[str]:
+    """What is asked for and is not to be had here."""
+    trackers = {"tensorboard", "wandb"} & set(args.report_to if isinstance(args.report_to, list) else [])
+    needed = {"peft": args.lora_rank is not None and "--lora_rank", "deepspeed": args.deepspeed and "--deepspeed"}
+    needed |= {tracker: f"--report_to {tracker}" for tracker in trackers}
+    needed["liger_kernel"] = args.use_liger_kernel and "--use_liger_kernel"
+    problems = [
+        f"{flag} needs {package}: pip install {package.replace('_', '-')}"
+        for package, flag in needed.items()
+        if flag and importlib.util.find_spec(package) is None
+    ]
+    if args.use_cpu or args.no_cuda or not torch.accelerator.is_available():
+        if args.fsdp:
+            problems.append("--fsdp needs GPUs: without them each process would hold the whole model")
+        if args.use_liger_kernel:
+            problems.append("--use_liger_kernel needs a GPU")
     return problems
 
 
@@ -346,6 +356,8 @@ def _value_problems(args) -> list[str]:
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             problems.append(f"--{name} must be a number of at least 0, got {value}")
+    if args.torch_compile:
+        problems.append("--torch_compile: logits at labels alone make each batch another program, compiled anew")
     if not args.save_safetensors:
         problems.append("--save_safetensors False: weights are always saved as safetensors")
     if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:

@@ -462,7 +462,7 @@ def lock(path: str | os.PathLike) -> None:
     if path in _locks:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     if not wait_until(lambda: _try_lock(descriptor, fcntl.LOCK_EX, path), LOCK_TIMEOUT):
         os.close(descriptor)
         raise ValueError(LOCKED.format(path.parent))
@@ -480,7 +480,7 @@ def is_locked(path: str | os.PathLike) -> bool:
     if path in _locks:
         return False
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
@@ -622,10 +622,21 @@ def is_complete(folder: str | os.PathLike) -> bool:
 
 
 def is_undamaged(folder: str | os.PathLike) -> bool:
-    """Whether the files of a checkpoint folder are what was written; an earlier version has noted their sizes only."""
+    """Whether the files of a complete checkpoint folder are what was written, which they are read for once.
+
+    An earlier version has noted their sizes only.
+    """
+    return _is_undamaged(Path(folder).absolute(), Path(folder, COMPLETE).stat().st_mtime_ns)
+
+
+@functools.cache
+def _is_undamaged(folder: Path, marked: int) -> bool:
     noted = {path: sums for path, sums in _noted(folder).items() if isinstance(sums, list)}
     found = checksums(folder) if noted else {}
-    return all(found[str(path.relative_to(folder))] == sums for path, sums in noted.items())
+    damaged = [path for path, sums in noted.items() if found[str(path.relative_to(folder))] != sums]
+    for path in damaged:
+        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", path)
+    return not damaged
 
 
 def _noted(folder: str | os.PathLike) -> dict[Path, int | list[int]]:
@@ -645,10 +656,8 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The checkpoint folder of the highest step that is whole; None where there is none."""
     for path in reversed(checkpoints(output_dir)):
-        if is_complete(path):
-            if is_undamaged(path):
-                return str(path)
-            logger.warning("%s: damaged, not what was written there; it is passed over", path)
+        if is_complete(path) and is_undamaged(path):
+            return str(path)
     if checkpoints(output_dir):
         logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
     return None
@@ -766,7 +775,7 @@ def end_with_error(message: str) -> NoReturn:
     """
     if rank() > 0:
         time.sleep(RANK_0_FIRST)
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {shown(message)}\n")
     sys.exit(2)
 
 
@@ -827,18 +836,31 @@ def end_workers_with_this_process() -> None:
     os.register_at_fork(after_in_child=end_with_parent)
 
 
+def shown(text: str) -> str:
+    """A text of a model, a server or a file as it may be shown: nothing in it steers the terminal or looks like ours.
+
+    Control characters and the like become U+FFFD; lines after the first are set in.
+    """
+    text = text.replace("\t", " ")
+    return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
+
+
+class CleanFormatter(logging.Formatter):
+    """Messages of the log may quote models, servers and files."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = shown(record.message)
+        return super().formatMessage(record)
+
+
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
-    logging.basicConfig(
-        level=logging.INFO if rank() == 0 else logging.WARNING,
-        format=f"%(asctime)s {who}%(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(CleanFormatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, handlers=[handler], force=True)
 
 
 def warn_on_rank_0(message: str, *values) -> None:

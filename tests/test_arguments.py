@@ -137,6 +137,10 @@ def test_all_problems_are_listed_at_once(given):
         ("SFT", "--learning_rate nan", "--learning_rate must be at least 0, got nan"),
         ("SFT", "--num_train_epochs 0", "--num_train_epochs must be above 0"),
         ("SFT", "--output_dir M", "is the model's own folder"),
+        ("SFT", "--torch_compile True", "--torch_compile: logits at labels alone make each batch another program"),
+        ("SFT", "--use_cpu True --fsdp full_shard", "--fsdp needs GPUs: without them each process would hold the"),
+        ("SFT", "--use_cpu True --use_liger_kernel True", "--use_liger_kernel needs a GPU"),
+        ("SFT", "--allow_no_game_rows True", "--allow_no_game_rows is not used by SFT"),
     ],
 )
 def test_what_a_method_does_not_use_and_values_that_make_no_sense_are_errors(given, method, flags, message):
@@ -183,6 +187,37 @@ def test_every_method_has_a_trainer_and_every_setting_of_ours_a_reader():
 
     own = set(SPAGArguments.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
     assert not [name for name in own if f"self.{name}" not in programs and f"args.{name}" not in programs]
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + chr(ord(name) - 1)] * 9)}]\n" for name in "bcdefghijk"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.yaml", BOMB, "x.yaml: not YAML .aliases"),
+        ("x.yaml", "a: " + "[" * 100_000, "x.yaml: not YAML"),
+        ("x.yaml", "a: 2026-99-99", "x.yaml: not YAML"),
+        ("x.json", "[" * 100_000, "--deepspeed .*x.json: not JSON"),
+        ("x.json", "{", "--deepspeed .*x.json: not JSON"),
+    ],
+)
+def test_settings_files_made_to_do_harm_are_refused_in_a_line(given, tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([str(path)] if name == "x.yaml" else minimal(given, "--deepspeed", str(path)))
+
+
+@pytest.mark.parametrize("flag", ["--train_data_path", "--deepspeed"])
+def test_fifos_and_links_that_lead_nowhere_are_no_inputs(given, tmp_path, flag):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, message in (("fifo", "not a regular file"), ("loop", "no such file")):
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            parse_arguments(minimal(given, flag, str(tmp_path / name)))
 
 
 # --- what makes a run the same -------------------------------------------------------------------------------------

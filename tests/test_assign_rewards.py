@@ -283,7 +283,8 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     assert saved["settings"]["game"]["options"] == {"match": "word"}
     default = prompts.templates_digest(prompts.default_templates(GAME))
     assert saved["settings"]["prompt_templates"]["sha256"] == default
-    assert printed == {key: saved[key] for key in ("games", "rows", "weights")}
+    assert printed == {key: saved[key] for key in ("games", "rows", "weights", "mean_rewards")}
+    assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
     assert printed["games"] == {
         "episodes": 4,
         "attacker wins": 1,
@@ -322,7 +323,7 @@ def test_the_play_prompt_can_be_trained_on(run):
 
 def test_the_kind_of_match_can_be_chosen(run):
     inputs = ([episode("Well?", "Let us start", target_word="art")],)
-    assert len(run(inputs=inputs)[0]) == 1 and run("--match", "word", inputs=inputs)[0] == []
+    assert len(run(inputs=inputs)[0]) == 1 and run("--match", "word", "--min_game_rows", 0, inputs=inputs)[0] == []
 
 
 def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
@@ -383,9 +384,28 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
     assert read_json_or_jsonl(tmp_path / "outcomes.json") == [outcome]
 
 
-def test_no_decided_game_gives_an_empty_list(run):
-    rows, printed = run(inputs=([TIED],))
+def test_no_decided_game_gives_an_empty_list_where_any_number_will_do(run):
+    rows, printed = run("--min_game_rows", 0, inputs=([TIED],))
     assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
+
+
+def test_games_that_teach_nothing_are_an_error_with_what_came_of_them(refuse):
+    replies = [{"finish_reason": "length", "tokens": 5, "prompt_cut": True}] * 2
+    message = refuse(inputs=([TIED | {"replies": replies}, TIED],))
+    assert "0 rows of games, fewer than --min_game_rows 1 (2 games: tied game 100%;" in message
+    assert "replies: 50% cut off at --max_new_tokens, 50% to a prompt cut to --max_length). Likely causes:" in message
+    assert "--min_game_rows 0 allows any number" in message
+
+
+def test_fewer_rows_than_an_optimizer_step_are_an_error_and_sft_rows_do_not_count(refuse, tmp_path):
+    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
+    assert "4 rows of games, fewer than --min_game_rows 5" in refuse("--min_game_rows", 5, "--sft_data_path", sft)
+
+
+def test_rows_that_are_there_are_held_to_the_number_too(run, capsys):
+    run("--min_game_rows", 4)
+    with pytest.raises(ValueError, match="4 rows of games, fewer than --min_game_rows 5 .4 games: attacker wins 25%"):
+        run("--min_game_rows", 5, overwrite=False)
 
 
 def test_the_same_seed_writes_the_same_file(run, tmp_path):
@@ -503,6 +523,8 @@ def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, ca
         program.main()
     again = capsys.readouterr()
     assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err
+    of_attacker = "rows of 4 games: 2 of the attacker (mean reward 0.500, weight 1.000), 2 of the defender"
+    assert of_attacker in again.err and "; 0 SFT rows" in again.err
     assert before == {path: path.stat().st_mtime_ns for path in before}
     (tmp_path / "rows.json").unlink()  # or never written, since a kill came first
     assert run(overwrite=False)[1] == printed

@@ -1,6 +1,9 @@
 """The benchmark of play: its table, what its modes run, the lengths of replies, bad flags."""
 
+import sys
+
 import pytest
+from conftest import ROOT
 
 from tools.bench import play as bench_play
 from tools.bench.common import Shape
@@ -66,13 +69,38 @@ def test_release_computes_every_prompt_and_the_default_a_part_of_them(lines):
 
 def test_ratio_and_limit_are_shares(lines):
     for (lengths, _), line in lines.items():
-        assert line["ratio"] == pytest.approx(line["new tokens/s"] / lines[lengths, "release"]["new tokens/s"])
+        assert line["ratio"] == f"{line['new tokens/s'] / lines[lengths, 'release']['new tokens/s']:.2f}"
     assert 0 < lines["forced", "default"]["limit"] < 1
+
+
+def test_of_several_rounds_the_middle_run_is_shown_with_its_ratios_within_a_round():
+    runs = [{"new tokens/s": speed, "round": number} for number, speed in enumerate((30, 10, 20))]
+    first = [{"new tokens/s": speed} for speed in (10, 10, 5)]
+    assert bench_play.middle_run(runs, first) == {"new tokens/s": 20, "round": 2, "ratio": "3.00 (1.00 to 4.00)"}
+    assert bench_play.middle_run(runs[:1], first[:1])["ratio"] == "3.00"
+
+
+def test_vllm_and_a_server_play_the_same_lengths(tmp_path, monkeypatch):
+    """By the stand-in for vLLM, which samples from the model that is served."""
+    executable = tmp_path / "vllm"
+    executable.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n')
+    executable.chmod(0o700)
+    monkeypatch.setenv("VLLM", str(executable))
+    monkeypatch.setenv("STAND_IN", '{"model": true}')
+    lines = compare(modes=["vllm"], lengths=["drawn"], games=3)
+    settings = bench_play.Settings(**SETTINGS)
+    expected = [settings.reply_tokens("drawn", game, message) for game in range(3) for message in range(4)]
+    assert sorted(lines["drawn", "vllm"]["ranks"][0]["reply_tokens"]) == sorted(expected)
+
+
+def test_a_server_needs_its_address_and_the_model_that_it_serves():
+    with pytest.raises(ValueError, match="--modes server needs --openai_base_url, and --folder"):
+        bench_play.Settings(modes=["server"], folder="x")
 
 
 def test_the_default_mode_sets_no_flag_of_speed():
     """What stands in the table as default is what a user gets who says nothing of speed."""
-    measured, default = bench_play.Settings(**SETTINGS).play_flags("default"), PlayFlags()
+    measured, default = bench_play.Settings(**SETTINGS).play_flags("default", "M"), PlayFlags()
     assert {name for name, value in vars(measured).items() if value != vars(default)[name]} == {"max_turns"}
 
 

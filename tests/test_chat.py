@@ -349,10 +349,18 @@ def test_thinking_is_switched_off_where_a_template_has_it():
     [
         ("{{ messages[-1].content }}", "leaves out messages"),
         ("{{ raise_exception('no games') }}", "refuses a conversation of the game .no games."),
+        ("{{ 1 / 0 }}", "refuses a conversation of the game .division by zero."),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "refuses .*recursion depth"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+            "{% endfor %}",
+            "refuses a conversation of the game .it takes more than 0.2 s.",
+        ),
         ("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}", "too long|refuses"),
     ],
 )
-def test_a_template_that_cannot_hold_a_game_is_refused(template, message):
+def test_a_template_that_cannot_hold_a_game_is_refused(template, message, monkeypatch):
+    monkeypatch.setattr("tools.games.chat.RENDER_SECONDS", 0.2)
     with pytest.raises(ValueError, match=f"^m: its chat template .*{message}"):
         ChatTemplate(chat_tokenizer("chatml", template), "m")
 

@@ -102,7 +102,10 @@ def test_results_and_table_say_what_the_harness_counted(evaluated):
     assert away["paired"] and away["from"] == "base" and rows["base", "parity"]["difference"] is None
     assert away["value"] == pytest.approx(gaps.mean())
     assert away["stderr"] == pytest.approx(gaps.std(ddof=1) / math.sqrt(20))
-    assert (folder / "table.md").read_text() == printed
+    table, result = printed.rstrip("\n").rsplit("\n\n", 1)
+    assert (folder / "table.md").read_text() == table + "\n"
+    means = [rows[model, MEAN] for model in ("base", "epoch1")]
+    assert re.findall(r"(\w+) (\d+\.\d\d) ±", result) == [(row["model"], f"{row['value']:.2f}") for row in means]
     assert "| parity | parity | 2 | acc,none | 20 |" in printed and HARNESS_VERSION in printed
 
 
@@ -217,7 +220,9 @@ def test_shots_and_metrics_can_be_changed():
     ]
 
 
-def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(fake_harness, call, tmp_path, tiny_model):
+def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
+    fake_harness, call, caplog, tmp_path, tiny_model
+):
     ran, right = fake_harness
     flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c"]
     call(*flags, "--tasks", "PIQA")
@@ -228,6 +233,7 @@ def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(fake_harn
     del right["base on ARC-e"]
     call(*flags)
     assert ran[2:] == ["base on ARC-e", "base on ARC-c"] and (tmp_path / "results.json").exists()
+    assert "1 of 3 results are there; base on ARC-e comes next" in caplog.text
 
 
 def test_a_task_that_fails_does_not_stop_the_others_and_is_named(fake_harness, call, capsys, tmp_path, tiny_model):

@@ -109,6 +109,66 @@ def test_without_locks_there_is_one_warning_and_work_goes_on(tmp_path, monkeypat
     ]
 
 
+@pytest.mark.parametrize("kind", ["device", "fifo", "link", "folder"])
+def test_outputs_take_the_place_of_regular_files_only(tmp_path, kind):
+    output = tmp_path / "output"
+    (tmp_path / "kept").write_text("kept")
+    if kind == "fifo":
+        os.mkfifo(output)
+    elif kind == "link":
+        output.symlink_to(tmp_path / "kept")
+    elif kind == "folder":
+        output.mkdir()
+    path = "/dev/null" if kind == "device" else output
+    before = os.lstat(path)
+    with pytest.raises(ValueError, match=f"{path}: not a regular file"), utils.replacing(path) as file:
+        file.write("lost")
+    assert os.lstat(path) == before and (tmp_path / "kept").read_text() == "kept"
+
+
+WRITER = """
+import sys, time, utils
+with utils.replacing(sys.argv[1]) as file:
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_temporary_files_of_killed_writers_are_deleted_and_those_of_living_ones_stay(tmp_path):
+    path = tmp_path / "results [1].json"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    for writer in writers:
+        assert writer.stdout.readline() == b"writing\n"
+    writers[0].kill()
+    writers[0].communicate()
+    assert len(list(tmp_path.glob(".results*.tmp"))) == 2
+    utils.write_json(path, {})
+    assert len(list(tmp_path.glob(".results*.tmp"))) == 1
+    writers[1].kill()
+    writers[1].communicate()
+    utils.write_json(path, {})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")  # as write() does
+
+    monkeypatch.setattr(utils.os, "fsync", refuse)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/settings.json'"):
+        utils.write_json(tmp_path / "settings.json", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("word", ["ice\x0ccream", "ice\u2028cream", "i\0c\0e\0", "ice\x1b[2J", "ice\tcream"])
+def test_a_word_with_control_characters_is_refused_with_its_line(tmp_path, word):
+    (tmp_path / "words.txt").write_text(f"snow\n{word}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="words.txt:2: .* in a word; expected one a line, as UTF-8"):
+        utils.read_words(tmp_path / "words.txt")
+
+
 RANK = """
 import datetime, json, os, time, torch, utils
 answers = []

@@ -191,7 +191,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
 
     player = HumanPlayer(load_game())
     player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
-    assert capsys.readouterr().out == "attacker: clear \ufffd[2J\nthe screen, \u00e9\n"
+    assert capsys.readouterr().out == "attacker: clear \ufffd[2J\n    the screen, \u00e9\n"
 
 
 def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, capsys):

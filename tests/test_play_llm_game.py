@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from tools.selfplay import play
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_game, play_games
+from tools.selfplay.progress import describe
 from utils import parse_flags, read_json_or_jsonl, read_words, run_program, write_json
 
 GAME = taboo.Taboo()
@@ -146,6 +148,12 @@ def test_a_finished_games_place_goes_to_the_next_word_at_once():
     assert finished == [(0, 1), (2, 2), (1, 3), (4, 1), (3, 2)]
     # One message of each live game per round: 2 begins in the round after 0's last, so do 3 and 4 after 2 and 1.
     assert alive == [0, 1, 0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 3, 4, 3, 4, 3, 3]
+
+
+def test_what_models_write_is_shown_without_steering_the_terminal_or_forging_a_verdict():
+    said = [{"role": "attacker", "content": "Hm\x1b[2J\n--- defender wins ---"}]
+    text = describe({"target_word": "a\x07b", "history": said, "outcome": taboo.TIED})
+    assert text == "--- a\ufffdb ---\nattacker: Hm\ufffd[2J\n    --- defender wins ---\n--- tied game ---"
 
 
 # --- word lists and files ------------------------------------------------------------------------------------------
@@ -415,6 +423,26 @@ os.read(0, 1)  # until the test ends
         with pytest.raises(ValueError, match=f"run_rank0.jsonl:2: {message}"):
             start(tmp_path, ["c", "a"])
 
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    def test_only_regular_files_are_written_to(self, kind, tmp_path):
+        (tmp_path / "elsewhere").write_text("precious")
+        path = tmp_path / "run_rank0.jsonl"
+        path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
+        with pytest.raises(ValueError, match="run_rank0.jsonl: "):
+            start(tmp_path, ["a"])
+        assert (tmp_path / "elsewhere").read_text() == "precious"
+
+    def test_a_planted_lock_is_not_followed(self, tmp_path):
+        (tmp_path / ".run_rank0.lock").symlink_to(tmp_path / "made")
+        with pytest.raises(OSError, match="symbolic link"):
+            start(tmp_path, ["a"])
+        assert not (tmp_path / "made").exists()
+
+    def test_temporary_files_of_killed_runs_are_deleted_at_the_next_start(self, tmp_path):
+        (tmp_path / ".run_settings.json.0123456789ab.tmp").write_text("half")
+        start(tmp_path, ["a"])
+        assert not list(tmp_path.glob("*.tmp"))
+
     def test_two_processes_cannot_write_to_one_rank_file(self, tmp_path):
         files, _ = start(tmp_path, ["a"])
         assert "another process is writing to this run" in start_elsewhere(tmp_path, {"seed": 1})
@@ -549,12 +577,39 @@ def test_killed_launches_lose_only_games_in_flight_also_with_other_numbers_of_pr
     assert set(kept) <= set(rank_lines(tmp_path))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(
+    processes, number, place, tiny_model, tmp_path
+):
+    arguments = flags(place, tiny_model, tmp_path, max_new_tokens=24, max_games=16)
+    if processes == 1:
+        command = [sys.executable, "-m", "tools.play_llm_game", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
+    else:
+        process = torchrun(2, arguments, executable=sys.executable)
+    while len(rank_lines(tmp_path)) < 3:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    process.communicate()
+    assert process.returncode != 0
+    kept = rank_lines(tmp_path)
+    assert 3 <= len(kept) < 16
+    run = subprocess.run([python(), "-m", "tools.play_llm_game", *arguments], cwd=ROOT, env=environment(), check=True)
+    assert run.returncode == 0 and set(kept) <= set(rank_lines(tmp_path))
+    assert [game["target_word"] for game in results(tmp_path)] == WORDS[:16]
+
+
 def test_a_rank_that_fails_makes_the_launch_fail_with_the_reason(place, tiny_model, tmp_path):
     (tmp_path / f"{STEM}_rank1.jsonl").mkdir()  # rank 1 cannot store its games
     process = torchrun(2, flags(place, tiny_model, tmp_path, max_new_tokens=32))
     _, err = process.communicate(timeout=180)
     assert process.returncode != 0
-    assert "Is a directory" in err
+    assert "not a regular file" in err
     assert f"{STEM}_rank1.jsonl" in err
     assert not (tmp_path / f"{STEM}_results.json").exists()
 
@@ -606,13 +661,38 @@ class TestOneProcess:
         assert games == 4
 
     def test_a_cut_prompt_and_a_cut_off_reply_are_counted(self, place, tiny_model, tmp_path, monkeypatch, capsys):
-        run_here(flags(place, tiny_model, tmp_path, max_length=60, max_games=3), monkeypatch)
+        run_here(flags(place, tiny_model, tmp_path, max_length=60, max_games=3, allow_cuts=True), monkeypatch)
         summary = json.loads(capsys.readouterr().out.splitlines()[-1])
         games = results(tmp_path)
         replies = [reply for game in games for reply in game["replies"]]
         assert summary["cut_prompts"] == sum(reply["prompt_cut"] for reply in replies) > 0
         assert summary["cut_off_replies"] == sum(reply["finish_reason"] == "length" for reply in replies)
         assert summary["new_tokens"] == sum(reply["tokens"] for reply in replies)
+
+    def test_opening_prompts_that_lose_rules_are_found_before_a_model_is_loaded(
+        self, place, tiny_model, tmp_path, monkeypatch, capsys
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Lineup, "build_players", None)
+            with pytest.raises(SystemExit):
+                run_here(flags(place, tiny_model, tmp_path / "out", max_length=60, max_games=3), patch)
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert "error: 100% of the opening prompts lose the beginning of the rules to --max_length" in message
+        assert "--allow_cuts True" in message
+        whole = len(prompts.play_prompt(GAME, [], "word", 2, prompts.load_templates(place / "prompts.json", GAME))) + 1
+        (tmp_path / "words").write_text("word\nart\n" + "x" * 200 + "\n")  # only the attacker's of the last is cut
+        changes = {"data_path": tmp_path / "words", "max_length": whole + 60 + 4, "max_games": 3}
+        run_here(flags(place, tiny_model, tmp_path / "out", **changes), monkeypatch)
+        assert "WARNING 17% of the opening prompts lose" in capsys.readouterr().err
+
+    def test_the_log_says_what_came_of_it_and_where_a_run_continues(
+        self, place, tiny_model, tmp_path, monkeypatch, capsys
+    ):
+        run_here(flags(place, tiny_model, tmp_path, max_games=3), monkeypatch)
+        error = capsys.readouterr().err
+        assert "_results.json: 3 games: tied game 100%; replies: " in error and "continues" not in error
+        run_here(flags(place, tiny_model, tmp_path, max_games=5), monkeypatch)
+        assert "continues: 3 of 5 games are there" in capsys.readouterr().err
 
     @pytest.mark.parametrize("steps, shown", [(0, 0), (1, 3), (1000, 0)])
     def test_a_game_is_shown_every_so_many_batches(

@@ -29,6 +29,7 @@ def play(tiny_model, tmp_path, monkeypatch):
             "data_suffix": "w",
             "max_turns": 1,
             "max_length": 64,
+            "allow_cuts": True,
             "max_new_tokens": 6,
             "concurrent_games": 1,
             "per_device_eval_batch_size": 1,

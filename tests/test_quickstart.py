@@ -150,6 +150,15 @@ def test_a_gpu_and_a_mac_get_the_usual_build(start):
     assert start.run()[0] == 0 and start.installed() == [TORCH, THE_REST]
 
 
+def test_an_environment_made_without_a_gpu_is_made_anew_beside_one(start):
+    assert start.run()[0] == 0
+    start.program("nvidia-smi", "#!/bin/sh\n")
+    status, out, _ = start.run()
+    assert status == 0 and "made where there was no GPU" in out and start.installed() == [TORCH, THE_REST]
+    assert "-m venv --clear .venv" in start.calls()
+    assert start.run()[0] == 0 and start.installed() == []
+
+
 def test_without_the_cpu_index_the_usual_build_is_taken_if_there_is_room(start):
     status, out, _ = start.run(FAILING="download.pytorch.org")
     assert status == 0 and start.installed() == [FROM_CPU_INDEX, TORCH, THE_REST]

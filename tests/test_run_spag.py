@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import arguments
 from tools.games.game import own_games
-from tools.loop import disk, fit
+from tools.loop import disk, fit, support
 from tools.play_llm_game import Flags as PlayFlags
 from utils import parse_flags
 
@@ -428,7 +428,7 @@ def test_every_problem_of_the_settings_is_told_before_any_work(loop, tmp_path):
         "--kl is 'much'; it must be a number of at least 0",
         "--temperature is '0'; it must be a number above 0",
         "--deepspeed none.json: no such file",
-        "--engine is 'cloud'; it must be auto, slots or generate",
+        "--engine is 'cloud'; it must be auto, vllm, slots or generate",
         "--report is 'yes'; it must be True or False",
         "--until epoch7_play: imitation, epochK_play or epochK_train, one of this loop's stages",
         "--global_batch 30 is no multiple of 4 processes x 1 machines x --train_batch 2 = 8 rows; change one of them",
@@ -524,6 +524,13 @@ def test_automatic_choices_follow_the_gpus(loop, gpus, choices):
 # --- what fits on the GPUs, and what that needs ----------------------------------------------------------------------
 
 
+def test_gpus_that_pytorch_cannot_use_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert support.gpu_memory() == [] and "WARNING there are GPUs, but the PyTorch of" in capsys.readouterr().err
+
+
 @pytest.fixture
 def large_model(tmp_path, tiny_model) -> str:
     """A folder whose weights are a header without tensors: 6.7 billion parameters."""
@@ -609,6 +616,16 @@ def test_what_cannot_be_imported_or_compiled_is_told_before_any_work(loop, tmp_p
     status, _, err = loop.run(environment=packages, **settings)
     assert status == 2 and loop.calls() == {} and not loop.output.exists()
     assert err.splitlines()[-1].startswith("run_spag.sh: ") and message in err.splitlines()[-1]
+
+
+def test_vllm_is_looked_for_before_any_work_and_handed_on(loop, tmp_path):
+    status, _, err = loop.run(engine="vllm", environment={"VLLM": "/nowhere/vllm"})
+    assert status == 2 and loop.calls() == {} and "--engine vllm: there is no '/nowhere/vllm' to run" in err
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    calls = loop.finish(engine="vllm", environment={"VLLM": str(tmp_path / "vllm")})
+    assert value_of("engine", calls["epoch1_play"]) == value_of("engine", calls["epoch1_eval"]) == "vllm"
+    loop.finish(engine="vllm", play_args=f"--vllm {tmp_path / 'vllm'}", environment={"PATH": "/usr/bin:/bin"})
 
 
 def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
@@ -796,6 +813,59 @@ def test_a_loop_killed_in_every_stage_ends_with_the_results_of_one_that_was_not(
     assert done.returncode == 1 and "temperature: 1.2 then, 0.7 now" in done.stdout
     assert done.stderr.splitlines()[-1].startswith("run_spag.sh: epoch1_play failed (exit 2); its log: ")
     assert json.loads((output / "settings.json").read_text())["TEMPERATURE"] == "1.2"
+
+
+def start_real(settings: dict, **environment) -> subprocess.Popen:
+    return subprocess.Popen(
+        [SCRIPT, *flags_of(settings)],
+        env=os.environ | {"PYTHON": python(), "OMP_NUM_THREADS": "1"} | environment,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues(inputs, number):
+    output, complete = inputs["output"], "imitation/model/checkpoint-*/complete.json"
+    settings = inputs | {"nproc": 2, "until": "imitation", "save_steps": 1, "global_batch": 4}
+    settings["imitation_data"].write_text(json.dumps(5 * json.loads(settings["imitation_data"].read_text())))
+    process = start_real(settings)
+    wait_until(lambda: any_filled(f"{output}/{complete}"), process)
+    process.send_signal(number)
+    started = time.monotonic()
+    printed, _ = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10 and process.returncode == 143, printed
+    assert "run_spag.sh: stopped in imitation; the same command continues" in printed and users_of(output) == []
+    printed, _ = (process := start_real(settings)).communicate(timeout=200)
+    assert process.returncode == 0, printed
+    state = json.loads((output / "imitation/model/trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"] == 10
+    assert (output / "logs/imitation.log").read_text().count("\n=== ") == 2
+
+
+def test_the_loop_plays_and_learns_another_game(inputs, tmp_path):
+    """20 Questions: epoch 1 learns from games that were won, epoch 2 plays."""
+    talk = [("guesser", "Is it alive?"), ("answerer", "Yes."), ("guesser", "Is it `dog`?"), ("answerer", "Yes.")]
+    game = {"history": [{"role": role, "content": text} for role, text in talk[:3]], "target_word": "dog"}
+    game |= {"max_turns": 2, "game": "twenty_questions"}
+    (tmp_path / "games.json").write_text(json.dumps([game] * 4))
+    (tmp_path / "words.txt").write_text("dog\ncat\n")
+    settings = inputs | {"game": "twenty_questions", "first_episodes": tmp_path / "games.json", "imitation_data": ""}
+    settings |= {"max_turns": 1, "max_new_tokens": 4, "epochs": 2, "until": "epoch2_play", "save_steps": 0}
+    printed, _ = (process := start_real(settings)).communicate(timeout=300)
+    assert process.returncode == 0, printed
+    output = settings["output"]
+    rows = json.loads((output / "epoch1/rows/rows.json").read_text())
+    assert {row.get("role") for row in rows} == {"guesser", "answerer", None}
+    assert (output / "epoch1/model/train_results.json").is_file()
+    results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
+    assert {result["role"] for result in results} >= {"guesser", "answerer"}
+    played = json.loads((output / "epoch2/episodes/epoch1_sampling_words_results.json").read_text())
+    assert [episode["target_word"] for episode in played] == ["dog", "cat"]
+    assert {episode["game"] for episode in played} == {"twenty_questions"}
+    assert "20 Questions" in (output / "report.html").read_text(encoding="utf-8")
 
 
 # --- the scripts ---------------------------------------------------------------------------------------------------

@@ -161,6 +161,7 @@ def world(tmp_path_factory):
     command = [python(), "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *SIZES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "122 words and 40 held out, " in done.stdout.splitlines()[-1]
     return folder
 
 

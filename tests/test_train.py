@@ -1,6 +1,7 @@
 """train.py as its user sees it: recorded runs, equalities between ways to train, checkpoints, bad input."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import GOLDEN, ROOT, build_llama, load_golden
 from forks import KILL, python
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -565,6 +567,39 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
     assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
 
 
+def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_path, caplog, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    output = tmp_path / "out"
+    expected = run(output, settings)
+    (output / "train_results.json").unlink()
+    caplog.set_level(logging.INFO)
+    damaged = output / "checkpoint-4" / "optimizer.pt"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
+    assert utils.is_complete(output / "checkpoint-4") and not utils.is_undamaged(output / "checkpoint-4")
+    with pytest.raises(ValueError, match="checkpoint-4: not a whole checkpoint folder"):
+        run(tmp_path / "other", settings, resume_from_checkpoint=output / "checkpoint-4")
+    steps = run(output, settings)
+    assert (
+        caplog.text.count("checkpoint-4/optimizer.pt: damaged, not what was written; its checkpoint is passed o") == 1
+    )
+    assert f"continuing after step 2 of 4: {output}/checkpoint-2" in caplog.text
+    assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_each_rank_sums_what_it_writes_and_marks_of_an_earlier_version_hold(tmp_path):
+    names = ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "global_step4/zero_pp_rank_1_mp_rank_00_x.pt"]
+    names.append("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    sums = [utils.checksums(tmp_path, of_rank=rank) for rank in (0, 1)]
+    assert [sorted(of_rank) for of_rank in sums] == [sorted([*names[:2], names[4]]), sorted(names[2:4])]
+    assert sums[0] | sums[1] == utils.checksums(tmp_path)
+    utils.write_json(tmp_path / utils.COMPLETE, {name: len(name) for name in names})
+    assert utils.is_complete(tmp_path) and utils.is_undamaged(tmp_path)
+
+
 def contents(folder: Path) -> dict:
     """Every file and folder, with its content; locks, which opening them here would end, by name."""
     return {
@@ -774,6 +809,55 @@ def test_show_examples_prints_rows_and_trains_nothing(tmp_path, capsys, tiny_mod
     assert re.search(r"game, weight 0.5, reward 0.25, reference log-probability -\d+\.\d+", printed)
 
 
+def test_a_finished_training_says_what_came_of_it(tmp_path, capsys, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="epoch")
+    steps = run(tmp_path / "out", settings)
+    first, last = (f"{steps[place]['loss']:.4g}" for place in (0, -1))
+    sft = sum("type" in row for row in make_rows(64))
+    line, left = capsys.readouterr().out.splitlines()[-2:]
+    assert line.startswith(
+        f"{tmp_path}/out: OfflinePO of 64 rows ({sft} of them SFT), 4 steps, loss {first} -> {last}"
+    )
+    assert left.startswith(f"{tmp_path}/out/checkpoint-4: 0.0 GB of model and optimizer states that this run no lon")
+
+
+# --- what would succeed and teach nothing --------------------------------------------------------------------------
+
+
+def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", [row | {"type": "sft"} for row in make_rows(16)])
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=1)
+    with pytest.raises(ValueError, match="rows.jsonl: SFT rows alone.*--allow_no_game_rows True"):
+        run(tmp_path / "out", settings)
+    assert files_of(tmp_path / "out") == []
+    assert len(run(tmp_path / "out", settings, allow_no_game_rows=True)) == 1
+
+
+def test_a_training_whose_every_step_has_a_learning_rate_of_0_ends_before_the_first_one(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=-1, num_train_epochs=1, warmup_ratio=0.03)
+    settings |= {"lr_scheduler_type": "cosine"}
+    message = "the learning rate is 0 at every step: 8 rows, 8 a step, make 1 steps, and warm-up takes 1 of them; use"
+    with pytest.raises(utils.RunError, match=message):
+        run(tmp_path / "out", settings)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert len(run(tmp_path / "out", settings, warmup_ratio=0, overwrite_output_dir=True)) == 1
+
+
+def test_rows_that_lose_nearly_all_are_told_and_refused_where_they_are_most(tmp_path, caplog, tiny_model):
+    rows = [{"query": "ask", "target": "say " * length, "role": "attacker"} for length in (1, 2, 3, 100)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=1, max_length=30)
+    run(tmp_path / "few", settings)
+    assert "rows.jsonl: 1 rows (25%) lose more than nine tenths of their tokens, or of their target's" in caplog.text
+    write_rows(tmp_path / "rows.jsonl", rows + rows[3:] * 3)
+    with pytest.raises(
+        ValueError, match="57% of the rows lose .* at --max_length 30; use a larger one, or --allow_cu"
+    ):
+        run(tmp_path / "most", settings)
+    assert len(run(tmp_path / "most", settings, allow_cuts=True)) == 1
+
+
 # --- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -863,6 +947,81 @@ def test_bad_input_ends_the_program_with_its_message_and_status_2(tmp_path):
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert "--train_method DPO is unknown; it is one of SFT, SFTwithKL, OfflinePO" in finished.stderr
     assert "unknown flag --clip; did you mean --clip_range?" in finished.stderr
+
+
+OWN_TOKENIZER = """
+import os
+from transformers import PreTrainedTokenizer
+
+open(os.environ["TRACE"], "a").write("run")
+
+class OwnTokenizer(PreTrainedTokenizer):  # asks for what it sets later, as Baichuan2's does
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.words = {"a": 0}
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return dict(self.words)
+"""
+
+
+def test_code_that_comes_with_a_model_runs_on_request_only_and_its_failure_takes_a_line(
+    tmp_path, mixed_rows, tiny_model, monkeypatch
+):
+    """Of the reference too; nobody is asked at the terminal."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "own.py").write_text(OWN_TOKENIZER)
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    utils.write_json(folder / "tokenizer_config.json", own)
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def ask(*_):
+        raise AssertionError("asked at the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    for model, reference in ((folder, tiny_model), (tiny_model, folder)):
+        with pytest.raises(ValueError, match="own: Tokenizer .*it brings its own code; --trust_remote_code True runs"):
+            run(tmp_path / "out", offline_po(mixed_rows, model, reference))
+    assert not (tmp_path / "trace").exists()
+    with pytest.raises(ValueError, match="own: Tokenizer cannot be loaded .AttributeError: .*another transformers"):
+        run(tmp_path / "out", offline_po(mixed_rows, folder, folder), trust_remote_code=True)
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"model": 5}', '{"model": {"type": "BPE", "vocab": []}}'])
+def test_a_broken_tokenizer_takes_a_line(tmp_path, mixed_rows, tiny_model, text):
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="broken: Tokenizer cannot be loaded") as caught:
+        run(tmp_path / "out", offline_po(mixed_rows, folder, folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:626] . PytorchStreamWriter failed writing file data/7"),
+    ],
+)
+def test_a_full_disk_ends_training_with_a_line(tmp_path, monkeypatch, capsys, mixed_rows, tiny_model, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(trainers.SPAGTrainer, "_save_checkpoint", fail)
+    trainer = train.set_up(flags_of(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model, save_steps=1)))
+    trainer.args.save_strategy = "steps"
+    with pytest.raises(SystemExit) as ended:
+        utils.run_program(lambda: train.run(trainer), expected=utils.RunError)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: [Errno 28] No space left on device: '{tmp_path}/out'\n")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,6 +23,7 @@ from forks import KILL, python
 from tools import evaluate_games, play_llm_game
 from tools.engine import vllm
 from tools.engine.model import load_tokens
+from tools.games.chat import load_chat_template
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
@@ -36,6 +37,7 @@ WORDS = [f"word{number}" for number in range(100, 140)]
 REAL = os.environ.get("VLLM")
 needs_vllm = pytest.mark.skipif(not REAL, reason="the variable VLLM names no executable")
 BOTH = ["stand-in", pytest.param("real", marks=needs_vllm)]
+QUICK = "--enforce-eager"  # the real one starts in half the time
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,21 @@ class TestRequests:
                 messages += 1
         assert messages == len(asked) == 8 * 4
         assert any(reply["prompt_cut"] for game in games_of(tmp_path) for reply in game["replies"])
+
+    def test_prompts_of_a_chat_template_are_complete(self, told, place, tiny_model, tmp_path, monkeypatch):
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = "<s>{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}</s>{% endfor %}"
+        folder = tmp_path / "chat"
+        build_llama(0, len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        changes = {"chat_template": True, "max_games": 2, "max_length": 1024}
+        assert run_here(flags(place, folder, tmp_path, **changes), monkeypatch) == 0
+        chat, asked = load_chat_template(str(folder)), [line["asked"] for line in notes(tmp_path, "asked")]
+        for game in games_of(tmp_path):
+            text = turn_at(place, game, 2).prompt(chat)
+            assert text.startswith("<s>[system] Rule 0")
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert [body["stop_token_ids"] for body in asked if body["prompt"] == ids] == [[2]]
 
     def test_the_same_draws_whatever_the_order(self, told, place, tiny_model, tmp_path, monkeypatch):
         histories = []
@@ -394,7 +411,7 @@ def build_served_model(folder, kind):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     if kind == "none":
         tokenizer.bos_token = None
-    model = build_llama(0, len(tokenizer), num_hidden_layers=1)
+    model = build_llama(0, len(tokenizer), num_hidden_layers=1, hidden_size=128)  # vLLM knows no heads of 16
     with torch.no_grad():  # the end token about as likely as the likeliest others, wherever a reply stands
         states = model.model(torch.arange(4, 260)[None]).last_hidden_state[0]
         mean = states.mean(0)
@@ -419,14 +436,15 @@ class TestTokens:
         words.write_text("\n".join(f"word{number}" for number in range(self.GAMES)))
         how = {"max_turns": 1, "max_new_tokens": 16, "data_path": words}
         runs = {name: how | {"engine": name} for name in ("slots", "generate", "vllm")}
-        with vllm.VLLMFlags().vllm_server(tmp_path / "model", max_length=256) as server:
+        with vllm.VLLMFlags(vllm_args=QUICK).vllm_server(tmp_path / "model", max_length=256) as server:
             monkeypatch.setenv("OPENAI_API_KEY", server.key)
             model = f"openai:{server.model}"
             asked = how | {"engine": None, "openai_base_url": server.url}
             asked |= {f"{side}_model_name_or_path": model for side in GAME.roles}
             runs |= {"text": asked | {"openai_extra_sampling": True}, "ids": asked | {"openai_tokenizer": folder}}
             for name, changes in runs.items():
-                assert run_here(flags(place, folder, tmp_path / name, **changes), monkeypatch) == 0
+                quick = [f"--vllm_args={QUICK}"] if name == "vllm" else []
+                assert run_here([*flags(place, folder, tmp_path / name, **changes), *quick], monkeypatch) == 0
         games = {name: games_of(tmp_path / name) for name in runs}
         lengths = {name: [game["replies"][0]["tokens"] for game in games[name]] for name in runs}
         means = {name: (statistics.mean(each), statistics.variance(each)) for name, each in lengths.items()}
@@ -453,7 +471,8 @@ class TestGreedyGames:
         games = {}
         for engine in ("vllm", "slots"):
             how = {"engine": engine, "task_type": "testing", "model_prefix": "v", "max_new_tokens": 12}
-            assert run_here(flags(place, folder, tmp_path / engine, **how), monkeypatch) == 0
+            quick = [f"--vllm_args={QUICK}"] if engine == "vllm" else []
+            assert run_here([*flags(place, folder, tmp_path / engine, **how), *quick], monkeypatch) == 0
             path = tmp_path / engine / "v_testing_words_results.json"
             games[engine] = [game["history"] for game in read_json_or_jsonl(path)]
         equal = sum(one == other for one, other in zip(games["vllm"], games["slots"], strict=True))
@@ -468,7 +487,8 @@ class TestRealVLLM:
         changes = {"max_length": 100_000}  # of 2048 positions
         assert run_here(flags(place, folder, tmp_path / "out", **changes), monkeypatch) == 2
         assert re.search("max_model_len|max_position_embeddings", capfd.readouterr().err)
-        process = start(flags(place, folder, tmp_path / "killed", concurrent_games=1))
+        arguments = flags(place, folder, tmp_path / "killed", concurrent_games=1)
+        process = start([*arguments, f"--vllm_args={QUICK}"])
         server = f"{folder}"
         assert wait_for(lambda: len(processes_with(server)) > 1, 120)
         process.send_signal(KILL)

@@ -119,8 +119,8 @@ def main() -> None:
     jobs, folder = flags.jobs(flags.benchmarks()), Path(flags.output_dir)
     lock(folder / LOCK)
     to_run = [job for job in jobs if job.is_to_run(overwrite=flags.overwrite)]
-    logger.info("%d of %d results are there", len(jobs) - len(to_run), len(jobs))
     if to_run:
+        logger.info("%d of %d results are there; %s comes next", len(jobs) - len(to_run), len(jobs), to_run[0].name)
         for name in RESULT_FILES:  # of other results than those to come
             (folder / name).unlink(missing_ok=True)
         run_jobs(to_run, flags.devices(), run_job)

@@ -10,10 +10,12 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 """
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.players.human import HUMAN, human_problems
+from tools.selfplay.counts import result_line
 from tools.selfplay.curves import NONE, TRACKERS, report_problems
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
@@ -29,6 +31,8 @@ from utils import (
     set_up_logging,
     too_small,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +87,7 @@ def main() -> None:
         "seed": flags.seed,
     }
     if summary := run.play(settings):
+        logger.info("%s: %s", files.results_path, result_line(summary))
         print(json.dumps(summary))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 from tools.matches.stats import ALL, BOTH
-from tools.matches.text import align, with_interval
+from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.progress import describe
 from tools.tiny.build import Build
@@ -38,7 +38,8 @@ class Show:
             raise ValueError(f"{self.output_dir}: no epochK/eval/matches.json; the loop has not come to a match yet")
         head = ["player", "games", "both roles", "as attacker", "as defender", "held-out words"]
         print("\nMatch points against the imitation model, (wins + ties/2) / games, with 95% intervals:\n")
-        print(align([head, *map(points_cells, matches)]))
+        for cells in (head, *map(points_cells, matches)):
+            print("  ".join(cell.ljust(width) for cell, width in zip(cells, (8, 6, 20, 20, 20, 20), strict=True)))
         print("\nGames of the last model, one for each outcome:\n")
         for episode in one_of_each(matches[-1].with_name("games_results.json")):
             print(f"{episode['attacker']} attacks, {episode['defender']} defends\n{describe(episode)}\n")
@@ -46,12 +47,16 @@ class Show:
 
 
 def points_cells(path: Path) -> list[str]:
-    """One epoch's points, of both roles, each role, and on the held-out words."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+    """One epoch's points, of both roles, each role, and on the held-out words; ValueError for other results."""
     player = path.parts[-3]
-    chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
-    shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
-    return [player, str(shown[0]["games"]), *(with_interval(row["points"], row["points_interval"]) for row in shown)]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+        chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
+        shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
+        points = [with_interval(row["points"], row["points_interval"]) for row in shown]
+        return [player, str(shown[0]["games"]), *points]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
 
 
 def one_of_each(path: Path) -> Iterator[Episode]:

@@ -9,8 +9,10 @@ import signal
 import sys
 from pathlib import Path
 
+from test_report import make_output
+
 import utils
-from tools import assign_rewards, evaluate_games, play_llm_game, prepare_data, report
+from tools import assign_rewards, evaluate_games, play_llm_game, prepare_data, report, tiny_world
 from tools.games import load_game
 from utils import run_program
 
@@ -78,6 +80,7 @@ class Inputs:
             (folder / name).write_text(json.dumps(content, indent=1))
         (folder / "games.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
         (folder / "words.txt").write_text("\n".join(WORDS))
+        make_output(folder / "loop", epochs=2, games=24, steps=5)
         shutil.copytree(model, folder / "model")
         deepspeed = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
         (folder / "deepspeed.json").write_text(json.dumps(deepspeed))
@@ -114,12 +117,15 @@ class Inputs:
         train |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "cache_dir": output / "cache"}
         parts = ["model/config.json", "model/tokenizer.json", "model/tokenizer_config.json", "model/model.safetensors"]
         texts = ["words.txt", "prompts.json"]
+        loop = [str(path.relative_to(folder)) for path in sorted((folder / "loop").rglob("*.json*"))]
         return {
             "assign_rewards": (assign_rewards.main, ["games.jsonl", "alpaca.json", "prompts.json"], [], rows),
             "imitation": (prepare_data.main, ["games.json"], ["imitation"], imitation),
             "alpaca": (prepare_data.main, ["alpaca.json"], ["alpaca"], alpaca),
             "split": (prepare_data.main, ["words.txt"], ["split"], split),
             "report": (report.main, ["games.json", "games.jsonl"], [], page),
+            "report of a loop": (report.main, loop, [folder / "loop"], {"output": output / "report.html"}),
+            "show": (tiny_world.main, loop, ["show"], {"output_dir": folder / "loop"}),
             "play_llm_game": (play_llm_game.main, [*texts, *parts], [], play | models | names),
             "evaluate_games": (evaluate_games.main, [*texts, *parts], [], match),
             "train": (train_main, ["rows.json", *parts], [], train),

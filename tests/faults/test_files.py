@@ -8,8 +8,10 @@ import pytest
 from programs import GAME, WORDS, Inputs, call, episode, release
 from trials import flags_of
 
-from tools import tiny_world
+import utils
+from tools import evaluate_reasoning, tiny_world
 from tools.selfplay.files import EpisodeFiles
+from utils import parse_flags
 
 ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", [], {}, [[]], "a" * 10_000, "../../x", "<b>"]
 
@@ -101,8 +103,11 @@ def test_damaged_rank_files(tmp_path, trials):
     trials.run("damaged rank files", trial, short=40, each=40)
 
 
-@pytest.mark.parametrize("name", ["assign_rewards", "imitation", "alpaca", "split", "report", "play_llm_game",
-                                  "evaluate_games", "train"])  # fmt: skip
+LIGHT = ["assign_rewards", "imitation", "alpaca", "split", "report", "report of a loop", "show"]
+HEAVY = ["play_llm_game", "evaluate_games", "train"]
+
+
+@pytest.mark.parametrize("name", [*LIGHT, *HEAVY])
 def test_mutated_files(name, tmp_path, tiny_model, other_model, trials):
     (tmp_path / "in").mkdir()
     inputs = Inputs(tmp_path / "in", tiny_model, other_model)
@@ -120,8 +125,31 @@ def test_mutated_files(name, tmp_path, tiny_model, other_model, trials):
         finally:
             path.write_bytes(before)
 
-    heavy = name in ("train", "play_llm_game", "evaluate_games")
-    trials.run(f"mutated files, {name}", trial, short=3 if heavy else 8, each=10 if heavy else 30)
+    short, each = (3, 15) if name in HEAVY else (8, 30)
+    trials.run(f"mutated files, {name}", trial, short=short, each=each)
+
+
+def test_damaged_results_of_benchmarks(tmp_path, tiny_model, trials):
+    """Finished tasks of tools.evaluate_reasoning, of which the table is made."""
+    tasks = ("PIQA", "ARC-e", "ARC-c")
+    models = {"models": f"base={tiny_model}", "tasks": [*tasks], "output_dir": tmp_path}
+    flags = parse_flags(evaluate_reasoning.Flags, flags_of(models), description="")
+    jobs = flags.jobs(flags.benchmarks())
+    for job in jobs:
+        metrics = {"acc,none": {"value": 0.5, "stderr": 0.1}}
+        shown = {"questions": 4, "shots": 0, "metrics": metrics, "scores": {"acc,none": [0.0, 1.0, 0.0, 1.0]}}
+        utils.write_json(job.path, {"settings": job.request["settings"]} | shown)
+
+    def trial(rng: random.Random) -> None:
+        path = rng.choice(jobs).path
+        before = path.read_bytes()
+        try:
+            path.write_bytes(damage(before, rng))
+            call(evaluate_reasoning.main, *flags_of(models))
+        finally:
+            path.write_bytes(before)
+
+    trials.run("mutated files, evaluate_reasoning", trial, short=5, each=30)
 
 
 def test_show_on_what_is_no_loop(tmp_path):

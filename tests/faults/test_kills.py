@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from conftest import ROOT
 from forks import python
 from safetensors.torch import load_file
-from trials import ENVIRONMENT, finish, flags_of, kill_all, killed, scratch, seconds_of, start
+from trials import ENVIRONMENT, finish, flags_of, kill_all, killed, scratch, seconds_of, start, users_of
 
 import utils
 
@@ -266,6 +267,37 @@ def test_training_under_deepspeed(training, tmp_path, trials):
     settings = {"deepspeed": ROOT / "configs" / "zero2.json", "per_device_train_batch_size": 4}
     case = train_case(training, tmp_path, TORCHRUN, **settings)
     trials.run("training, DeepSpeed", functools.partial(case.trial, kills=1), short=0)
+
+
+# --- preemption -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["play", "training"])
+def test_preemption(program, place, tiny_model, training, tmp_path, trials):
+    """After SIGTERM or SIGUSR1 all processes have ended within 10 s, and the same command continues."""
+    if program == "play":
+        words = [*TORCHRUN, "-m", "tools.play_llm_game"]
+        case = Case(tmp_path, lambda output: [python(), *words, *play_flags(place, tiny_model, output)], games_of)
+    else:
+        case = train_case(training, tmp_path, TORCHRUN, per_device_train_batch_size=4)
+
+    def trial(rng: random.Random) -> None:
+        expected = case.undisturbed
+        with scratch(case.folder) as folder:
+            real = rng.random() < 0.5  # stand-ins of forks take SIGUSR1 as a sign for themselves
+            command = [sys.executable if real else python(), *case.command(folder / "out")[1:]]
+            process = start(command)
+            time.sleep(rng.uniform(0, case.seconds + 5 * real))
+            process.send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR1]) if real else signal.SIGTERM)
+            process.communicate(timeout=10)
+            deadline = time.monotonic() + 10
+            while (left := users_of(folder)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not left
+            finish(start(case.command(folder / "out")))
+            same(case.results(folder / "out"), expected)
+
+    trials.run(f"preemption, {program}", trial, short=0)
 
 
 # --- the loop ------------------------------------------------------------------------------------------------------

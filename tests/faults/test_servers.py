@@ -1,4 +1,4 @@
-"""Servers that are slow, wrong or hostile: every game is played once with what was said well, or the run says why not."""
+"""Servers that are slow, wrong or hostile: each game is played once with what was said well, or the run says why."""
 
 import random
 import shutil

@@ -56,6 +56,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(32, 2, 2, 2, 64, 300),
     "30m": Shape(512, 8, 8, 8, 1376, 8000),
+    "100m": Shape(768, 12, 12, 12, 2048, 8000),
     "1b": Shape(2048, 22, 32, 4, 5632),
     "7b": Shape(4096, 32, 32, 32, 11008),
     "13b": Shape(5120, 40, 40, 40, 13824),
@@ -100,12 +101,17 @@ def run_ranks(processes: int, measure: Callable[..., dict], *args) -> list[dict]
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_run_rank, (measure, args, folder, processes, port), processes, start_method="forkserver")
+        environment = dict(os.environ)  # the fork server has that of its start
+        arguments = (measure, args, folder, processes, port, environment)
+        start_processes(_run_rank, arguments, processes, start_method="forkserver")
         return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(processes)]
 
 
-def _run_rank(rank: int, measure: Callable, args: tuple, folder: str, processes: int, port: int) -> None:
+def _run_rank(
+    rank: int, measure: Callable, args: tuple, folder: str, processes: int, port: int, environment: dict[str, str]
+) -> None:
     os.dup2(2, 1)  # standard output is the table's
+    os.environ.update(environment)
     if processes > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}

@@ -3,19 +3,19 @@
     python -m tools.bench.epoch --gpus 8
 
 Columns, all computed:
-games at once   whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
-slots, h        play by our own engine. Each token is computed once; each step reads the weights and the keys and
-                values of the rules once, and those of every game. The slower of operations and bytes counts, at SHARE of
-                the data sheet's rates. A step is never faster than its launches: LAUNCHES kernels a layer
-                (tests/test_engine_gpu.py) of LAUNCH seconds each; and Python adds PYTHON seconds a game and step.
-vLLM, h         play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
-training by     what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
-GiB             of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
-training, h     with gradient checkpointing: 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in
-                the reference pass, at SHARE of the peak rate. A micro-batch is never faster than its launches, nor than
-                what it moves: zero2 sends the gradients, zero3 gathers the weights three times and sends the gradients,
-                over LINK; offload fetches this GPU's part over PCIE as well; and the CPU's Adam reads and writes 28
-                bytes a parameter once a step over HOST.
+games at once: whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
+slots, h: play by our own engine. Each token is computed once; each step reads the weights and the keys and values of
+  the rules once, and those of every game. The slower of operations and bytes counts, at SHARE of the data sheet's
+  rates. A step is never faster than its launches: LAUNCHES kernels a layer (tests/test_engine_gpu.py) of LAUNCH
+  seconds each; and Python adds PYTHON seconds a game and step.
+vLLM, h: play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
+training by: what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
+GiB: of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
+training, h: with gradient checkpointing, 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in
+  the reference pass, at SHARE of the peak rate. A micro-batch is never faster than its launches, nor than what it
+  moves: zero2 sends the gradients, zero3 gathers the weights three times and sends the gradients, over LINK; offload
+  fetches this GPU's part over PCIE as well; and the CPU's Adam reads and writes 28 bytes a parameter once a step, at
+  HOST.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ from utils import flag
 GIB = 2**30
 SHARE = 0.5  # of a data sheet's rates that kernels reach
 LAUNCH = 6e-6  # seconds to launch a kernel of plain torch
-LAUNCHES = 66  # kernels of a layer in a step of play
+LAUNCHES = 62  # kernels of a layer in a step of play
 TRAIN_LAUNCHES = 180  # of a layer in a micro-batch: forward twice, backward
 PYTHON = 10e-6  # seconds that planning a step takes for each game
 LINK, PCIE, HOST = 200e9, 25e9, 200e9  # bytes/s: between GPUs, from a GPU to RAM, of a machine's RAM

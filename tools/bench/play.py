@@ -3,11 +3,16 @@
     python -m tools.bench.play --turns 3
     python -m tools.bench.play --preset 7b --bf16 True --games 512
     python -m tools.bench.play --modes default --processes 2
+    VLLM=~/vllm/bin/vllm python -m tools.bench.play --modes vllm default --rounds 3
+    python -m tools.bench.play --modes server default --folder bench --openai_base_url http://127.0.0.1:8000/v1
 
 A random Llama plays with the real rules. Every mode plays as tools/play_llm_game.py does, with these settings:
 release     one game at a time, the whole prompt computed at every turn: as the method was first published;
 batched     whole batches by plain `generate`;
-default     the program's defaults: none of its flags that concern speed is set.
+default     the program's defaults where there is no vLLM: none of its flags that concern speed is set;
+vllm        --engine vllm: a server that is started for the run, which is not counted;
+server      players behind the server at --openai_base_url, which serves FOLDER/model; any other mode with --folder
+            FOLDER writes that.
 Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens. The
 draw is by seed, game and message, so that all modes play the same lengths.
 
@@ -15,17 +20,22 @@ Columns: "prefill" is the share of the prompts' tokens that was computed, paddin
 are shares of the time; "peak GiB" is the sum over processes. "limit" is the share of the computed limit that was
 reached: what the machine's measured rate of a matrix product and its bandwidth of memory allow if every token is
 computed once and, with as many games at a time as here, weights and caches are read once a step; of the two the slower
-one counts. "ratio" is new tokens per second over those of the first mode.
+one counts. "ratio" is new tokens per second over those of the first mode. Of several --rounds, each of which plays all
+modes in turn, the run of median speed is shown, and the least, median and largest ratio within a round.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
+import json
 import math
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +52,8 @@ from tools.bench.common import (
     print_table,
     run_ranks,
 )
+from tools.engine.model import own_device
+from tools.engine.vllm import VLLM
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.player import Player, Reply, Turn
@@ -52,12 +64,14 @@ from tools.tiny.models import train_tokenizer
 from trainers import peak_memory_gib
 from utils import flag
 
-RELEASE, BATCHED, DEFAULT = "release", "batched", "default"
+RELEASE, BATCHED, DEFAULT, SERVER = "release", "batched", "default", "server"
 FORCED, DRAWN = "forced", "drawn"
 MODE_FLAGS = {
     RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1},
     BATCHED: {"engine": GENERATE},
     DEFAULT: {},
+    VLLM: {"engine": VLLM},
+    SERVER: {"max_concurrency": 256},
 }
 COLUMNS = {  # of the table, and how they are printed
     "lengths": "{}",
@@ -71,7 +85,7 @@ COLUMNS = {  # of the table, and how they are printed
     "in decode": "{:.0%}",
     "peak GiB": "{:.2f}",
     "limit": "{:.0%}",
-    "ratio": "{:.1f}",
+    "ratio": "{}",
 }
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,19 +104,28 @@ class Settings(LlamaFlags):
     mean_tokens: int = flag("mean tokens of a reply, where they are drawn", default=60)
     most_tokens: int = flag("tokens of a reply at most, where they are drawn", default=256)
     bf16: bool = flag("True: bfloat16 weights", default=False)
+    rounds: int = flag("measure all modes so often, in turn", default=1)
+    folder: str | None = flag("where model and words are written; unset: nowhere for long", default=None)
+    openai_base_url: str | None = flag("of the server of mode server", default=None)
 
     def problems(self) -> list[str]:
         """What is wrong with the flags, a phrase each."""
-        counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens")
-        return super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1), mean_tokens=2)
+        counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens", "rounds")
+        problems = super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1), mean_tokens=2)
+        if SERVER in self.modes and not (self.openai_base_url and self.folder):
+            problems.append(f"--modes {SERVER} needs --openai_base_url, and --folder with the model that is served")
+        return problems
 
     def num_games(self, mode: str) -> int:
         """How many games a mode plays."""
         return {RELEASE: self.release_games, BATCHED: self.slow_games}.get(mode, self.games)
 
-    def play_flags(self, mode: str) -> PlayFlags:
+    def play_flags(self, mode: str, model: str) -> PlayFlags:
         """The flags of tools/play_llm_game.py; what is not named here keeps its default."""
-        return PlayFlags(max_turns=self.turns, bf16=self.bf16, **MODE_FLAGS[mode])
+        flags = PlayFlags(max_turns=self.turns, bf16=self.bf16, **MODE_FLAGS[mode])
+        if mode == SERVER:
+            flags.openai_base_url, flags.openai_tokenizer = [self.openai_base_url], model
+        return flags
 
     def reply_tokens(self, lengths: str, game: int, message: int) -> int:
         """Tokens of a message: the same in every mode."""
@@ -152,42 +175,57 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     """Play this rank's share of a mode's games as tools/play_llm_game.py does; what it took."""
     games = list(enumerate(utils.read_words(f"{folder}/words.txt")[: settings.num_games(mode)]))
     games = games[utils.rank() :: utils.world_size()]
-    flags = settings.play_flags(mode)
+    model = f"{folder}/model"
+    flags = settings.play_flags(mode, model)
     game = flags.load_game()
-    players, at_once = Lineup(flags, game).build_players([f"{folder}/model"] * 2, on_batch=lambda: None)
+    name = f"openai:{served_model(settings.openai_base_url)}" if mode == SERVER else model
+    episodes: list[dict] = []
 
     def tokens(index: int, message: int) -> int:
         return settings.reply_tokens(lengths, index, message)
 
-    episodes: list[dict] = []
-    seed_draws(settings.seed, games_left=len(games))
-    start = time.monotonic()
-    asyncio.run(
-        play_games(
-            game,
-            games,
-            {role: FixedLengths(player, tokens) for role, player in players.items()},
-            max_turns=flags.turns(game),
-            concurrent_games=at_once,
-            on_episode=episodes.append,
+    lineup = Lineup(flags, game)
+    try:
+        players, at_once = lineup.build_players([name] * 2, on_batch=lambda: None, seed=settings.seed)
+        seed_draws(settings.seed, games_left=len(games))
+        start = time.monotonic()
+        asyncio.run(
+            play_games(
+                game,
+                games,
+                {role: FixedLengths(player, tokens) for role, player in players.items()},
+                max_turns=flags.turns(game),
+                concurrent_games=at_once,
+                on_episode=episodes.append,
+            )
         )
-    )
-    seconds = time.monotonic() - start
-    engine = players[game.roles[0]].engine
-    model = engine.local.model
-    device, dtype = model.device, model.dtype
-    noted = dataclasses.asdict(engine.counts) | {
-        "engine": type(engine).__name__,
+        seconds = time.monotonic() - start
+    finally:
+        lineup.end()
+    device, replies = own_device(), [reply for episode in episodes for reply in episode["replies"]]
+    noted = {
         "seconds": seconds,
-        "reply_tokens": [reply["tokens"] for episode in episodes for reply in episode["replies"]],
-        "peak_gib": peak_memory_gib(device),
+        "at_once": min(at_once, len(games)),
+        "reply_tokens": [reply["tokens"] for reply in replies],
         "device": device_name(device),
     }
-    del model, engine, players
+    if mode not in (VLLM, SERVER):
+        engine = players[game.roles[0]].engine
+        noted |= dataclasses.asdict(engine.counts) | {"engine": type(engine).__name__}
+        noted["peak_gib"] = peak_memory_gib(device)
+        del engine
+    del players, lineup
     if device.type == "cuda":  # room to measure with
         gc.collect()
         torch.cuda.empty_cache()
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
     return noted | {"matmul_rate": matmul_rate(device, dtype), "bandwidth": bandwidth(device)}
+
+
+def served_model(base_url: str) -> str:
+    """What a server calls its model."""
+    with urllib.request.urlopen(f"{base_url}/models", timeout=10) as answer:
+        return json.load(answer)["data"][0]["id"]
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -196,21 +234,33 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
 def compare(settings: Settings) -> list[dict]:
     """Measure all modes and lengths: the lines of the table."""
     lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        make_inputs(Path(folder), settings)
+    with contextlib.ExitStack() as stack:
+        folder = Path(settings.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        if SERVER not in settings.modes or not (folder / "words.txt").exists():
+            make_inputs(folder, settings)
         for lengths in settings.lengths:
-            of_lengths = [measure_mode(settings, folder, mode, lengths) for mode in settings.modes]
-            for line in of_lengths:
-                line["ratio"] = line["new tokens/s"] / of_lengths[0]["new tokens/s"]
-            lines += of_lengths
+            rounds = [
+                [measure_mode(settings, str(folder), mode, lengths) for mode in settings.modes]
+                for _ in range(settings.rounds)
+            ]
+            first_mode = [runs[0] for runs in rounds]
+            lines += [middle_run(runs, first_mode) for runs in zip(*rounds, strict=True)]
     return lines
+
+
+def middle_run(runs: Sequence[dict], first_mode: Sequence[dict]) -> dict:
+    """A mode's run of median speed, with the ratios of its runs to those of the first mode in the same round."""
+    ratios = sorted(run["new tokens/s"] / first["new tokens/s"] for run, first in zip(runs, first_mode, strict=True))
+    spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(runs) > 1 else ""
+    line = sorted(runs, key=lambda run: run["new tokens/s"])[len(runs) // 2]
+    return line | {"ratio": f"{statistics.median(ratios):.2f}{spread}"}
 
 
 def measure_mode(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     """One line of the table."""
     ranks = run_ranks(settings.processes, measure, settings, folder, mode, lengths)
     games, seconds = settings.num_games(mode), max(rank["seconds"] for rank in ranks)
-    new_tokens = sum_of(ranks, "new_tokens")
+    new_tokens = sum(sum(rank["reply_tokens"]) for rank in ranks)
     line = {
         "lengths": lengths,
         "mode": mode,
@@ -218,16 +268,16 @@ def measure_mode(settings: Settings, folder: str, mode: str, lengths: str) -> di
         "games": games,
         "games/min": 60 * games / seconds,
         "new tokens/s": new_tokens / seconds,
-        "prefill": sum_of(ranks, "prefill_tokens") / sum_of(ranks, "prompt_tokens"),
-        "peak GiB": sum_of(ranks, "peak_gib"),
         "ranks": ranks,
     }
+    if mode in (VLLM, SERVER):
+        return line
+    line["prefill"] = sum_of(ranks, "prefill_tokens") / sum_of(ranks, "prompt_tokens")
+    line["peak GiB"] = sum_of(ranks, "peak_gib")
     if mode == DEFAULT:
         limit = limit_seconds(settings.shape, ranks, 2 if settings.bf16 else 4)
-        line["limit"] = max(limit.values()) / seconds
-    else:
-        line |= {f"in {part}": ranks[0][f"{part}_seconds"] / seconds for part in ("prefill", "decode")}
-    return line
+        return line | {"limit": max(limit.values()) / seconds}
+    return line | {f"in {part}": ranks[0][f"{part}_seconds"] / seconds for part in ("prefill", "decode")}
 
 
 def sum_of(ranks: list[dict], name: str) -> float:

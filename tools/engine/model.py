@@ -147,7 +147,7 @@ def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = Fals
     """The tokenizer of a model that another process holds; ValueError if it cannot be had."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises Exception itself for a broken file
         raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
     return ModelTokens(tokenizer, sampling, _generation_config(name, trust_remote_code))
 

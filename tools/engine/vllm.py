@@ -33,7 +33,7 @@ import torch
 from tools.engine import supervise
 from tools.players.player import PlayerUnusable
 from tools.players.server_flags import INSTALL
-from utils import flag, plain_environment, too_small
+from utils import flag, plain_environment, shown, too_small
 
 AUTO, VLLM = "auto", "vllm"  # of --engine
 HOST = "127.0.0.1"
@@ -153,6 +153,18 @@ def own_gpus(number: int) -> list[str]:
     return own
 
 
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port from being given to others; a server that reuses addresses can listen on it.
+
+    Two vLLM servers with the same port would both start, and each get some of the other's requests.
+    """
+    reserved = socket.socket()
+    reserved.bind((HOST, 0))
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    return reserved
+
+
 def _dtype(folder: Path) -> str:
     """The type in a model's config; vLLM's own choice would be half precision for float32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -213,15 +225,15 @@ class VLLMServer:
         if self.process is None:
             return
         self.process.stdin.close()
+        self.reserved.close()
         try:
             self.process.wait(timeout=3 * supervise.GRACE)
         except subprocess.TimeoutExpired:
             logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
 
     def _launch(self) -> None:
-        with socket.socket() as unused:
-            unused.bind((HOST, 0))
-            self.port = unused.getsockname()[1]
+        self.reserved = reserve_port()
+        self.port = self.reserved.getsockname()[1]
         self.output = tempfile.TemporaryFile()
         command = [sys.executable, "-IS", supervise.__file__, self.executable, "serve", str(self.folder)]
         command += ["--served-model-name", self.model, "--host", HOST, "--port", str(self.port)]
@@ -283,4 +295,4 @@ class VLLMServer:
         size = os.fstat(self.output.fileno()).st_size
         text = os.pread(self.output.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
         lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-        return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+        return [shown(line) for line in lines]

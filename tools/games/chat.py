@@ -6,18 +6,22 @@ them. No torch.
 
 import hashlib
 import random
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import alpaca_to_row
+from utils import alpaca_to_row, shown
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 PROBES = ("ProbeSystemText", "ProbeFirstText", "ProbeSecondText", "ProbeThirdText")  # look like nothing in a template
+RENDER_SECONDS = 10  # of one prompt, which takes some milliseconds
 DAY = "26 Jul 2024"  # for templates that tell the date: a game gives the same prompt on every day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 Conversation = Sequence[dict[str, str]]
@@ -123,17 +127,19 @@ class ChatTemplate:
 
     def _render(self, messages: Conversation, *, reply_follows: bool) -> str:
         try:
-            prompt = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=reply_follows,
-                enable_thinking=False,  # a message is to be said, not thought about in a part that nobody keeps
-                date_string=DAY,
-            )
+            with time_limit(RENDER_SECONDS):
+                prompt = self.tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=reply_follows,
+                    enable_thinking=False,  # a message is to be said, not thought about in a part that nobody keeps
+                    date_string=DAY,
+                )
             return str(prompt)
-        except TemplateError as error:
-            raise ValueError(f"{self.name}: its chat template refuses a conversation of the game ({error})") from None
+        except Exception as error:  # a template is a program: it divides by zero, recurses, loops
+            why = shown(str(error)) or type(error).__name__
+            raise ValueError(f"{self.name}: its chat template refuses a conversation of the game ({why})") from None
 
     def _keeps_system(self) -> bool:
         """Whether the template takes a system message and shows it: some raise an error, some leave it out."""
@@ -171,10 +177,29 @@ class ChatTemplate:
         return "", tokenizer.eos_token
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError in a block that takes longer; without effect outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_) -> NoReturn:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def load_chat_template(name: str) -> ChatTemplate:
     """The chat template of a tokenizer by its folder or name on the hub; ValueError if it cannot be had."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises Exception itself for a broken file
         raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
     return ChatTemplate(tokenizer, name)

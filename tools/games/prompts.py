@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.games.game import Game, History
-from utils import open_text
+from utils import read_json
 
 RULES, MAX_TURNS = "rules", "max_turns"  # a key of prompt files, a slot of all their texts
 SLOT = re.compile(r"\{(\w+)\}")
@@ -148,11 +148,7 @@ def load_templates(path: str | Path, game: Game) -> Templates:
     Raises FileNotFoundError, and ValueError naming the file and all that is wrong with it; warns of a rule text
     that does not state the number of turns.
     """
-    with open_text(path) as file:
-        try:
-            templates = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path}: not a JSON file ({error})") from None
+    templates = read_json(path)
     if problems := template_problems(templates, game):
         raise ValueError(f"{path}: {'; '.join(problems)}")
     for index, rule in enumerate(templates[RULES]):

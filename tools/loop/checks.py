@@ -29,10 +29,11 @@ KINDS = WHOLE | {
     "a number above 0 and at most 1": ("DECAY_WEIGHT", r"1(\.0*)?|0?(?=\.0*[1-9])\.\d+"),
     "True or False": ("DETACH_KL GRADIENT_CHECKPOINTING EVAL_IMITATION REPORT CHECK_DISK", "True|False"),
     "bf16, fp16 or fp32": ("PRECISION", "bf16|fp16|fp32"),
-    "auto, slots or generate": ("ENGINE", "auto|slots|generate"),
+    "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
 }
 WHOLE_NUMBERS = [name for names, _ in WHOLE.values() for name in names.split()]
 REMEDY = f"install what is missing into the environment of {sys.executable}, or name another one's PYTHON"
+VLLM = "import sys; from tools.engine.vllm import VLLMFlags; sys.exit(VLLMFlags().vllm_missing())"
 COMPILE = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 
 
@@ -51,6 +52,8 @@ def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
 def package_problems(settings: Mapping[str, str]) -> Iterator[str]:
     """What the settings need and cannot be imported, found or compiled."""
     deepspeed = settings["DEEPSPEED"] != "none"
+    if settings["ENGINE"] == "vllm" and "--vllm" not in settings["PLAY_ARGS"].split() and (why := _error_of(VLLM)):
+        yield f"--engine vllm: {why}"
     for name in ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed:
         if why := _error_of(f"import {name}"):
             yield f"{name} cannot be imported: {why}; {REMEDY}"

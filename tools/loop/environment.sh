@@ -51,13 +51,18 @@ install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one 
 }
 
 set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirements already
-  local python stamp stamp_file=.venv/$1.txt
+  local python stamp gpus stamp_file=.venv/$1.txt
   log=$root/.venv/$1.log
   shift
-  stamp=$(cat "$@" | cksum)
+  gpus=$(command -v nvidia-smi || true)
+  stamp="$(cat "$@" | cksum) $gpus"
   if [ -x "$venv" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
     say "environment: .venv is up to date"
     return
+  fi
+  if [ -n "$gpus" ] && [ -f "$stamp_file" ] && ! grep -qF "$gpus" "$stamp_file"; then
+    say "environment: .venv was made where there was no GPU, and is made anew"
+    rm -rf .venv && mkdir .venv
   fi
   python=$(find_python)
   need_space "$CPU_GB"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ def gpu_memory() -> list[int]:
         return []
     import torch
 
+    if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
+        say(f"WARNING there are GPUs, but the PyTorch of {sys.executable} cannot use them: all runs on the CPU")
     return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
 
 

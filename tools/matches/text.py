@@ -90,7 +90,7 @@ def matches_text(results: dict, game: Game) -> str:
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
         f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{how_counted(game)}\n\n"
-        f"{align([HEAD, *map(cells, rows)], names=4)}\n\n{points_line(rows)}\n"
+        f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
     )
 
 
@@ -99,13 +99,13 @@ def _percent(share: float | None, interval: Sequence[float] | None) -> str:
     return with_interval(share, interval, ".1%").replace("%", "")
 
 
-def align(lines: Sequence[Sequence[str]], names: int = 1) -> str:
-    """Cells in columns: the first so many, which are names, on the left, numbers on the right."""
+def _align(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, names on the left and numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place < names else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if title in HEAD[:4] else cell.rjust(width)
+            for title, cell, width in zip(lines[0], line, widths, strict=True)
         ).rstrip()
         for line in lines
     )

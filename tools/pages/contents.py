@@ -119,7 +119,7 @@ class Report:
             }
             self.missing += [f"{name}: no {kind}." for kind, there in found.items() if not there]
         self.read_reasoning(self.name, folder / "reasoning")
-        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"][:9])) or 0
+        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"])) or 0
         if planned > (last := max(epochs, default=0)):
             self.missing.append(f"epochs {last + 1} to {planned}: not begun.")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tools.games.game import LONE_SURROGATE, Game, History
 from tools.players.player import STOP, Reply, Turn
-from utils import world_size
+from utils import shown, world_size
 
 with contextlib.suppress(ImportError):  # with it, `input` lets one edit the line
     import readline  # noqa: F401
@@ -51,23 +51,22 @@ class HumanPlayer:
         result = f" - you {'win' if own > other else 'lose'}" if own != other else together.get(own, "")
         why = self.game.explain(task, decisive, outcome)
         after = f"after {length} message{'s' * (length != 1)}"
-        print(f"\n--- {outcome}{result}, {after}{f' ({why})' if why else ''}; the target word was `{task}` ---")
+        print(f"\n--- {outcome}{result}, {after}{f' ({why})' if why else ''}; the target word was `{shown(task)}` ---")
 
     def _introduce(self, turn: Turn) -> None:
         self.role, self.shown = turn.role, 0
         print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves; finished games are stored) ---\n")
         print(turn.rules())
-        print(turn.instruction())
+        print(shown(turn.instruction()))
         for name, secret in turn.secrets.items():  # not all prompts say these
-            print(f"The {name.replace('_', ' ')}: {secret}")
+            print(f"The {name.replace('_', ' ')}: {shown(secret)}")
         if hint := self.game.hint(turn.role):
             print(hint)
 
     def _show(self, history: History) -> None:
-        """Show the messages that are new, without the characters that would steer the terminal."""
+        """Show the messages that are new."""
         for message in history[self.shown :]:
-            text = (letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in message["content"])
-            print(f"{message['role']}: {''.join(text)}")
+            print(f"{message['role']}: {shown(message['content'])}")
         self.shown = len(history)
 
 

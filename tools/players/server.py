@@ -22,7 +22,7 @@ from tools.players.budget import LIKELY_CHARACTERS, TokenBudget
 from tools.players.connection import BadReplyError, Server, allow_open_files, check_answer, is_count, read_answer
 from tools.players.player import PlayerUnusable, Reply, ReplyUnavailable, Sampling, Tokens, Turn, draw_seed
 from tools.players.server_flags import CHAT, ServerFlags, model_of
-from utils import rank, warn_on_rank_0
+from utils import rank, shown, warn_on_rank_0
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each time, drawn from their upper half
 LONGEST_RETRY_AFTER = 300  # seconds that a server may ask to be left alone; a longer ban is not sat out
@@ -245,7 +245,7 @@ class ServerPlayer:
                 said = f"{said} - {error.response.text}"  # not every server puts its message where OpenAI does
         said = " ".join(said.split())
         said = said.replace(key, "***") if key else said
-        said = "".join(character if character.isprintable() else "?" for character in said[: LONGEST_FAULT + 1])
+        said = shown(said[: LONGEST_FAULT + 1])
         return said if len(said) <= LONGEST_FAULT else said[:LONGEST_FAULT] + "..."
 
 

@@ -60,6 +60,8 @@ class Job(NamedTuple):
             score = read_score(json.loads(self.path.read_text(encoding="utf-8")), self.benchmark.metric)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.path}: not a result ({error!r}); delete it to have it made again") from None
         if self.benchmark.shots not in (None, score.shots):
             logger.warning("%s: %s shots, since the task fixes them", self.name, score.shots)
         return score

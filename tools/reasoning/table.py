@@ -60,7 +60,7 @@ PUBLISHED = {
 
 
 def write_results(folder: Path, table: Mapping[str, Mapping[str, Score]], settings: Mapping) -> str:
-    """Write table.md, radar.svg and results.json of the scores by model and benchmark; returns the table."""
+    """Write table.md, radar.svg and results.json of the scores by model and benchmark; returns table and result."""
     rows = result_rows(table, settings["against"])
     text = table_text(rows, settings)
     with replacing(folder / TABLE) as file:
@@ -68,7 +68,7 @@ def write_results(folder: Path, table: Mapping[str, Mapping[str, Score]], settin
     write_radar(folder / RADAR, table)
     published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
     write_json(folder / RESULTS, {"settings": settings, "results": rows, "published": published})
-    return text
+    return f"{text}\n{result_line(rows)}\n"
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
@@ -87,6 +87,12 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     for benchmark, row in zip(settings["benchmarks"], rows, strict=False):  # the first model's
         used.append([benchmark["name"], benchmark["task"], row["shots"], row["metric"], row["questions"]])
     return "\n\n".join([_markdown(lines), _notes(rows, settings), how, _markdown(used)]) + "\n"
+
+
+def result_line(rows: Sequence[Mapping]) -> str:
+    """The geometric mean of each model on one line."""
+    means = [row for row in rows if row["benchmark"] == MEAN]
+    return f"reasoning, {MEAN}: " + ", ".join(f"{row['model']} {cell_text(row)}" for row in means)
 
 
 def cell_text(row: Mapping) -> str:

@@ -218,7 +218,7 @@ class EpisodeFiles:
         """The rank files that are there, by rank."""
         pattern = re.compile(re.escape(self.stem) + r"_rank(\d+)\.jsonl")
         found = {int(match[1]): path for path in self.folder.glob("*") if (match := pattern.fullmatch(path.name))}
-        return [found[number] for number in sorted(found)]
+        return [found[number] for number in sorted(found) if found[number].is_file()]
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
@@ -237,7 +237,9 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file without the unfinished line that a kill may have left."""
+    """Open a rank file without the unfinished line that a kill may have left; ValueError for a link or a device."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a regular file; games are stored in one")
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -64,6 +64,16 @@ class Lineup:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
 
+    def tokens_of(self, names: Sequence[str]) -> dict[str, models.ModelTokens]:
+        """The tokenizers of these players, as far as they are known, by role."""
+        known = {}
+        for role, name in zip(self.game.roles, names, strict=True):
+            if name == HUMAN or is_server(name) and not self.flags.openai_tokenizer:
+                continue
+            own = self.flags.openai_tokenizer if is_server(name) else str(models.model_folder(name).resolve())
+            known[role] = self._tokens(own)
+        return known
+
     def end(self) -> None:
         """End the servers of this process."""
         while self.vllms:

@@ -20,6 +20,7 @@ from tools.players.server_flags import is_server
 from tools.selfplay.curves import PlayLog
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup
+from tools.selfplay.openings import check_openings
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import rank, world_size
@@ -140,6 +141,8 @@ class Run:
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
         if to_play:
+            if there := len(everything) - len(finished.missing(everything)):
+                logger.info("continues: %d of %d games are there", there, len(everything))
             if any(map(is_server, self.names)):
                 logger.info("%s", self.cost(finished.missing(everything)))
             progress = self._play(to_play, server_tokens=finished.server_tokens)
@@ -170,6 +173,15 @@ class Run:
     def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
         """Play these games; returns what became of them."""
         lineup = Lineup(self.flags, self.game)
+        for names in sorted({pairing.names for pairing in self.pairings}):
+            check_openings(
+                self.game,
+                self.files.words,
+                lineup.tokens_of(names),
+                max_turns=self.flags.turns(self.game),
+                templates=self.templates,
+                allow_cuts=self.flags.allow_cuts,
+            )
         before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
         log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
         progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)

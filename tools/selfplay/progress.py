@@ -15,7 +15,7 @@ from tools.selfplay.counts import GameCounts
 from tools.selfplay.curves import PlayLog
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.options import PlayFlags
-from utils import rank, world_size
+from utils import rank, shown, world_size
 
 UNFINISHED = 3  # exit status: games are missing, and the same command can play them
 LOST_IN_A_ROW = 20  # so many unfinished games, with none that ended between them, and the run ends
@@ -95,8 +95,8 @@ class Progress:
 
 def describe(episode: Episode) -> str:
     """A game to read."""
-    lines = [f"{message['role']}: {message['content']}" for message in episode["history"]]
-    return "\n".join([f"--- {episode['target_word']} ---", *lines, f"--- {episode['outcome']} ---"])
+    lines = [f"{message['role']}: {shown(message['content'])}" for message in episode["history"]]
+    return "\n".join([f"--- {shown(episode['target_word'])} ---", *lines, f"--- {episode['outcome']} ---"])
 
 
 def end_unfinished(files: EpisodeFiles, progress: Progress) -> NoReturn:

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
+from tools.selfplay.counts import GameCounts, result_line
 from tools.selfplay.rewards import Games, PromptFn, check_decay, message_row, paid_rows
 from utils import (
     BadRecordError,
@@ -47,13 +48,14 @@ class RowFlags(GameFlags):
     chat_template: bool = flag("True: texts by the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
     messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
+    min_game_rows: int = flag("fewer rows of games are an error: rows of an optimizer step; 0: any number", default=1)
     drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
     skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
     overwrite: bool = flag("True: write rows of other settings or inputs anew", default=False)
 
     def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
         """What rows depend on besides episodes and SFT examples, as runs are compared by it."""
-        elsewhere = {"overwrite", "match", "game_options"}  # the latter two are in the game's setting
+        elsewhere = {"overwrite", "min_game_rows", "match", "game_options"}  # the latter two: in the game's setting
         own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
         tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
         return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
@@ -100,7 +102,8 @@ def make_rows(
     """Write the rows of episodes, the SFT rows after them, and OUTPUT_rewards_settings.json beside them.
 
     Returns the counts of games and rows, and the weights; `outcomes` is a file for every game's outcome and length.
-    What is there already, of the same settings and inputs, stays; of others, it is refused (ValueError).
+    What is there already, of the same settings and inputs, stays; of others, it is refused (ValueError), as are too
+    few rows of games.
     """
     check_decay(flags.decay_weight)
     game = flags.load_game()
@@ -119,8 +122,10 @@ def make_rows(
     }
     with made_with.claimed(settings, overwrite=flags.overwrite):
         if not flags.overwrite and all(map(os.path.exists, written)):
-            logger.info("%s: all is there", output)
-            return {name: made_with.read(name) for name in ("games", "rows", "weights")}
+            results = {name: made_with.read(name) for name in ("games", "rows", "weights", "mean_rewards")}
+            check_number(flags, game, results["rows"], lambda: judge_inputs(flags, game, inputs)[:2])
+            logger.info("%s: all is there: %s", output, rows_line(game, results))
+            return results
         counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped"), 0))
         games, episodes, results = judge_inputs(flags, game, inputs)
         rows = game_rows(flags, games, episodes(), choose_prompt_fn(flags, game, templates, chat))
@@ -128,14 +133,20 @@ def make_rows(
         rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
 
         def rows_then_settings() -> Iterator[dict]:
-            yield from chat.rows(rows) if chat else rows
-            Path(output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
+            paid: Counter[str] = Counter()
+            for row in chat.rows(rows) if chat else rows:
+                paid[row.get("role", "")] += row.get("reward", 0)
+                yield row
             results.update(rows=dict(counts), weights=games.role_weights())
+            results["mean_rewards"] = {role: paid[role] / counts[role] for role in game.roles if counts[role]}
+            check_number(flags, game, counts, lambda: (games, episodes))
+            Path(output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
             made_with.write(settings, **results)
 
         if outcomes:
             write_records(outcomes, outcome_records(games, episodes()))
         write_records(output, rows_then_settings())  # takes its place last: what is there is whole
+        logger.info("%s: %s", output, rows_line(game, results))
         return results
 
 
@@ -157,6 +168,35 @@ def judge_inputs(flags: RowFlags, game: Game, paths: list[str]) -> tuple[Games, 
         return (record for _, record in (records if keep else read_records(paths, skip_bad=flags.skip_bad)))
 
     return games, again, {"games": {"episodes": len(games), **games.counts(), "skipped": skipped}}
+
+
+def check_number(flags: RowFlags, game: Game, rows: Mapping[str, int], judge: Callable[[], tuple]) -> None:
+    """Raise ValueError, with the outcomes and likely causes, for fewer game rows than --min_game_rows.
+
+    `judge` gives the judged games, and what reads their episodes.
+    """
+    if (number := sum(rows[role] for role in game.roles)) >= flags.min_game_rows:
+        return
+    counts = GameCounts(game)
+    games, episodes = judge()
+    for episode, verdict in games.verdicts(episodes()):
+        counts.add(episode, verdict)
+    raise ValueError(
+        f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({result_line(counts.as_dict())})."
+        " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the rules by"
+        " imitation, one that never ends a reply. --min_game_rows 0 allows any number"
+    )
+
+
+def rows_line(game: Game, results: Mapping) -> str:
+    """One line for people: rows by role."""
+    rows, weights, means = results["rows"], results["weights"], results["mean_rewards"]
+    of_role = [
+        f"{rows[role]:,} of the {role} (mean reward {means[role]:.3f}, weight {weights[role]:.3f})"
+        for role in game.roles
+        if rows[role]
+    ]
+    return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows['sft']:,} SFT rows"
 
 
 def game_rows(flags: RowFlags, games: Games, episodes: Iterable[dict], prompt_fn: PromptFn) -> Iterator[dict]:

@@ -1,6 +1,7 @@
 """The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
-from utils import RunSettings, files_setting, flag, write_records
+from utils import RunSettings, files_setting, flag, read_json_or_jsonl, read_words, write_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "data" / "tiny" / "prompts.json"
@@ -52,9 +53,17 @@ class Build:
                 print(f"{folder}: all is there")
                 return
             made_with.write(settings)
-            if not rows.is_file():
+            if rows.is_file():
+                print(f"{folder}: the data is there; it goes on with pre-training")
+            else:
                 write_data(folder, self)
             pretrain(folder, self)
+        words, held_out = (len(read_words(data / name)) for name in ("words.txt", "held_out.txt"))
+        loss = json.loads((folder / "base" / "train_results.json").read_text())["train_loss"]
+        print(
+            f"{folder}: {words} words and {held_out} held out, {len(read_json_or_jsonl(rows)):,} rows to imitate, "
+            f"base model trained on {self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
+        )
 
 
 # --- the stand-ins -------------------------------------------------------------------------------------------------

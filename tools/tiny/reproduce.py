@@ -27,20 +27,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
 CONTROL = "-m tools.tiny.controls --control"
 LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
+NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
 
 ARMS = {
     arm.name: arm
     for arm in (
         Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
         Arm("detached", "SPAG, `--detach_kl True`", {"detach_kl": True}, every_epoch=True),
-        Arm("cloning", "filtered behaviour cloning", {"rewards": f"{CONTROL} cloning"}),
+        Arm("cloning", "filtered behaviour cloning", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}),
         Arm("shuffled", "rewards shuffled among the winner's messages", {"rewards": f"{CONTROL} shuffled"}),
         Arm("coin", "control: winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
         # Its rows come from no games, so that it plays one only.
         Arm(
             SFT_ONLY,
             "control: SFT rows only, as many steps",
-            {"rewards": f"{CONTROL} sft --like {RELEASED}", "games": 1, "games_per_word": 1},
+            {"rewards": f"{CONTROL} sft --like {RELEASED}", "games": 1, "games_per_word": 1, **NO_GAME_ROWS},
         ),
     )
 }
