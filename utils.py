@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -262,10 +262,11 @@ def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
         if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
             raise
-        raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from error
+        number = error.errno if full else ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_json(path: str | os.PathLike, value) -> None:
@@ -817,12 +818,11 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun or the loop's script is killed: orphans would keep the next launch out.
+    """End this process when the loop's script is killed: orphans would keep the next launch out.
 
-    The script is no parent of its programs: it is looked for every second.
+    Ranks end with torchrun from the moment in which they import this module. The script is no parent of its programs:
+    it is looked for every second.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     if loop := os.environ.get("SPAG_LOOP_PID"):
         threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
 
@@ -839,6 +839,10 @@ def end_with_parent() -> None:
     """End this process when the thread that started it ends, however that is; Linux only."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
 
 
 def end_workers_with_this_process() -> None:
