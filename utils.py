@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -262,7 +262,7 @@ def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
         if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
             raise
         raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from error
