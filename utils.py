@@ -265,7 +265,8 @@ def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
         full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
         if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
             raise
-        raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from error
+        number = error.errno if full else ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_json(path: str | os.PathLike, value) -> None:
