@@ -1,5 +1,7 @@
 import json
+import logging
 import math
+import os
 import re
 import signal
 import subprocess
@@ -164,6 +166,15 @@ def call(monkeypatch, capsys):
 
 
 @pytest.fixture
+def logged(caplog):
+    """What the program logs, although it sets logging up anew."""
+    logger = logging.getLogger("tools")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
 def fake_harness(monkeypatch):
     """Instead of the harness: results of 100 questions. Gives the jobs that were run, and what each is to come to."""
     ran, right = [], {}
@@ -221,7 +232,7 @@ def test_shots_and_metrics_can_be_changed():
 
 
 def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
-    fake_harness, call, caplog, tmp_path, tiny_model
+    fake_harness, call, logged, tmp_path, tiny_model
 ):
     ran, right = fake_harness
     flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c"]
@@ -233,7 +244,7 @@ def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
     del right["base on ARC-e"]
     call(*flags)
     assert ran[2:] == ["base on ARC-e", "base on ARC-c"] and (tmp_path / "results.json").exists()
-    assert "1 of 3 results are there; base on ARC-e comes next" in caplog.text
+    assert "1 of 3 results are there; base on ARC-e comes next" in logged.text
 
 
 def test_a_task_that_fails_does_not_stop_the_others_and_is_named(fake_harness, call, capsys, tmp_path, tiny_model):
@@ -364,6 +375,15 @@ def test_another_harness_or_none_names_the_install_command(call, capsys, monkeyp
         call("--models", "base=M", "--output_dir", str(tmp_path))
     (line,) = capsys.readouterr().err.splitlines()
     assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_once_and_not_waited_for(
+    fake_harness, call, logged, monkeypatch, tmp_path, tiny_model
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(reasoning_jobs, "ENDPOINT", "http://127.0.0.1:9")
+    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
+    assert logged.text.count("http://127.0.0.1:9 cannot be reached") == 1 and os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):

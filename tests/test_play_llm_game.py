@@ -604,6 +604,19 @@ def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(
     assert [game["target_word"] for game in results(tmp_path)] == WORDS[:16]
 
 
+def test_ranks_end_with_their_launcher_while_they_still_import(place, tiny_model, tmp_path):
+    process = torchrun(2, flags(place, tiny_model, tmp_path), executable=sys.executable)
+    launcher, ranks = psutil.Process(process.pid), []
+    while len(ranks) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        started = [child for child in launcher.children() if "tools/play_llm_game.py" in child.cmdline()]
+        ranks = [child for child in started if "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()]
+        time.sleep(0.01)
+    launcher.kill()
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    process.communicate()
+
+
 def test_a_rank_that_fails_makes_the_launch_fail_with_the_reason(place, tiny_model, tmp_path):
     (tmp_path / f"{STEM}_rank1.jsonl").mkdir()  # rank 1 cannot store its games
     process = torchrun(2, flags(place, tiny_model, tmp_path, max_new_tokens=32))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, run_job, run_jobs
+from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, look_for_hub, run_job, run_jobs
 from tools.reasoning.scores import Score
 from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
 from utils import (
@@ -123,6 +123,7 @@ def main() -> None:
         logger.info("%d of %d results are there; %s comes next", len(jobs) - len(to_run), len(jobs), to_run[0].name)
         for name in RESULT_FILES:  # of other results than those to come
             (folder / name).unlink(missing_ok=True)
+        look_for_hub()
         run_jobs(to_run, flags.devices(), run_job)
     table: dict[str, dict[str, Score]] = {}
     for job in jobs:

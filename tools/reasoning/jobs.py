@@ -5,6 +5,8 @@ import logging
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.constants import ENDPOINT
 
 from tools.engine.model import model_folder
 from tools.reasoning.scores import Score, read_score
@@ -30,6 +33,7 @@ from utils import (
 
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS_VERSION = "0.4.13"
+HUB_TIMEOUT = 10  # seconds
 REMEDY = "use another --output_dir, or --overwrite True to run it again"
 logger = logging.getLogger(__name__)
 
@@ -118,6 +122,19 @@ def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def look_for_hub() -> None:
+    """Say once that the hub cannot be reached; the harness then takes what is in the cache, or fails at once."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s): only data sets that are in the cache can be used", ENDPOINT, error)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def run_job(job: Job, device: str | None) -> str | None:
