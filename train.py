@@ -139,7 +139,7 @@ def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
             f"--max_length {args.max_length}; use a larger one, or --allow_cuts True"
         )
     if counts.mostly_cut:
-        message = "%s: %d rows (%.2g%%) lose more than nine tenths of their tokens, or of their target's"
+        message = "%s: %d rows (%.3g%%) lose more than nine tenths of their tokens, or of their target's"
         utils.warn_on_rank_0(message, files, counts.mostly_cut, 100 * share)
 
 

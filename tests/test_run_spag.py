@@ -208,7 +208,7 @@ def test_stages_run_in_order_and_each_epoch_starts_from_the_model_before(loop):
 
 def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path):
     gpu = {"precision": "bf16", "gradient_checkpointing": "True", "nproc": 8, "global_batch": 128}
-    calls = loop.finish(**gpu, deepspeed=ROOT / "configs/zero2.json")
+    calls = loop.finish(**gpu)
     for stage, wanted in {
         "imitation": "--train_method SFTwithKL --lm_kl_coeff 0.1 --learning_rate 5e-6 --num_train_epochs 1",
         "epoch1_train": "--train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --learning_rate 2e-6 "
@@ -223,14 +223,14 @@ def test_the_papers_settings_reach_the_programs_and_are_accepted(loop, tmp_path)
         assert calls[stage][:5] == ["-m", "torch.distributed.run", "--nproc_per_node", "8", "--standalone"]
     flags = calls["imitation"][calls["imitation"].index(str(ROOT / "train.py")) + 1 :]
     parsed = arguments.parse_arguments([*flags, "--use_cpu", "True"])
-    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1 and parsed.deepspeed
+    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1
     play = calls["epoch1_play"]
     parsed = parse_flags(PlayFlags, play[play.index(str(ROOT / "tools/play_llm_game.py")) + 1 :], description="")
     assert (parsed.max_turns, parsed.seed, parsed.engine, parsed.bf16) == (5, 43, "auto", True)
 
 
-def test_lora_plays_on_with_the_merged_model(loop):
-    calls = loop.finish(lora_rank=4, epochs=2)
+def test_lora_plays_on_with_the_merged_model(loop, packages):
+    calls = loop.finish(lora_rank=4, epochs=2, environment=packages)
     for stage in ("imitation", "epoch1_train", "epoch2_train"):
         assert "--lora_rank 4 --lora_merge True" in " ".join(calls[stage])
     assert calls["epoch2_play"].count(f"{loop.output}/epoch1/model/merged") == 2
@@ -360,8 +360,16 @@ def test_a_loop_that_was_killed_asks_all_programs_again(loop, stage):
     assert tuple(loop.finish()) == STAGES
 
 
-@pytest.mark.parametrize("number, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143), ("SIGUSR1", 143)])
-@pytest.mark.parametrize("does", ["sleep", "hold on"])
+@pytest.mark.parametrize(
+    "number, status, does",
+    [
+        ("SIGINT", 130, "sleep"),
+        ("SIGTERM", 143, "sleep"),
+        ("SIGHUP", 143, "sleep"),
+        ("SIGUSR1", 143, "sleep"),
+        ("SIGTERM", 143, "hold on"),  # against SIGTERM
+    ],
+)
 def test_an_interrupted_loop_ends_the_programs_that_it_started(loop, number, status, does):
     process = loop.start({"epoch1_play": does})
     wait_until(lambda: "epoch1_play" in loop.calls(), process)
@@ -544,12 +552,13 @@ def large_model(tmp_path, tiny_model) -> str:
 
 @pytest.fixture
 def packages(tmp_path) -> dict[str, str]:
-    """Environment with stand-ins of DeepSpeed, in the folder `packages`."""
+    """Environment with stand-ins of DeepSpeed and peft, in the folder `packages`."""
     for name in ("deepspeed", "deepspeed/ops"):
         (tmp_path / "packages" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "packages" / name / "__init__.py").write_text("")
     builder = "class CPUAdamBuilder:\n    def load(self):\n        print('compiled')\n"
     (tmp_path / "packages/deepspeed/ops/op_builder.py").write_text(builder)
+    (tmp_path / "packages/peft.py").write_text("")
     return {"PYTHONPATH": str(tmp_path / "packages"), "GPUS": "8"}
 
 

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.constants import ENDPOINT
 
 from tools.engine.model import model_folder
+from tools.engine.vllm import VLLM, VLLMFlags
 from tools.reasoning.scores import Score, read_score
 from tools.reasoning.table import BENCHMARKS, Benchmark
 from utils import (
@@ -34,6 +35,7 @@ from utils import (
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS_VERSION = "0.4.13"
 HUB_TIMEOUT = 10  # seconds
+HF = "hf"  # of --engine: the harness' own way with transformers
 REMEDY = "use another --output_dir, or --overwrite True to run it again"
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Job(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class HarnessFlags:
+class HarnessFlags(VLLMFlags):
     """What every run of the harness is told."""
 
     models: list[NamedPath] = flag("folders or hub names", type=named_path, metavar="NAME=MODEL")
@@ -80,6 +82,7 @@ class HarnessFlags:
     limit: int | None = flag("ask only the first so many questions of each task, for a trial", default=None)
     batch_size: str | None = flag("of the harness; auto: by the free memory; unset: auto, on a CPU 8", default=None)
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    engine: str = flag("hf: the model in the harness' process; vllm: behind a server", default=HF, choices=(HF, VLLM))
     include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
@@ -94,11 +97,14 @@ class HarnessFlags:
             asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
             for model, folder in folders.items():
                 settings = {"harness": HARNESS_VERSION, **asked, "model": prints[model]}
+                settings |= {} if self.engine == HF else {"engine": self.engine}
                 request = {
                     **asked,
                     "model": str(folder),
                     "batch_size": self.batch_size,
                     "trust_remote_code": self.trust_remote_code,
+                    "engine": self.engine,
+                    "vllm": {field.name: getattr(self, field.name) for field in fields(VLLMFlags)},
                     "include_path": str(Path(self.include_path).resolve()) if own and self.include_path else None,
                     "settings": settings | {"own_tasks": own_tasks if own else None},
                 }
