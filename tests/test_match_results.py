@@ -11,7 +11,7 @@ from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches import plot, text
 from tools.matches.results import write_results
-from tools.matches.schedule import Schedule, make_schedule, pairs
+from tools.matches.schedule import make_schedule, pairs
 from tools.matches.stats import Match, count_matches, result_rows
 from utils import write_records
 
@@ -34,11 +34,9 @@ def test_a_single_player_meets_itself(against):
 
 
 def test_the_schedule_is_match_after_match_and_the_list_again_for_each_game_of_a_word():
-    matches = [Match("a", "b", "long", 0), Match("a", "b", "short", 0), Match("b", "a", "long", 0)]
-    schedule = Schedule(matches, {"long": ["x", "y", "z"], "short": ["w"]}, games_per_word=2)
-    assert list(schedule) == ["x", "y", "z", "x", "y", "z", "w", "w", "x", "y", "z", "x", "y", "z"]
-    assert [schedule.match_of(index) for index in range(len(schedule))] == [0] * 6 + [1] * 2 + [2] * 6
-    assert len(schedule) == 14
+    schedule = make_schedule(["a"], {"long": ["x", "y", "z"], "short": ["w"]}, [0], games_per_word=2)
+    assert schedule.words == ["x", "y", "z", "x", "y", "z", "w", "w"]
+    assert schedule.match_of == [0] * 6 + [1] * 2
 
 
 def test_every_pair_plays_each_list_with_each_seed():
@@ -50,7 +48,7 @@ def test_every_pair_plays_each_list_with_each_seed():
         Match("a", "b", "short", 4),
         Match("b", "a", "long", 3),
     ]
-    assert len(schedule) == 2 * 2 * 2 * 3
+    assert len(schedule.words) == len(schedule.match_of) == 2 * 2 * 2 * 3
 
 
 # --- the tables ----------------------------------------------------------------------------------------------------

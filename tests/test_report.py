@@ -281,7 +281,7 @@ def test_a_finished_run_is_reported_whole(output):
     assert made.missing == [] and made.name == "demo"
     found = [(source["name"], source["games"], source["sampled"]) for source in made.sources]
     kinds = (("self-play", 60), ("match", 40))
-    assert found == [(f"epoch {k}, {kind}", games, 20) for k in (1, 2) for kind, games in kinds]
+    assert found == [(f"epoch{k}, {kind}", games, 20) for k in (1, 2) for kind, games in kinds]
     assert Counter(game["source"] for game in made.games) == dict.fromkeys(range(4), 20)
     assert [section.id for section in sections(made)] == ["match", "play", "learning", "supervised"]
     stages = ["episodes/im_sampling_words_settings.json", "rows/rows_rewards_settings.json", "model/settings.json"]
@@ -299,7 +299,7 @@ def test_a_finished_run_is_reported_whole(output):
 def test_shares_of_outcomes_are_those_of_the_games(output):
     games = json.loads((output / "epoch2/episodes/im_sampling_words_results.json").read_text(encoding="utf-8"))
     chart = chart_named(of_run(output), "How games ended")
-    assert chart["layout"]["xaxis"]["ticktext"] == ["epoch 1", "epoch 2"]
+    assert chart["layout"]["xaxis"]["ticktext"] == ["epoch1", "epoch2"]
     for outcome, found in points(chart).items():
         share = sum(game["outcome"] == outcome for game in games) / len(games)
         assert found[1][:2] == [1, pytest.approx(share)]
@@ -464,8 +464,8 @@ def test_curves_are_the_logged_numbers_and_long_ones_are_thinned_by_means(output
     made = of_run(output)
     log = json.loads((output / "epoch1/model/trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     found = points(chart_named(made, "policy_loss"))
-    assert list(found) == ["epoch 1", "epoch 2"]
-    assert found["epoch 1"] == [[entry["step"], entry["policy_loss"]] for entry in log[:-1]]
+    assert list(found) == ["epoch1", "epoch2"]
+    assert found["epoch1"] == [[entry["step"], entry["policy_loss"]] for entry in log[:-1]]
     assert list(points(chart_named(made, "kl"))) == ["imitation"]
     entries = [{"step": step, "loss": float(step % 4)} for step in range(1, 801)]
     write_json(tmp_path / "imitation/model/trainer_state.json", {"log_history": entries})
@@ -493,15 +493,15 @@ def test_a_run_in_its_middle_is_reported_with_what_is_missing(output, tmp_path):
     made = of_run(folder)
     assert made.sources[2]["games"] == 7
     for line in (
-        "epoch 1: training has not ended; its curves go to step 30.",
-        "epoch 2: games are still being played; 7 are there.",
-        "epoch 2: no training.",
-        "epoch 2: no match against imitation.",
+        "epoch1: training has not ended; its curves go to step 30.",
+        "epoch2: games are still being played; 7 are there.",
+        "epoch2: no training.",
+        "epoch2: no match against imitation.",
         "epochs 3 to 20000000: not begun.",
     ):
         assert line in made.missing
     assert any("trainer_state.json: not readable" in line for line in made.missing)
-    assert list(points(chart_named(made, "policy_loss"))) == ["epoch 1"]
+    assert list(points(chart_named(made, "policy_loss"))) == ["epoch1"]
 
 
 def test_a_run_that_has_just_begun_gives_a_page_too(tmp_path):

@@ -96,12 +96,6 @@ class Flags(PlayFlags):
         if problems:
             raise ValueError("; ".join(problems))
 
-    def schedule(self, game: Game) -> Schedule:
-        """What is to be played; reads the word lists."""
-        lists = {item.name: read_words(item.path, game.check_task)[: self.max_words] for item in self.words}
-        names = [player.name for player in self.players]
-        return make_schedule(names, lists, self.seeds, against=self.against, games_per_word=self.games_per_word)
-
     def pairings(self, schedule: Schedule, game: Game) -> list[Pairing]:
         """The matches as they are played: models by their folders, so that equal ones are loaded once."""
         folders = {name: path if is_server(path) else str(model_folder(path)) for name, path in self.players}
@@ -123,19 +117,23 @@ def main() -> None:
     flags.check()
     await_inputs([path for _, path in (*flags.words, *flags.players)])
     game = flags.load_game()
-    templates, schedule = flags.load_templates(game), flags.schedule(game)
-    files = EpisodeFiles(flags.output_dir, STEM, schedule, game, apart_by="--output_dir", made_of_results=RESULTS)
+    templates, players = flags.load_templates(game), [player.name for player in flags.players]
+    lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
+    schedule = make_schedule(players, lists, flags.seeds, against=flags.against, games_per_word=flags.games_per_word)
+    files = EpisodeFiles(
+        flags.output_dir, STEM, schedule.words, game, apart_by="--output_dir", made_of_results=RESULTS
+    )
     settings = {
-        "players": [player.name for player in flags.players],
+        "players": players,
         "against": flags.against,
-        "words": list(schedule.lists),
+        "words": list(lists),
         "seeds": flags.seeds,
         "games_per_word": flags.games_per_word,
         **{f"player {name}": player_setting(path, flags) for name, path in flags.players},
-        **{f"words {name}": words_setting(path, schedule.lists[name]) for name, path in flags.words},
+        **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    run = Run(flags, game, templates, files, flags.pairings(schedule, game), schedule.match_of)
+    run = Run(flags, game, templates, files, flags.pairings(schedule, game), schedule.match_of.__getitem__)
     if run.play(settings):
         print(write_results(files.folder, files.results_path, settings, game), end="")
 

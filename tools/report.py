@@ -13,10 +13,9 @@ from pathlib import Path
 
 from tools.games.flags import GameChoice
 from tools.pages.contents import report_of_episodes, report_of_folder
-from tools.pages.games import visible
 from tools.pages.page import page_html
 from tools.pages.sections import verdict
-from utils import add_flags, flag, replacing, run_program, set_up_logging
+from utils import add_flags, flag, replacing, run_program, set_up_logging, shown
 
 DESCRIPTION = "One self-contained HTML page about a run of the loop, one of its folders, or files of episodes."
 
@@ -59,10 +58,10 @@ def main() -> None:
     with replacing(output) as file:
         file.write(page_html(report))
     for sentence in verdict(report):
-        print(visible(sentence))
+        print(shown(sentence))
     for line in report.missing:
-        print(visible(f"not in the report: {line}"))
-    print(visible(str(output)) + f": {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
+        print(shown(f"not in the report: {line}"))
+    print(shown(str(output)) + f": {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
 
 
 if __name__ == "__main__":

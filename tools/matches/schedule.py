@@ -1,8 +1,8 @@
 """Who meets whom with which words: the games of an evaluation, in the order in which they are played."""
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tools.matches.stats import Match
 
@@ -17,27 +17,12 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
     return [pair for one, other in meetings for pair in ((one, other), (other, one))]
 
 
-class Schedule(Sequence[str]):
-    """The target words of all games, match after match: in each, every word of its list once, then all again."""
+class Schedule(NamedTuple):
+    """The games, match after match: in each, every word of its list once, then all again."""
 
-    def __init__(self, matches: Sequence[Match], lists: Mapping[str, Sequence[str]], games_per_word: int):
-        self.matches, self.lists = matches, lists
-        lengths = (len(lists[match.words]) * games_per_word for match in matches)
-        self.starts = list(itertools.accumulate(lengths, initial=0))
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = self.match_of(index)
-        words = self.lists[self.matches[number].words]
-        return words[(index - self.starts[number]) % len(words)]
-
-    def match_of(self, index: int) -> int:
-        """The number of the match that a game belongs to."""
-        return bisect_right(self.starts, index) - 1
+    matches: list[Match]
+    words: list[str]  # of all games
+    match_of: list[int]  # of all games, the number of their match
 
 
 def make_schedule(
@@ -49,5 +34,7 @@ def make_schedule(
     games_per_word: int = 1,
 ) -> Schedule:
     """All matches of the players with each word list (by name) and each seed."""
-    meetings = itertools.product(pairs(players, against), lists, seeds)
-    return Schedule([Match(*pair, words, seed) for pair, words, seed in meetings], lists, games_per_word)
+    matches = [Match(*pair, name, seed) for pair in pairs(players, against) for name in lists for seed in seeds]
+    games = [list(lists[match.words]) * games_per_word for match in matches]
+    numbers = [number for number, words in enumerate(games) for _ in words]
+    return Schedule(matches, list(itertools.chain.from_iterable(games)), numbers)

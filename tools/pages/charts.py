@@ -93,7 +93,7 @@ def _trace(line: Line, place: int, offset: float, mode: str, labels: Sequence[st
         "name": plain(name),
         "x": [x + offset for x, *_ in points],
         "y": [y for _, y, *_ in points],
-        "mode": mode,
+        "mode": mode if len(points) > 1 else "markers",
         "line": {"color": colour, "width": 1.5, "dash": dash},
         "marker": {"color": colour, "size": 8, "symbol": MARKERS[place % len(MARKERS)]},
         "cliponaxis": False,
@@ -120,7 +120,7 @@ def _layout(names: Sequence[str], x_label: str, y_label: str, labels: Sequence[s
         short = [label[: LONGEST_LABEL - 1] + "…" if len(label) > LONGEST_LABEL else label for label in labels]
         ticks = {"tickvals": list(places), "ticktext": [plain(short[x]) for x in places], "showgrid": False}
         ticks["range"] = [-0.5, len(labels) - 0.5]
-    shares = {"tickformat": ".1~%", "rangemode": "tozero"} if form == PERCENT else {}
+    values = {"tickformat": ".1~%" if form == PERCENT else "", "rangemode": "tozero" if labels else "normal"}
     columns = max(1, NARROWEST // (50 + 7 * max(map(len, names), default=0)))
     return {
         "height": 310 + 20 * -(-len(names) // columns),
@@ -128,8 +128,8 @@ def _layout(names: Sequence[str], x_label: str, y_label: str, labels: Sequence[s
         "paper_bgcolor": "transparent",
         "plot_bgcolor": "transparent",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": QUIET},
-        "xaxis": axis | ticks | {"title": {"text": plain(x_label), "font": {"size": 12}}},
-        "yaxis": axis | shares | {"title": {"text": plain(y_label), "font": {"size": 12}}},
+        "xaxis": axis | ticks | {"title": {"text": plain(x_label)}},
+        "yaxis": axis | values | {"title": {"text": plain(y_label)}},
         "showlegend": True,
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
         "hovermode": "closest",

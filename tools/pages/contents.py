@@ -110,8 +110,8 @@ class Report:
 
     def read_loop(self, folder: Path, epochs: Iterable[int]) -> None:
         """All of a loop's OUTPUT, and notes of what is not there."""
-        stages = [(IMITATION, folder / IMITATION), *((f"epoch {k}", folder / f"epoch{k}") for k in epochs)]
-        for name, path in stages:
+        for name in (IMITATION, *(f"epoch{number}" for number in epochs)):
+            path = folder / name
             found = {
                 "games": self.read_play(name, path / "episodes") or name == IMITATION,
                 "training": self.read_training(name, path / "model"),
@@ -119,7 +119,7 @@ class Report:
             }
             self.missing += [f"{name}: no {kind}." for kind, there in found.items() if not there]
         self.read_reasoning(self.name, folder / "reasoning")
-        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"][:9])) or 0
+        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"])) or 0
         if planned > (last := max(epochs, default=0)):
             self.missing.append(f"epochs {last + 1} to {planned}: not begun.")
 

@@ -49,7 +49,8 @@ def page_html(report: Report) -> str:
         "sources": text("; ".join("{name}: {sampled:,} of {games:,}".format(**one) for one in report.sources)),
         "no_settings": "" if report.settings else "hidden",
         "settings": "".join(
-            f"<details><summary>{text(title)}</summary>{table(rows)}</details>" for title, rows in report.settings
+            f"<details{' open' * (len(report.settings) == 1)}><summary>{text(title)}</summary>{table(rows)}</details>"
+            for title, rows in report.settings
         ),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")

@@ -114,7 +114,7 @@ def reference(report: Report) -> tuple[str, dict[str, float]]:
         if (row["player"], row["opponent"], row["words"], row["seed"]) == (opponent, opponent, words, None)
     }
     name = f"{opponent} against itself"
-    if not own and opponent == IMITATION and report.plays and report.plays[0][0] == "epoch 1":
+    if not own and opponent == IMITATION and report.plays and report.plays[0][0] == "epoch1":
         games = report.plays[0][1]
         own = {role: games.mean_points(role) for role in report.game.roles}
         name += ", in self-play"
@@ -156,7 +156,7 @@ def play_section(plays: Sequence[tuple[str, GameSample]]) -> Section:
     """How games ended, how long they were, and replies that are none."""
     labels, sets = [name for name, _ in plays], [games for _, games in plays]
     colours = outcome_colours(sets[0].game)
-    epochs = labels[0] == "epoch 1"
+    epochs = labels[0] == "epoch1"
     shares = [at_places(name, colour, (games.share(name) for games in sets)) for name, colour in colours.items()]
     lengths = [
         at_places("all games", ALL_GAMES, ((games.mean_length, None, None) if games.games else None for games in sets))
