@@ -7,9 +7,11 @@ data/README.md describes the rows field by field.
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,6 +25,7 @@ IGNORE_INDEX = -100  # label of a token that is not scored
 FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 KEPT = 0.1  # share of its tokens that a row keeps at least, or it is counted as mostly cut
+LEFTOVER_SECONDS = 3600  # after which a file that nothing was written to is nobody's
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
 
@@ -217,6 +220,7 @@ def encode_rows(
     first of them, or, with `drop_unscored`, left out and counted. Few rows are encoded in this process.
     """
     processes = min(processes, len(rows) // ROWS_PER_PROCESS)
+    _delete_leftovers(rows)
     key = _cache_key([rows._fingerprint, *tokenizer_parts(tokenizer)])
     encoded = rows.map(
         partial(_encode_columns, tokenizer=tokenizer),
@@ -253,6 +257,14 @@ def encode_rows(
         dropped=len(unscored),
     )
     return encoded, counts
+
+
+def _delete_leftovers(rows: datasets.Dataset) -> None:
+    """Delete what killed processes have half encoded of these rows; others may be at work on them now."""
+    for file in rows.cache_files:
+        for left in Path(file["filename"]).parent.glob("tmp*"):
+            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS:
+                left.unlink(missing_ok=True)
 
 
 def _encode_columns(columns: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:

@@ -6,22 +6,19 @@
 The same command again continues from the last whole checkpoint, or says that all is there.
 """
 
-import contextlib
 import dataclasses
-import errno
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from arguments import SPAGArguments, named_checkpoint, parse_arguments
@@ -30,7 +27,6 @@ from trainers import TRAIN_METHODS, SPAGTrainer
 
 MOST_CUT = 0.5  # share of rows that may lose nearly all
 FINISHED = "train_results.json"  # written last
-ON_FULL_DISK = ("No space left", "os error 28", "PytorchStreamWriter", "file write failed")  # in messages of libraries
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
 
@@ -143,7 +139,7 @@ def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
             f"--max_length {args.max_length}; use a larger one, or --allow_cuts True"
         )
     if counts.mostly_cut:
-        message = "%s: %d rows (%.2g%%) lose more than nine tenths of their tokens, or of their target's"
+        message = "%s: %d rows (%.3g%%) lose more than nine tenths of their tokens, or of their target's"
         utils.warn_on_rank_0(message, files, counts.mostly_cut, 100 * share)
 
 
@@ -173,7 +169,7 @@ def load_tokenizer(args: SPAGArguments):
 def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset:
     """Read, check and encode rows: the first process of each machine does, the others find its result."""
     processes = args.encoding_processes or min(8, os.cpu_count() or 1)
-    with args.main_process_first(desc="encoding rows"):
+    with args.main_process_first(desc="encoding rows"), utils.naming_full_disk(args.cache_dir):
         rows = load_rows(paths, args.cache_dir)
         encoded, counts = encode_rows(rows, tokenizer, drop_unscored=args.drop_unscored_rows, processes=processes)
     logger.info("%s: %s", ", ".join(paths), counts)
@@ -309,7 +305,7 @@ def run(trainer: SPAGTrainer) -> None:
         return show_examples(trainer)
     if trainer.is_world_process_zero():
         Output(args).begin(trainer)
-    with naming_full_disk(args.output_dir):
+    with utils.naming_full_disk(args.output_dir):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         trainer.save_model()
         if trainer.eval_dataset is not None:
@@ -320,18 +316,6 @@ def run(trainer: SPAGTrainer) -> None:
         trainer.save_metrics("train", result.metrics)
     if trainer.is_world_process_zero():
         print(describe_result(trainer))
-
-
-@contextlib.contextmanager
-def naming_full_disk(folder: str) -> Iterator[None]:
-    """Turn what the writers of weights and states raise on a full disk into an OSError that names the folder."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        if not full and not any(words in str(error) for words in ON_FULL_DISK):
-            raise
-        raise utils.full_disk(folder) from error
 
 
 def describe_result(trainer: SPAGTrainer) -> str:

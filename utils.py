@@ -24,12 +24,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from errno import ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
+# What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
+ON_FULL_DISK = re.compile(
+    r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
+)
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -239,23 +243,30 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
             left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+        with (
+            naming_full_disk(path),
+            open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file,
+        ):
             _try_lock(file.fileno(), fcntl.LOCK_EX, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        if error.errno != ENOSPC:
-            raise
-        raise full_disk(path) from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def full_disk(path: str | os.PathLike) -> OSError:
-    """The error of a full disk, which writes raise without saying where."""
-    return OSError(ENOSPC, os.strerror(ENOSPC), str(path))
+@contextmanager
+def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
+    """Turn what writers raise on a full disk, each in its own way, into an OSError that names the path."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
+        if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
+            raise
+        number = error.errno if full else ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_json(path: str | os.PathLike, value) -> None:
@@ -807,12 +818,11 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun or the loop's script is killed: orphans would keep the next launch out.
+    """End this process when the loop's script is killed: orphans would keep the next launch out.
 
-    The script is no parent of its programs: it is looked for every second.
+    Ranks end with torchrun from the moment in which they import this module. The script is no parent of its programs:
+    it is looked for every second.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     if loop := os.environ.get("SPAG_LOOP_PID"):
         threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
 
@@ -829,6 +839,10 @@ def end_with_parent() -> None:
     """End this process when the thread that started it ends, however that is; Linux only."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
 
 
 def end_workers_with_this_process() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The loop on 4 machines of 8 GPUs under Slurm: sbatch configs/slurm_4x8.sh, from this folder, which all machines
-# must see, as they must OUTPUT. The same job submitted again continues where it was. It takes the environment that is
-# active when it is submitted, which needs all of requirements.txt, DeepSpeed included; the quick start's .venv has none.
+# must see, as they must OUTPUT. The same job submitted again, or requeued, continues where it was. It takes the
+# environment that is active when it is submitted, which needs all of requirements.txt.
 #SBATCH --job-name=spag
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -17,9 +17,8 @@ cd "$SLURM_SUBMIT_DIR"
 export MODEL=meta-llama/Llama-2-7b-hf OUTPUT=outputs/spag EPOCHS=3
 export IMITATION_DATA=data/train_imitation_gpt4.json SFT_DATA=data/alpaca_train.json
 export WORDS=data/played.txt EVAL_WORDS=data/held_out.txt # made by prepare_data split, as the README shows
-# 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps. Weights, gradients and optimizer states of
-# a 7B model, 16 bytes a parameter, are 3.5 GB a GPU here: nothing needs to be offloaded.
-export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2 DEEPSPEED=configs/zero3.json
+# 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
+export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2
 RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
 export RDZV_ENDPOINT RDZV_ID=spag-$SLURM_JOB_ID
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +163,16 @@ def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenize
     shorter = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=5)
     with pytest.raises(TypeError):
         encode_rows(load_rows(paths, cache), shorter)
+
+
+def test_what_a_killed_run_has_half_encoded_is_deleted(tmp_path, tokenizer):
+    rows = load_rows([write_rows(tmp_path / "a.json", ROWS, lines=False)], cache_dir=str(tmp_path / "cache"))
+    old, new = (Path(rows.cache_files[0]["filename"]).with_name(name) for name in ("tmpabc", "tmpxyz"))
+    for path in (old, new):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    encode_rows(rows, tokenizer)
+    assert not old.exists() and new.exists()
 
 
 def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):

@@ -273,10 +273,10 @@ class TestMemory:
     def test_a_layer_grows_to_no_more_than_may_be(self):
         cache = LayerCache(*torch.randn(2, 4, 0, 8))
         cache.grow(10, most=100)
-        assert len(cache.blocks[0]) == 20
+        assert len(cache.blocks[0]) == 12
         cache.grow(90, most=100)
         assert len(cache.blocks[0]) == 100
-        assert not cache.blocks[0].any() or cache.blocks[0][:90].eq(0).all()
+        assert not cache.blocks[0].any()
 
     def run_out_of_memory(self, engine, monkeypatch, at, layer=None):
         """Let the device run out of memory once, in the step of this number: in its forward pass, or in a layer."""
@@ -311,6 +311,7 @@ class TestMemory:
 
     def test_when_it_runs_out_caches_are_kept_and_all_games_come_back(self, monkeypatch):
         calm, engine = (SlotEngine(llama(sampling(max_new_tokens=30, min_new_tokens=30)), 16) for _ in range(2))
+        monkeypatch.setattr(engine_module, "RECOVERY", 1.05)
         self.run_out_of_memory(engine, monkeypatch, at=40)
         for prompts in conversation(games=16, turns=6):
             assert answer(engine, prompts) == answer(calm, prompts)

@@ -1,15 +1,19 @@
+import importlib.util
 import json
+import logging
 import math
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, build_llama
 from forks import python
 from test_finished_work import hold
 
@@ -147,6 +151,24 @@ def test_another_model_or_another_task_file_under_the_same_name_is_refused(evalu
     assert "other settings (own_tasks: " in capsys.readouterr().err
 
 
+@pytest.mark.skipif(
+    not os.environ.get("VLLM") or importlib.util.find_spec("tenacity") is None,
+    reason="needs VLLM=/path/to/vllm and pip install 'lm-eval[api]'",
+)
+def test_a_real_vllm_gives_the_scores_of_the_harness_own_process(own_tasks, tokenizer, tmp_path):
+    model = tmp_path / "model"  # vLLM knows no heads as small as the tiny models'
+    build_llama(0, len(tokenizer), hidden_size=128, intermediate_size=256).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    scores = []
+    for engine in ("hf", "vllm"):
+        flags = ["--models", f"base={model}", "--tasks", "parity:2", "--include_path", str(own_tasks)]
+        flags += ["--dtype", "float32", "--engine", engine, "--output_dir", str(tmp_path / engine)]
+        done = subprocess.run([python(), "-m", "tools.evaluate_reasoning", *flags], cwd=ROOT, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        scores.append(json.loads((tmp_path / engine / "base" / "parity.json").read_text())["scores"])
+    assert scores[0] == scores[1]
+
+
 # --- around it -----------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +183,15 @@ def call(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def logged(caplog):
+    """What the program logs, although it sets logging up anew."""
+    logger = logging.getLogger("tools")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -221,7 +252,7 @@ def test_shots_and_metrics_can_be_changed():
 
 
 def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
-    fake_harness, call, caplog, tmp_path, tiny_model
+    fake_harness, call, logged, tmp_path, tiny_model
 ):
     ran, right = fake_harness
     flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c"]
@@ -233,7 +264,7 @@ def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
     del right["base on ARC-e"]
     call(*flags)
     assert ran[2:] == ["base on ARC-e", "base on ARC-c"] and (tmp_path / "results.json").exists()
-    assert "1 of 3 results are there; base on ARC-e comes next" in caplog.text
+    assert "1 of 3 results are there; base on ARC-e comes next" in logged.text
 
 
 def test_a_task_that_fails_does_not_stop_the_others_and_is_named(fake_harness, call, capsys, tmp_path, tiny_model):
@@ -364,6 +395,59 @@ def test_another_harness_or_none_names_the_install_command(call, capsys, monkeyp
         call("--models", "base=M", "--output_dir", str(tmp_path))
     (line,) = capsys.readouterr().err.splitlines()
     assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_once_and_not_waited_for(
+    fake_harness, call, logged, monkeypatch, tmp_path, tiny_model
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(reasoning_jobs, "ENDPOINT", "http://127.0.0.1:9")
+    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
+    assert logged.text.count("http://127.0.0.1:9 cannot be reached") == 1 and os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_server_gets_the_models_tokens_by_the_harness_own_client(monkeypatch, tiny_model):
+    from tools.reasoning import harness
+
+    class Server:
+        url, key, model = "http://127.0.0.1:7/v1", "secret", "spag-x"
+
+        def __init__(self, flags, folder, **how):
+            self.asked = (flags.vllm, folder, how)
+            servers.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.ended = True
+
+    servers: list[Server] = []
+    monkeypatch.setattr(harness.VLLMFlags, "vllm_server", lambda *values, **how: Server(*values, **how))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    command = ["--models", f"base={tiny_model}", "--output_dir", "D", "--dtype", "float32", "--engine", "vllm"]
+    flags = parse_flags(Flags, [*command, "--vllm", "/v"], description="")
+    job = flags.jobs(flags.benchmarks())[0]
+    assert job.request["settings"]["engine"] == "vllm"
+    with harness.model_of(job.request) as (kind, arguments):
+        assert kind == "local-completions" and os.environ.pop("OPENAI_API_KEY") == "secret"
+        assert (arguments["base_url"], arguments["model"]) == ("http://127.0.0.1:7/v1/completions", "spag-x")
+        assert arguments["tokenizer"] == tiny_model and arguments["max_length"] == 2048
+    how = {"max_length": 2048, "dtype": "float32", "trust_remote_code": False}
+    assert servers[0].asked == ("/v", Path(tiny_model), how) and servers[0].ended
+    hf = parse_flags(Flags, command[:-2], description="").jobs(flags.benchmarks())[0].request
+    assert "engine" not in hf["settings"]  # results of before there was a choice stay
+    with harness.model_of(hf) as (kind, arguments):
+        assert kind == "hf" and arguments["pretrained"] == tiny_model
+
+
+def test_vllm_needs_the_harness_client_of_servers(call, capsys, monkeypatch, tmp_path):
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setattr(evaluate_reasoning.importlib.util, "find_spec", lambda name: None if name == "tenacity" else 1)
+    with pytest.raises(SystemExit):
+        call("--models", "base=M", "--output_dir", str(tmp_path), "--engine", "vllm", "--vllm", str(tmp_path / "vllm"))
+    assert f"--engine vllm needs more: pip install 'lm-eval[api]=={HARNESS_VERSION}'" in capsys.readouterr().err
 
 
 def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):

@@ -9,13 +9,15 @@ tools/reasoning/README.md tells what is in them.
 """
 
 import argparse
+import importlib.util
 import logging
 import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, run_job, run_jobs
+from tools.engine.vllm import VLLM
+from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, look_for_hub, run_job, run_jobs
 from tools.reasoning.scores import Score
 from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
 from utils import (
@@ -70,7 +72,7 @@ class Flags(HarnessFlags):
     def check(self) -> None:
         """Raise one ValueError for all that is wrong with the flags."""
         names, tasks = [model.name for model in self.models], [task.name for task in self.tasks]
-        problems = too_small(self, limit=1, num_processes=1)
+        problems = too_small(self, limit=1, num_processes=1) + self.vllm_problems(self.engine)
         metrics, harness_tasks = [metric.name for metric in self.metrics], [task.task for task in self.tasks]
         for name, values in (("models", names), ("tasks", harness_tasks), ("metrics", metrics)):
             if repeated := sorted({value for value in values if values.count(value) > 1}):
@@ -99,8 +101,8 @@ class Flags(HarnessFlags):
         return [devices[number % len(devices)] for number in range(self.num_processes or len(devices))]
 
 
-def check_harness() -> None:
-    """Raise ValueError unless the right version of the harness is installed; it is not imported."""
+def check_harness(engine: str) -> None:
+    """Raise ValueError unless the right version of the harness is installed, with its client of servers if needed."""
     try:
         installed = metadata.version(HARNESS)
     except metadata.PackageNotFoundError:
@@ -108,6 +110,8 @@ def check_harness() -> None:
     if installed != HARNESS_VERSION:
         found = f"there is {installed}, and results change with its version" if installed else "it is not there"
         raise ValueError(f"needs lm-evaluation-harness; {found}: pip install {HARNESS}=={HARNESS_VERSION}")
+    if engine == VLLM and importlib.util.find_spec("tenacity") is None:
+        raise ValueError(f"--engine {VLLM} needs more: pip install '{HARNESS}[api]=={HARNESS_VERSION}'")
 
 
 def main() -> None:
@@ -115,7 +119,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()
-    check_harness()
+    check_harness(flags.engine)
     jobs, folder = flags.jobs(flags.benchmarks()), Path(flags.output_dir)
     lock(folder / LOCK)
     to_run = [job for job in jobs if job.is_to_run(overwrite=flags.overwrite)]
@@ -123,6 +127,7 @@ def main() -> None:
         logger.info("%d of %d results are there; %s comes next", len(jobs) - len(to_run), len(jobs), to_run[0].name)
         for name in RESULT_FILES:  # of other results than those to come
             (folder / name).unlink(missing_ok=True)
+        look_for_hub()
         run_jobs(to_run, flags.devices(), run_job)
     table: dict[str, dict[str, Score]] = {}
     for job in jobs:

@@ -1,7 +1,7 @@
 """Make the files that play and training start from.
 
     python -m tools.prepare_data words --output data/target_words.txt
-    python -m tools.prepare_data tasks --game bargain --number 1000 --output bargains.txt
+    python -m tools.prepare_data tasks --game GAME --number 1000 --output tasks.txt
     python -m tools.prepare_data split --input WORDS.txt --output train_words.txt --held_out held_out_words.txt
     python -m tools.prepare_data alpaca --input alpaca_data.json --output data/alpaca_train.json
     python -m tools.prepare_data imitation --episodes games_results.json --output data/train_imitation.json

@@ -30,7 +30,8 @@ main() {
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
   if [ "$QUICK" != 0 ]; then
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
-    smaller=(--epochs 1 --games 40 --games_per_word 1 --eval_games_per_word 1 --eval_args "--max_words 20")
+    smaller=(--epochs 1 --games 40 --games_per_word 1 --global_batch 32 --train_batch 32 --eval_games_per_word 1
+      --eval_args "--max_words 20")
   fi
   set_up quickstart requirements.txt
   export PYTHON=$venv OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1

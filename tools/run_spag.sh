@@ -77,7 +77,7 @@ launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
     --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
   [ "$NPROC" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as torchrun does, with a long notice
-  [ $((NPROC * NNODES)) -gt 1 ] || [ -n "$DEEPSPEED" ] || machines=() # DeepSpeed needs a launcher
+  [ $((NPROC * NNODES)) -gt 1 ] || machines=()
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
 
@@ -131,7 +131,8 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
     "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
   [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" "${REWARDS[@]:-$root/tools/assign_rewards.py}" \
     --input_data_path "$episodes" --output_data_path "$folder/rows/rows.json" --decay_weight "$DECAY_WEIGHT" \
-    --seed "$seed" "${game[@]}" "${prompts[@]}" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
+    --min_game_rows "$GLOBAL_BATCH" --seed "$seed" "${game[@]}" "${prompts[@]}" \
+    ${SFT_DATA:+--sft_data_path "$SFT_DATA"} "${REWARD_ARGS[@]}"
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
     --learning_rate "$LEARNING_RATE" --seed "$seed" "${TRAIN_ARGS[@]}"

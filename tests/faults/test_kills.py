@@ -71,7 +71,7 @@ def place(tmp_path_factory) -> Path:
 
 def playing(place: Path, **flags) -> list[str]:
     """Flags of play whose replies do not depend on when they are drawn."""
-    shared = {"max_turns": 2, "max_length": 160, "max_new_tokens": 24, "per_device_eval_batch_size": 2, "top_k": 1}
+    shared = {"max_turns": 2, "max_length": 160, "max_new_tokens": 16, "per_device_eval_batch_size": 2, "top_k": 1}
     return flags_of(shared | {"logging_steps": 0, "prompt_templates": place / "prompts.json"} | flags)
 
 

@@ -112,7 +112,7 @@ def test_a_loop_with_a_model_of_100_million_parameters(engine, tmp_path):
     sft = [{"query": f"Question {number}?", "target": "An answer."} for number in range(64)]
     write_records(tmp_path / "sft.jsonl", sft)
     flags = {"model": tmp_path / "model", "words": tmp_path / "words.txt", "sft_data": tmp_path / "sft.jsonl"}
-    flags |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "check_disk": False}
+    flags |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     ended = subprocess.run(
         [ROOT / "tools/run_spag.sh", *words], env=os.environ | {"NPROC": "1"}, capture_output=True, text=True

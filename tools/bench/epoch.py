@@ -5,9 +5,9 @@
 Columns, all computed:
 games at once: whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
 slots, h: play by our own engine. Each token is computed once; each step reads the weights and the keys and values of
-  the rules once, and those of every game. The slower of operations and bytes counts, at SHARE of the data sheet's
-  rates. A step is never faster than its launches: LAUNCHES kernels a layer (tests/test_engine_gpu.py) of LAUNCH
-  seconds each; and Python adds PYTHON seconds a game and step.
+  the rules once, and those of every game; operations and bytes at SHARE of the data sheet's rates. A step is never
+  faster than its launches: LAUNCHES kernels a layer (tests/test_engine_gpu.py) of LAUNCH seconds each; and Python
+  adds PYTHON seconds a game and step.
 vLLM, h: play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
 training by: what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
 GiB: of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
@@ -58,7 +58,8 @@ PUBLISHED = {  # new tokens/s by vLLM on so many GPUs, of a model of about this 
     ("13b", "A100-80"): (3004, 1),  # DeepSeek-R1-Distill-Qwen-14B: the same page
     ("70b", "A100-80"): (756, 4),  # Llama 3.3 70B, 200 ShareGPT prompts: vllm-project/vllm issue 12315
 }
-COLUMNS = ("model", "GPU", "games at once", "slots, h", "vLLM, h", "training by", "GiB", "training, h")
+COLUMNS = ("model", "GPU", "games at once", "slots, h (computed)", "vLLM, h (published rate)", "training by")
+COLUMNS += ("GiB (computed)", "training, h (computed)")
 
 
 @dataclass
@@ -113,7 +114,7 @@ def slots_hours(args: Settings, model: Shape, gpu: GPU, spread: int) -> float:
     operations = 2 * model.parameters * (new + prompts) + 4 * model.layers * model.hidden_size * attended * new
     steps = new / at_once
     read = steps * (2 * model.parameters + args.rule_tokens * cache) + new * args.seen * cache
-    computing = max(operations / gpu.operations_per_second, read / gpu.bytes_per_second) / SHARE
+    computing = (operations / gpu.operations_per_second + read / gpu.bytes_per_second) / SHARE
     seconds = max(computing, steps * model.layers * LAUNCHES * LAUNCH) + new * PYTHON
     return seconds * spread / args.gpus / 3600
 

@@ -81,32 +81,24 @@ class LayerCache:
         """From the prefix's (kv heads, prefix, size) each."""
         # Copies: a view would keep the whole tensor behind it in memory.
         self.prefix = tuple(one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
-        self.blocks = [one.new_empty(0, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix]
-        self.size = 0  # blocks that are initialized
+        self.blocks = [one.new_zeros(0, one.shape[0], BLOCK, one.shape[2]) for one in self.prefix]
         self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # that are still to be made
 
     def grow(self, size: int, most: float = math.inf) -> None:
-        """Grow to `size` blocks, with some to spare if `most` allows; new blocks are zero-filled."""
+        """Grow to `size` blocks, and a quarter to spare if `most` allows; new blocks are zero-filled."""
         if size > len(self.blocks[0]):
-            spare = size if self.blocks[0].device.type == "cpu" else size // 4  # RAM is free until it is written
-            self._reallocate(max(size, int(min(size + spare, most))))
-        if size > self.size:
-            for stored in self.blocks:
-                stored[self.size : size] = 0
-            self.size = size
+            self._reallocate(max(size, int(min(size + size // 4, most))))
 
     def shrink(self, size: int) -> None:
         """Keep the first `size` blocks only."""
         self.move()
         if size < len(self.blocks[0]):
             self._reallocate(size)
-            self.size = min(self.size, size)
 
     def _reallocate(self, size: int) -> None:
-        kept = min(self.size, size)
         for number, old in enumerate(self.blocks):
-            new = old.new_empty(size, *old.shape[1:])
-            new[:kept] = old[:kept]
+            new = old.new_zeros(size, *old.shape[1:])
+            new[: len(old)] = old[:size]
             self.blocks[number] = new
 
     def move(self) -> None:

@@ -41,6 +41,7 @@ from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
 
 PREFILL_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations
+RECOVERY = 1.0001  # what memory that ran out is tried to have again, with each reply
 
 
 @dataclass(eq=False)
@@ -101,7 +102,8 @@ class SlotEngine:
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
         tokens = local.cache_tokens
-        self.most_blocks = self.fitting = math.inf if tokens is None else max(1, tokens // BLOCK)
+        self.most_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
+        self.fitting = self.most_blocks  # fewer for a while after the device ran out of memory
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
         """Queue a request; its prompt is expected to begin as earlier ones of this `game` did."""
@@ -301,7 +303,7 @@ class SlotEngine:
     def _finish(self, slot: Slot) -> tuple[int, Reply]:
         request, slot.request = slot.request, None
         self.idle[request.game] = slot
-        self.fitting = min(self.most_blocks, self.fitting + 1)  # memory that ran out for a while comes back
+        self.fitting = min(self.most_blocks, self.fitting * RECOVERY)
         self.counts.prompts += 1
         self.counts.prompt_tokens += len(request.ids)
         self.counts.new_tokens += len(request.reply)

@@ -41,8 +41,12 @@ settle_settings() { # settle_settings FLAGS...: checks all settings and assigns 
   while read -r name; do
     settings+=("$name=${!name}")
   done < <(sed -n 's/^: "${\([A-Z_]*\):=.*/\1/p' "$0")
-  assignments=$("$PYTHON" "$root/tools/loop/support.py" "${settings[@]}" -- "$@") || exit 2
-  eval "$assignments"
+  assignments=$(mktemp)
+  in_foreground "$PYTHON" "$root/tools/loop/support.py" "${settings[@]}" -- "$@" >"$assignments" ||
+    { rm "$assignments"; exit 2; }
+  # shellcheck source=/dev/null
+  . "$assignments"
+  rm "$assignments"
 }
 
 run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; its failure ends the script
@@ -52,12 +56,12 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; it
   [ "$NODE_RANK" -eq 0 ] || log=${log%.log}.node$NODE_RANK.log
   say "$stage; its log: $log"
   printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
-  start=$(wc -c <"$log")
+  start=$(($(wc -c <"$log")))
   ("$@" 2>&1 </dev/null | (trap '' TERM; exec tee -ai "$log")) & # which reads on to the end
   child=$!
   wait "$child" || status=$?
   child=''
-  lines=$(tail -c "+$start" "$log" | sed -n "s/^.* WARNING /  $stage: /p" | sort -u)
+  lines=$(tail -c "+$start" "$log" | LC_ALL=C sed -n "s/^.* WARNING /  $stage: /p" | LC_ALL=C sort -u)
   warnings+=${lines:+$lines$'\n'}
   if [ "$status" -ne 0 ]; then
     warn "$stage failed (exit $status); its log: $log"

@@ -7,19 +7,25 @@ by question; RESULT.json is described in tools/reasoning/README.md.
 """
 
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Number
+from pathlib import Path
 
 import lm_eval
 import torch
 import transformers
 from lm_eval.tasks import TaskManager
+from transformers import AutoConfig
 
+from tools.engine.vllm import VLLM, VLLMFlags
 from utils import end_with_parent, replacing, run_program
 
-CPU_BATCH = 8  # where the harness' search for a batch size takes longer than it saves
+CPU_BATCH = 8  # where the harness' search for a batch size takes longer than it saves, or cannot be made
+LONGEST, REQUESTS = 4096, 32  # tokens of a question, and requests at a time, of servers
 
 
 def find_task(task: str, include_path: str | None) -> TaskManager:
@@ -39,23 +45,50 @@ def find_task(task: str, include_path: str | None) -> TaskManager:
     return manager
 
 
+@contextmanager
+def model_of(job: Mapping) -> Iterator[tuple[str, dict]]:
+    """The harness' name of the kind of model, and its arguments: in this process, or behind a vLLM server.
+
+    The server gets the same token ids, and gives the log-probabilities of a prompt's tokens.
+    """
+    how = {name: job[name] for name in ("dtype", "trust_remote_code")}
+    if job["engine"] != VLLM:
+        yield "hf", {"pretrained": job["model"], **how}
+        return
+    length = min(AutoConfig.from_pretrained(job["model"]).max_position_embeddings, LONGEST)
+    with VLLMFlags(**job["vllm"]).vllm_server(Path(job["model"]), max_length=length, **how) as server:
+        os.environ["OPENAI_API_KEY"] = server.key
+        yield (
+            "local-completions",
+            {
+                "model": server.model,
+                "base_url": f"{server.url}/completions",
+                "tokenizer": job["model"],
+                "tokenizer_backend": "huggingface",
+                "max_length": length,
+                "num_concurrent": REQUESTS,
+            },
+        )
+
+
 def evaluate(job: Mapping) -> dict:
     """Run the harness; `metrics` are shares or what else the task counts, `scores` the same for each question."""
     started = time.monotonic()
     manager = find_task(job["task"], job["include_path"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch_size = job["batch_size"] or ("auto" if device == "cuda" else CPU_BATCH)
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": job["model"]} | {name: job[name] for name in ("dtype", "trust_remote_code")},
-        tasks=[job["task"]],
-        num_fewshot=job["shots"],
-        batch_size=batch_size,
-        device=device,
-        limit=job["limit"],
-        task_manager=manager,
-        log_samples=True,
-    )
+    batch_size = job["batch_size"] or ("auto" if device == "cuda" and job["engine"] != VLLM else CPU_BATCH)
+    with model_of(job) as (model, arguments):
+        found = lm_eval.simple_evaluate(
+            model=model,
+            model_args=arguments,
+            tasks=[job["task"]],
+            num_fewshot=job["shots"],
+            batch_size=batch_size,
+            device=device,
+            limit=job["limit"],
+            task_manager=manager,
+            log_samples=True,
+        )
     parts = sorted(found["samples"])
     shots = sorted({found["n-shot"][part] for part in parts})
     return {

@@ -5,16 +5,20 @@ import logging
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.constants import ENDPOINT
 
 from tools.engine.model import model_folder
+from tools.engine.vllm import VLLM, VLLMFlags
 from tools.reasoning.scores import Score, read_score
 from tools.reasoning.table import BENCHMARKS, Benchmark
 from utils import (
@@ -30,6 +34,8 @@ from utils import (
 
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS_VERSION = "0.4.13"
+HUB_TIMEOUT = 10  # seconds
+HF = "hf"  # of --engine: the harness' own way with transformers
 REMEDY = "use another --output_dir, or --overwrite True to run it again"
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class Job(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class HarnessFlags:
+class HarnessFlags(VLLMFlags):
     """What every run of the harness is told."""
 
     models: list[NamedPath] = flag("folders or hub names", type=named_path, metavar="NAME=MODEL")
@@ -76,6 +82,7 @@ class HarnessFlags:
     limit: int | None = flag("ask only the first so many questions of each task, for a trial", default=None)
     batch_size: str | None = flag("of the harness; auto: by the free memory; unset: auto, on a CPU 8", default=None)
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    engine: str = flag("hf: the model in the harness' process; vllm: behind a server", default=HF, choices=(HF, VLLM))
     include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
@@ -90,11 +97,14 @@ class HarnessFlags:
             asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
             for model, folder in folders.items():
                 settings = {"harness": HARNESS_VERSION, **asked, "model": prints[model]}
+                settings |= {} if self.engine == HF else {"engine": self.engine}
                 request = {
                     **asked,
                     "model": str(folder),
                     "batch_size": self.batch_size,
                     "trust_remote_code": self.trust_remote_code,
+                    "engine": self.engine,
+                    "vllm": {field.name: getattr(self, field.name) for field in fields(VLLMFlags)},
                     "include_path": str(Path(self.include_path).resolve()) if own and self.include_path else None,
                     "settings": settings | {"own_tasks": own_tasks if own else None},
                 }
@@ -118,6 +128,19 @@ def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def look_for_hub() -> None:
+    """Say once that the hub cannot be reached; the harness then takes what is in the cache, or fails at once."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s): only data sets that are in the cache can be used", ENDPOINT, error)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def run_job(job: Job, device: str | None) -> str | None:

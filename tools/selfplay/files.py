@@ -156,9 +156,10 @@ class EpisodeFiles:
 
     def append(self, episode: Mapping) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
-        self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
-        self.own_file.flush()
-        os.fsync(self.own_file.fileno())
+        with utils.naming_full_disk(self.own_path):
+            self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
+            self.own_file.flush()
+            os.fsync(self.own_file.fileno())
 
     def finished(self) -> FinishedGames:
         """The finished games of all ranks, also of launches with another number of processes."""

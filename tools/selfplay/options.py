@@ -77,8 +77,10 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             problems.append("--bf16 and --fp16 exclude each other")
         if self.engine == VLLM and self.device_map:
             problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
-        return problems + self.vllm_problems(self.engine) + self.server_problems(
-            names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
+        return (
+            problems
+            + self.vllm_problems(self.engine)
+            + self.server_problems(names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens)
         )
 
     def sampling(self) -> Sampling:

@@ -45,6 +45,8 @@ class Flags(RowFlags):
     def __post_init__(self):
         if self.control == SFT and not self.like:
             raise ValueError(f"--control {SFT} needs --like, the OUTPUT of the loop that it has as many rows as")
+        if self.control == SFT:
+            self.min_game_rows = 0  # its rows come from no games
 
     def load_game(self) -> Game:
         """That of the flags, or decided by a coin."""
