@@ -421,6 +421,34 @@ def test_the_verdict_on_a_loop_is_of_its_last_epoch_beside_imitation_against_its
     assert f"as defender {row['points']:.1%} [{100 * low:.1f}, {100 * high:.1f}] (imitation against itself " in second
 
 
+def test_a_player_against_itself_is_told_role_by_role(tmp_path):
+    make_match(tmp_path, "imitation", 5, random.Random(0))
+    made = of_run(tmp_path)
+    first, second = verdict(made)
+    assert first == "imitation played itself only." and second.startswith("It scores as attacker ")
+    assert [chart["title"] for chart in charts_of(made)["match"]] == [
+        "Points as attacker against imitation",
+        "Points as defender against imitation",
+    ]
+
+
+def test_players_who_all_met_stand_side_by_side(tmp_path):
+    history = [{"role": ATTACKER, "content": "Hello!"}]
+    game = {"max_turns": 5, "history": history, "length": 1, "words": "w", "seed": 0, "outcome": TIED}
+    pairs = [(one, other) for one in "abc" for other in "abc" if one != other]
+    games = [game | {"target_word": "tea", "attacker": one, "defender": other} for one, other in pairs]
+    write_records(tmp_path / "games_results.json", games)
+    rows = list(result_rows(count_matches(games, TABOO)))
+    settings = {"players": ["a", "b", "c"], "against": None}
+    results = {"settings": settings, "results": rows, "games_path": "games_results.json"}
+    write_json(tmp_path / "matches.json", results)
+    made = of_run(tmp_path)
+    assert verdict(made)[0].startswith("c cannot be told from a: 50.0% [")
+    (section,) = sections(made)
+    assert section.title == "Matches" and len(section.tables[0][2]) == 3 * 3
+    assert section.charts[0]["layout"]["xaxis"]["ticktext"] == ["b – a", "c – a", "c – b"]
+
+
 def test_a_folder_of_play_or_of_a_training_has_a_page_that_says_what_it_cannot_tell(output):
     play, training = of_run(output / "epoch1/episodes"), of_run(output / "imitation/model")
     assert re.match(r"episodes: 60 games ended [\d.]+% “", verdict(play)[0])
