@@ -595,8 +595,9 @@ def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(
         time.sleep(0.005)
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(number)
+    process.communicate(timeout=10)  # before psutil, which would take the exit status away
     assert not psutil.wait_procs(everyone, timeout=10)[1]
-    process.communicate()
+    assert process.returncode != 0
     kept = rank_lines(tmp_path)
     assert 2 <= len(kept) < 8
     run = subprocess.run([python(), "-m", "tools.play_llm_game", *arguments], cwd=ROOT, env=environment(), check=True)
