@@ -256,8 +256,7 @@ class TestRequests:
         """The server says that it sees 70 tokens, which is not what it was sent."""
         server = stub()
         how = {"openai_tokenizer": tiny_model, "max_length": 60, "max_games": 2, "min_new_tokens": 1}
-        how["allow_cuts"] = True
-        assert run_here(flags(place, tmp_path, server.url, **how), monkeypatch) == 0
+        assert run_here(flags(place, tmp_path, server.url, allow_cuts=True, **how), monkeypatch) == 0
         game = results(tmp_path)[0]
         prompt = play_prompt(GAME, [], game["target_word"], 2, load_templates(place / "prompts.json", GAME))
         ids = [1, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
