@@ -74,7 +74,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     Raises ValueError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row
     with `chat_template` that does not end in a special token of the tokenizer.
     """
-    (stored,) = _encode_for_storage([example], tokenizer)
+    (stored,) = encode_and_cut([example], tokenizer)
     encoded = {name: stored[name] for name in ("input_ids", "weight", "reward", "is_sft")}
     encoded["labels"] = _labels(stored)
     if "ref_logprob" in example:
@@ -82,7 +82,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     return encoded
 
 
-def _encode_for_storage(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+def encode_and_cut(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     """Rows as ENCODED_FEATURES has them: the ids, how many of them are masked, and what the cut did."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
@@ -270,7 +270,7 @@ def _delete_leftovers(rows: datasets.Dataset) -> None:
 def _encode_columns(columns: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     """A batch of rows as datasets hands it over: one list per column."""
     examples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    encoded = _encode_for_storage(examples, tokenizer)
+    encoded = encode_and_cut(examples, tokenizer)
     return {name: [row[name] for row in encoded] for name in encoded[0]}
 
 

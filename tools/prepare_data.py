@@ -24,7 +24,7 @@ from tools.games.flags import GameChoice
 from tools.games.game import game_setting
 from tools.games.release import release_templates
 from tools.selfplay.rows import RowFlags, make_rows
-from tools.selfplay.sidecar import Output
+from tools.selfplay.sidecar import OutputFile
 from tools.selfplay.word_list import Split, Words, write_words
 from utils import (
     BadRecordError,
@@ -42,7 +42,7 @@ from utils import (
 
 
 @dataclass(kw_only=True)
-class Tasks(GameChoice, Output):
+class Tasks(GameChoice, OutputFile):
     """The word list of a game that can make one itself."""
 
     number: int = flag("of tasks at most", default=1000)
@@ -63,7 +63,7 @@ class Tasks(GameChoice, Output):
 
 
 @dataclass(kw_only=True)
-class Alpaca(Output):
+class Alpaca(OutputFile):
     """SFT rows of raw Alpaca records (instruction, perhaps input, output)."""
 
     input: str = flag("raw Alpaca records, JSON or JSONL")
@@ -89,7 +89,7 @@ class Alpaca(Output):
 
 
 @dataclass(kw_only=True)
-class Imitation(RowFlags, Output):
+class Imitation(RowFlags, OutputFile):
     """Rows for --train_method SFTwithKL out of a stronger model's games: those of tools.assign_rewards."""
 
     episodes: list[str] = flag("files of episodes, as play writes them or the released ones")
@@ -104,7 +104,7 @@ class Imitation(RowFlags, Output):
 
 
 @dataclass(kw_only=True)
-class Prompts(Output):
+class Prompts(OutputFile):
     """The prompt file of the released code, which is read and never run."""
 
     from_release: str = flag("utils.py of the released code")

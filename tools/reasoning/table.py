@@ -43,7 +43,7 @@ BENCHMARKS = (
 # Accuracies as texts, with the digits that are known, and last the mean over all eight; base rows and values with one
 # decimal were read off a figure or checked through the mean only.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
-PUBLISHED_NAMES = tuple(benchmark.name for benchmark in BENCHMARKS)
+PUBLISHED_NAMES = ("MMLU", "BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "WinoGrande", "PIQA")
 PUBLISHED = {
     name: dict(zip((*PUBLISHED_NAMES, MEAN), values.split(), strict=True))
     for name, values in {

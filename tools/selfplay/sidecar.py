@@ -10,7 +10,7 @@ from utils import file_sha256, flag, write_json
 
 
 @dataclass(kw_only=True)
-class Output:
+class OutputFile:
     """The file that a command makes."""
 
     output: str = flag("file to write; X_source.json beside X.EXT tells what it was made of")

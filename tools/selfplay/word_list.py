@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tools.selfplay.sidecar import Output
+from tools.selfplay.sidecar import OutputFile
 from utils import file_sha256, flag, read_words, replacing, too_small
 
 WORD_PACKAGES = {"wordfreq": "3.1.1", "stop-words": "2018.7.23"}  # other versions rank and leave out other words
@@ -79,7 +79,7 @@ def overlap(words: Iterable[str], path: str) -> dict:
 
 
 @dataclass(kw_only=True)
-class Words(Output):
+class Words(OutputFile):
     """The most frequent English words, the most frequent first, without stop words; needs wordfreq and stop-words."""
 
     number: int = flag("of words", default=50_000)
@@ -103,7 +103,7 @@ class Words(Output):
 
 
 @dataclass(kw_only=True)
-class Split(Output):
+class Split(OutputFile):
     """The words of a list without those that are drawn at random to be held out, for evaluation."""
 
     input: str = flag("word list, one a line")
