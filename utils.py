@@ -828,11 +828,12 @@ def end_with_launcher() -> None:
 
 
 def _end_with(pid: int) -> None:
-    import psutil  # which the loop needs, not all that read records
-
-    while psutil.pid_exists(pid):
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent() -> None:

@@ -462,7 +462,7 @@ class TestFaults:
         server = stub(lambda number, body: (400, {}, {"error": {"message": "no\x1b[2J\n" + "very " * 10**5 + "long"}}))
         assert run_here(flags(place, tmp_path, server.url), monkeypatch) == 2
         line = last_line(capsys)
-        assert "no?[2J very very" in line and len(line) < 500
+        assert "no\ufffd[2J very very" in line and len(line) < 500
 
     def test_retry_after_is_waited_for(self, stub, place, tmp_path, monkeypatch):
         server = stub(lambda number, body: (429, {"Retry-After": "1"}, {}) if number == 0 else (200, {}, said()))
@@ -536,7 +536,8 @@ class TestFaults:
         assert run_here(flags(place, tmp_path, server.url, **changes), monkeypatch) == 3
         err = capsys.readouterr().err
         assert "20 games in a row had to be left unfinished" in err
-        assert "38 games are missing; the same command plays them" in err.splitlines()[-1]
+        # Eight replies are two games of four, or one where a third game takes the last of them.
+        assert re.search(r"3[89] games are missing; the same command plays them", err.splitlines()[-1])
         assert len(server.requests) <= 8 + 2 * 22
 
     def test_a_server_that_is_down_from_the_start_ends_the_run_too(self, place, tmp_path, monkeypatch, capsys):
@@ -701,7 +702,7 @@ class TestEstimate:
     def test_of_a_run_that_was_begun_it_counts_what_is_missing(self, stub, place, tmp_path, monkeypatch, capsys):
         server = stub()
         assert run_here(flags(place, tmp_path, server.url, max_games=15), monkeypatch) == 0
-        assert "15 games to play\nlikely:  60 calls" in capsys.readouterr().err  # before the first call
+        assert "15 games to play\n    likely:  60 calls" in capsys.readouterr().err  # before the first call
         for overwrite, games in ((False, 25), (True, 40)):
             arguments = flags(place, tmp_path, server.url, dry_run=True, overwrite=overwrite)
             assert run_here(arguments, monkeypatch) == 0
