@@ -25,7 +25,6 @@ IGNORE_INDEX = -100  # label of a token that is not scored
 FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 KEPT = 0.1  # share of its tokens that a row keeps at least, or it is counted as mostly cut
-LEFTOVER_SECONDS = 3600  # after which a file that nothing was written to is nobody's
 ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
 
 
@@ -263,7 +262,7 @@ def _delete_leftovers(rows: datasets.Dataset) -> None:
     """Delete what killed processes have half encoded of these rows; others may be at work on them now."""
     for file in rows.cache_files:
         for left in Path(file["filename"]).parent.glob("tmp*"):
-            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS:
+            if time.time() - left.stat().st_mtime > utils.LEFTOVER_SECONDS:
                 left.unlink(missing_ok=True)
 
 

@@ -78,8 +78,11 @@ class Output:
 
     def _look(self) -> tuple[bool, str | None]:
         overwrite = self.args.overwrite_output_dir and not utils.restarted()
-        self.settings.check(self.args.same_run, overwrite=overwrite)
-        if overwrite or (self.folder / FINISHED).is_file():
+        same_run, finished = self.args.same_run, (self.folder / FINISHED).is_file()
+        if finished and self.settings.path.is_file():  # a loop that goes on elsewhere may train otherwise from now on
+            same_run = same_run | {"weights": self.settings.read().get("weights")}
+        self.settings.check(same_run, overwrite=overwrite)
+        if overwrite or finished:
             return not overwrite, None
         if checkpoint := self._furthest_checkpoint():
             self._check_optimizer(Path(checkpoint))

@@ -22,7 +22,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
@@ -47,6 +47,7 @@ RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
+LEFTOVER_SECONDS = 3600  # after which a temporary file that nothing was written to is nobody's
 LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
 RANK_0_FIRST = 3  # seconds
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
@@ -239,8 +240,9 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         raise ValueError(f"{path}: not a regular file, which outputs take the place of; name another one")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if not is_locked(left):
-            left.unlink(missing_ok=True)
+        with suppress(OSError):  # another process may be at it, or another user's
+            if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS and not is_locked(left):
+                left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with (

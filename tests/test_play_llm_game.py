@@ -439,7 +439,9 @@ os.read(0, 1)  # until the test ends
         assert not (tmp_path / "made").exists()
 
     def test_temporary_files_of_killed_runs_are_deleted_at_the_next_start(self, tmp_path):
-        (tmp_path / ".run_settings.json.0123456789ab.tmp").write_text("half")
+        left = tmp_path / ".run_settings.json.0123456789ab.tmp"
+        left.write_text("half")
+        os.utime(left, (0, 0))
         start(tmp_path, ["a"])
         assert not list(tmp_path.glob("*.tmp"))
 

@@ -646,7 +646,7 @@ def test_vllm_is_looked_for_before_any_work_and_handed_on(loop, tmp_path):
     (tmp_path / "vllm").chmod(0o755)
     calls = loop.finish(engine="vllm", environment={"VLLM": str(tmp_path / "vllm")})
     assert value_of("engine", calls["epoch1_play"]) == value_of("engine", calls["epoch1_eval"]) == "vllm"
-    loop.finish(engine="vllm", play_args=f"--vllm {tmp_path / 'vllm'}", environment={"PATH": "/usr/bin:/bin"})
+    loop.finish(engine="vllm", environment={"PATH": "/usr/bin:/bin", "VLLM": str(tmp_path / "vllm")})
 
 
 def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):

@@ -622,6 +622,12 @@ def test_a_finished_run_is_left_as_it_is_and_one_with_other_settings_is_refused(
     capsys.readouterr()
     run(tmp_path / "out", settings | resume | {"logging_steps": 2, "encoding_processes": 1})
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: all is there\n"
+    made_with = tmp_path / "out" / "settings.json"
+    text = made_with.read_text()
+    made_with.write_text(text.replace('"weights": "float32"', '"weights": "half"'))  # with DeepSpeed, on other GPUs
+    run(tmp_path / "out", settings)
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: all is there\n" and made_with.read_text() != text
+    made_with.write_text(text)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(65))
     for change, message in (
         ({"learning_rate": 2e-3}, "learning_rate: 0.001 then, 0.002 now"),

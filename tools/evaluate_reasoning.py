@@ -97,7 +97,7 @@ class Flags(HarnessFlags):
 
     def devices(self) -> list[str | None]:
         """Where models run at the same time: GPUs, None where there is none."""
-        devices: list[str | None] = list(gpus()) or [None]
+        devices: list[str | None] = list(gpus(self.tensor_parallel_size)) or [None]
         return [devices[number % len(devices)] for number in range(self.num_processes or len(devices))]
 
 

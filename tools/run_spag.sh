@@ -34,8 +34,9 @@ read_settings_file "$@"
 : "${TEMPERATURE:=1.2}"        # of sampling
 : "${TOP_K:=50}"               # sample from so many tokens; 0: from all
 : "${ENGINE:=auto}"            # of play and matches, as --engine of tools/play_llm_game.py
+: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of a vLLM server; NPROC / this processes play
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=}"              # program that makes rows of the games, with flags; empty: tools/assign_rewards.py
+: "${REWARDS:=}"              # program that makes rows of the games, with the flags of tools/assign_rewards.py (default)
 : "${DECAY_WEIGHT:=0.8}"       # what a message gets of the next one's reward
 : "${GLOBAL_BATCH:=128}"       # rows of an optimizer step, over all processes
 : "${TRAIN_BATCH:=2}"          # rows that a process takes at once
@@ -94,7 +95,7 @@ train() { # train STAGE FOLDER FLAGS...: from $model, which is the reference too
 }
 
 match() { # match NAME PLAYER...: against the imitation model
-  launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation --words "${EVAL_WORDS[@]}" \
+  NPROC=$players launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation --words "${EVAL_WORDS[@]}" \
     --seeds "${EVAL_SEEDS[@]}" --games_per_word "$EVAL_GAMES_PER_WORD" --output_dir "$OUTPUT/$1/eval" \
     "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
 }
@@ -112,9 +113,9 @@ game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${MATC
 prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
   --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
-  ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
+  --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
 
-model=$MODEL player=imitation
+model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE))
 [ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL \
   --train_data_path "${IMITATION_DATA[@]}" --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" \
   --seed "$SEED" "${IMITATION_ARGS[@]}"
@@ -125,7 +126,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   folder=$OUTPUT/epoch$epoch seed=$((SEED + epoch))
   episodes=$folder/episodes/${player}_sampling_words_results.json
   [ "$epoch" -gt 1 ] || episodes=${FIRST_EPISODES:-$episodes}
-  [ "$episodes" = "$FIRST_EPISODES" ] || launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" \
+  [ "$episodes" = "$FIRST_EPISODES" ] || NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" \
     --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" --data_path "$WORDS" \
     --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words --seed "$seed" \
     "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"

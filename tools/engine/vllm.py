@@ -287,7 +287,8 @@ class VLLMServer:
                 self.output.seek(0)
                 shutil.copyfileobj(self.output, file)
         status = self.process.returncode
-        how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
+        signals = {128 + number: f"by {number.name}" for number in signal.Signals}  # as the supervisor says it
+        how = signals.get(status, f"with status {status}")
         return f"{self.folder}: its vLLM has ended {how} (its output: {self.log})"
 
     def _tail(self) -> list[str]:

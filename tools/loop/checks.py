@@ -17,7 +17,7 @@ WHOLE = {  # what settings must be: their names, and the pattern of it
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", r"\d+"),
     "a whole number of at least 1": (
         "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH NPROC NNODES NODE_TIMEOUT "
-        "EVAL_GAMES_PER_WORD EVAL_EVERY",
+        "EVAL_GAMES_PER_WORD EVAL_EVERY TENSOR_PARALLEL_SIZE",
         r"0*[1-9]\d*",
     ),
     "a whole number of at least 1, or empty": ("GAMES MAX_TURNS PLAY_BATCH LORA_RANK", r"(0*[1-9]\d*)?"),
@@ -52,7 +52,7 @@ def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
 def package_problems(settings: Mapping[str, str]) -> Iterator[str]:
     """What the settings need and cannot be imported, found or compiled."""
     deepspeed = settings["DEEPSPEED"] != "none"
-    if settings["ENGINE"] == "vllm" and "--vllm" not in settings["PLAY_ARGS"].split() and (why := _error_of(VLLM)):
+    if settings["ENGINE"] == "vllm" and (why := _error_of(VLLM)):
         yield f"--engine vllm: {why}"
     for name in ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed:
         if why := _error_of(f"import {name}"):
@@ -83,6 +83,12 @@ def _needs_cpu_adam(path: str) -> bool:
 
 def _number_problems(settings: Mapping[str, str]) -> Iterator[str]:
     numbers = {name: int(settings[name]) for name in WHOLE_NUMBERS if settings[name].isdecimal()}
+    together, engine = numbers.get("TENSOR_PARALLEL_SIZE", 1), settings["ENGINE"]
+    if together > 1 and (engine != "vllm" or numbers.get("NPROC", together) % together):
+        yield f"--tensor_parallel_size {together} is of --engine vllm, and must divide --nproc"
+    for name in ("PLAY_ARGS", "EVAL_ARGS"):
+        if re.search(r"(^|\s)--(vllm|tensor_parallel_size)(=|\s|$)", settings[name]):
+            yield f"--{name.lower()}: --tensor_parallel_size is a setting of the loop, VLLM=PATH a variable for it"
     length, new = numbers.get("MAX_LENGTH", math.inf), numbers.get("MAX_NEW_TOKENS", 0)
     if length <= new:
         yield f"--max_length {length} leaves no room for a prompt: it must be larger than --max_new_tokens {new}"

@@ -60,7 +60,7 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
     say "environment: .venv is up to date"
     return
   fi
-  if [ -n "$gpus" ] && [ -f "$stamp_file" ] && ! grep -qF "$gpus" "$stamp_file"; then
+  if [ -n "$gpus" ] && grep -sLF -e "$gpus" .venv/*.txt | grep -q .; then
     say "environment: .venv was made where there was no GPU, and is made anew"
     rm -rf .venv && mkdir .venv
   fi

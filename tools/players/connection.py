@@ -3,6 +3,7 @@
 Nothing that a server answers is trusted: its length, its shape, its numbers.
 """
 
+import asyncio
 import os
 import reprlib
 import resource
@@ -87,9 +88,10 @@ class Server:
         question = {"model": model, "prompt": prompt, "add_special_tokens": False}
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            response = await self.http.post(url, json=question, headers=headers, timeout=TOKENIZE_TIMEOUT)
+            asked = self.http.post(url, json=question, headers=headers, timeout=TOKENIZE_TIMEOUT)
+            response = await asyncio.wait_for(asked, TOKENIZE_TIMEOUT)
             return int(response.raise_for_status().json()["count"])
-        except (httpx2.HTTPError, BadReplyError, ValueError, LookupError, TypeError, RecursionError):
+        except (TimeoutError, httpx2.HTTPError, BadReplyError, ValueError, LookupError, TypeError, RecursionError):
             return None
 
 

@@ -11,6 +11,7 @@ import email.utils
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -244,7 +245,7 @@ class ServerPlayer:
             elif error.status_code < 500 and " - " not in said:
                 said = f"{said} - {error.response.text}"  # not every server puts its message where OpenAI does
         said = " ".join(said.split())
-        said = said.replace(key, "***") if key else said
+        said = re.sub(rf"(?<!\w){re.escape(key)}(?!\w)", "***", said) if key else said
         said = shown(said[: LONGEST_FAULT + 1])
         return said if len(said) <= LONGEST_FAULT else said[:LONGEST_FAULT] + "..."
 

@@ -55,7 +55,8 @@ def model_of(job: Mapping) -> Iterator[tuple[str, dict]]:
     if job["engine"] != VLLM:
         yield "hf", {"pretrained": job["model"], **how}
         return
-    length = min(AutoConfig.from_pretrained(job["model"]).max_position_embeddings, LONGEST)
+    config = AutoConfig.from_pretrained(job["model"], trust_remote_code=job["trust_remote_code"]).get_text_config()
+    length = min(getattr(config, "max_position_embeddings", LONGEST), LONGEST)
     with VLLMFlags(**job["vllm"]).vllm_server(Path(job["model"]), max_length=length, **how) as server:
         os.environ["OPENAI_API_KEY"] = server.key
         yield (

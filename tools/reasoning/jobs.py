@@ -124,10 +124,13 @@ def tasks_digest(include_path: str | None) -> str | None:
     return file_digest(files)
 
 
-def gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+def gpus(together: int = 1) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, so many at a time."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    names = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    if names and len(names) < together:
+        raise ValueError(f"--tensor_parallel_size {together}: there are {len(names)} GPUs")
+    return [",".join(names[at : at + together]) for at in range(0, len(names) - together + 1, together)]
 
 
 def look_for_hub() -> None:
@@ -151,7 +154,9 @@ def run_job(job: Job, device: str | None) -> str | None:
     command = [sys.executable, "-m", "tools.reasoning.harness", json.dumps(job.request), str(job.path.resolve())]
     job.path.unlink(missing_ok=True)  # one made under other settings
     with open(log, "wb") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+        )
     if done.returncode == 0:
         return None
     *_, last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")

@@ -23,7 +23,7 @@ from tools.selfplay.lineup import Lineup
 from tools.selfplay.openings import check_openings
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
-from utils import rank, world_size
+from utils import from_rank_0, rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,13 @@ async def play_games(
             else:
                 on_episode(episode)
 
-    await asyncio.gather(*(keep_playing() for _ in range(concurrent_games)))
+    at_once = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
+    try:
+        await asyncio.gather(*at_once)
+    finally:  # asyncio would print what the others raise while they end, a server's words and all
+        for each in at_once:
+            each.cancel()
+        await asyncio.gather(*at_once, return_exceptions=True)
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -156,11 +162,13 @@ class Run:
         if self.flags.engine != AUTO or all(is_server(name) or name == HUMAN for name in self.names):
             return
         begun = self.files.settings
-        if not self.flags.overwrite and begun.results() and begun.path.is_file():
-            chosen = VLLM if begun.read().get("engine") == VLLM else AUTO
-        else:
-            chosen = AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
-        self.flags.engine = settings["engine"] = chosen
+
+        def choose() -> str:
+            if not self.flags.overwrite and begun.results() and begun.path.is_file():
+                return VLLM if begun.read().get("engine") == VLLM else AUTO
+            return AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
+
+        self.flags.engine = settings["engine"] = from_rank_0(choose)
 
     def cost(self, games: Sequence[int]) -> str:
         """What these games will cost."""
