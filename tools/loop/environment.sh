@@ -60,7 +60,7 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
     say "environment: .venv is up to date"
     return
   fi
-  if [ -n "$gpus" ] && grep -sLF -e "$gpus" .venv/*.txt | grep -q .; then
+  if [ -n "$gpus" ] && [ -n "$(grep -sLF -e "$gpus" .venv/quickstart.txt .venv/tests.txt)" ]; then
     say "environment: .venv was made where there was no GPU, and is made anew"
     rm -rf .venv && mkdir .venv
   fi
