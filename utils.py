@@ -873,6 +873,7 @@ class CleanFormatter(logging.Formatter):
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
+    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)  # our own flag
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
