@@ -19,15 +19,16 @@ import psutil
 import pytest
 from conftest import ROOT, build_llama, build_tokenizer
 from forks import KILL, python
+from test_server_player import run_here
 
-from tools import evaluate_games, play_llm_game
+from tools import evaluate_games
 from tools.engine import vllm
 from tools.engine.model import load_tokens
 from tools.games.chat import load_chat_template
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
-from utils import read_json_or_jsonl, run_program, write_json
+from utils import read_json_or_jsonl, write_json
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 
@@ -114,16 +115,6 @@ def words_of(values):
         name: value if isinstance(value, list) else [value] for name, value in values.items() if value is not None
     }
     return [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
-
-
-def run_here(arguments, monkeypatch, program=play_llm_game):
-    """The program in this process; its exit status."""
-    monkeypatch.setattr(sys, "argv", [f"tools/{program.__name__.split('.')[-1]}.py", *arguments])
-    try:
-        run_program(program.main)
-    except SystemExit as stop:
-        return stop.code
-    return 0
 
 
 def start(arguments, *launcher):

@@ -119,25 +119,6 @@ def test_play_when_torchrun_alone_is_killed(play, place, tiny_model, trials):
     trials.run("play, torchrun alone killed", trial, short=0)
 
 
-def test_play_by_ranks_that_are_started_by_hand(play, trials):
-    """Each rank is a process of its own; the last one to end writes the results."""
-
-    def trial(rng: random.Random) -> None:
-        expected = play.undisturbed
-        with scratch(play.folder) as folder:
-            ranks = [ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)]
-            both = [start(play.command(folder / "out"), env=environment) for environment in ranks]
-            time.sleep(rng.uniform(0, play.seconds))
-            for process in both:
-                kill_all(process, folder)
-            statuses = {start(play.command(folder / "out"), env=environment).wait() for environment in ranks}
-            assert statuses <= {0, 2}
-            finish(start(play.command(folder / "out")))
-            assert games_of(folder / "out") == expected
-
-    trials.run("play, ranks by hand", trial, short=0)
-
-
 def test_play_while_results_are_merged(play, trials):
     def trial(rng: random.Random) -> None:
         expected = play.undisturbed

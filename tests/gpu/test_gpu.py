@@ -13,6 +13,7 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT, build_llama, build_tokenizer
+from test_engine import answer
 
 from tools.bench import play as bench_play
 from tools.bench import train as bench_train
@@ -43,15 +44,6 @@ def conversation(games: int, turns: int) -> list[list[tuple[int, str]]]:
         history = [text + "".join(rng.choices("abcdef ", k=rng.randint(1, 60))) for text in history]
         asked.append([(game, f"{text} Now:") for game, text in enumerate(history)])
     return asked
-
-
-def answer(engine, prompts) -> list:
-    for number, (game, prompt) in enumerate(prompts):
-        engine.start(number, prompt, game=game)
-    replies = {}
-    while len(replies) < len(prompts):
-        replies |= dict(engine.run())
-    return [replies[number] for number in range(len(prompts))]
 
 
 def share_equal(replies: list, expected: list) -> float:
