@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import utils
 from tools import play_llm_game
 from tools.games.taboo import Taboo
 from utils import read_json_or_jsonl, run_program
@@ -105,7 +104,8 @@ def test_nothing_is_logged_by_default_nor_by_other_ranks_than_0(play, tmp_path, 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    monkeypatch.setattr(utils, "from_rank_0", lambda make: make())
+    for module in ("utils", "tools.selfplay.play"):
+        monkeypatch.setattr(f"{module}.from_rank_0", lambda make: make())
     (tmp_path / "out" / "m_sampling_other_rank0.jsonl").touch()
     play(report_to="tensorboard", data_suffix="other", max_games=2)
     assert not list((tmp_path / "out").glob("*tensorboard*"))

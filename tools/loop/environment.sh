@@ -51,7 +51,7 @@ install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one 
 }
 
 set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirements already
-  local python stamp gpus stamp_file=.venv/$1.txt
+  local python stamp gpus without_it stamp_file=.venv/$1.txt
   log=$root/.venv/$1.log
   shift
   gpus=$(command -v nvidia-smi || true)
@@ -60,7 +60,8 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
     say "environment: .venv is up to date"
     return
   fi
-  if [ -n "$gpus" ] && [ -n "$(grep -sLF -e "$gpus" .venv/quickstart.txt .venv/tests.txt)" ]; then
+  without_it=$(grep -sLF -e "$gpus" .venv/quickstart.txt .venv/tests.txt || true)
+  if [ -n "$gpus" ] && [ -n "$without_it" ]; then
     say "environment: .venv was made where there was no GPU, and is made anew"
     rm -rf .venv && mkdir .venv
   fi
