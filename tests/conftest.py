@@ -40,6 +40,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("campaign_round", range(metafunc.config.getoption("campaign")))
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a program leaves in the environment of this process is not the next test's."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def trials(request):
     """The trials of a test of faults/."""

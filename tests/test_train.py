@@ -392,8 +392,8 @@ def test_stored_logprobs_are_reused_and_never_stale(tmp_path, monkeypatch, mixed
 
 @pytest.mark.kills
 def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(400))
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=40, train_sampling_strategy="random")
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(800))
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=80, train_sampling_strategy="random")
     settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
     expected = run(tmp_path / "whole", settings)
     output, kills = tmp_path / "killed", 0

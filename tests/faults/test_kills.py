@@ -284,7 +284,7 @@ def test_preemption(program, place, tiny_model, training, tmp_path, trials):
 # --- the loop ------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_loop(place, training, tiny_model, tmp_path, trials):
+def test_the_whole_loop(place, training, tiny_model, tmp_path, trials, monkeypatch):
     row = {"query": "Say: ", "target": "I know the word! It is `art`!", "reward": 1.0, "weight": 1.0}
     (tmp_path / "imitation.json").write_text(json.dumps([row | {"role": "defender"}] * 24))
     (tmp_path / "sft.json").write_text(json.dumps([{"query": "What?", "target": "That."}] * 24))
@@ -305,5 +305,5 @@ def test_the_whole_loop(place, training, tiny_model, tmp_path, trials):
         return {name: (epoch / name).read_bytes() for name in files} | weights
 
     case = Case(tmp_path, command, results)
-    os.environ["PYTHON"], ENVIRONMENT["PYTHON"] = python(), python()
+    monkeypatch.setitem(ENVIRONMENT, "PYTHON", python())
     trials.run("loop", functools.partial(case.trial, kills=4), short=0)
