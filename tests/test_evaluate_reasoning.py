@@ -116,7 +116,7 @@ def test_results_and_table_say_what_the_harness_counted(evaluated):
 def test_what_is_finished_is_not_run_again(evaluated, call, monkeypatch):
     flags, folder, printed = evaluated
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/parity.*")}
-    monkeypatch.setattr(evaluate_reasoning, "run_job", lambda job, device: pytest.fail(f"{job.name} is run again"))
+    monkeypatch.setattr(evaluate_reasoning, "run_portion", lambda jobs, device: pytest.fail("runs again"))
     assert call(*flags) == printed
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/parity.*")} == before and len(before) == 4
 
@@ -199,17 +199,22 @@ def fake_harness(monkeypatch):
     """Instead of the harness: results of 100 questions. Gives the jobs that were run, and what each is to come to."""
     ran, right = [], {}
 
-    def run(job, device):
-        ran.append(job.name)
-        good = right.get(job.name, 50)
-        if good == INTERRUPT:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)  # the main thread is told while this job runs
-        if isinstance(good, str):
-            return good
-        write_result(job, good)
+    def run(jobs, device):
+        problems = []
+        for job in jobs:
+            ran.append(job.name)
+            good = right.get(job.name, 50)
+            if good == INTERRUPT:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.5)  # the main thread is told while this job runs
+                break
+            if isinstance(good, str):
+                problems.append(good)
+            else:
+                write_result(job, good)
+        return problems
 
-    monkeypatch.setattr(evaluate_reasoning, "run_job", run)
+    monkeypatch.setattr(evaluate_reasoning, "run_portion", run)
     return ran, right
 
 
@@ -457,18 +462,53 @@ def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
     assert "without torchrun" in capsys.readouterr().err
 
 
-def test_jobs_are_dealt_to_the_devices_that_are_free(tmp_path):
-    job = reasoning_jobs.Job
-    jobs = [job(str(n), reasoning_table.BENCHMARKS[0], {}, tmp_path) for n in range(6)]
+def jobs_of(models: int, tasks: int, folder: Path) -> list[reasoning_jobs.Job]:
+    return [
+        reasoning_jobs.Job(str(model), reasoning_table.BENCHMARKS[task], {}, folder / f"{model}/{task}.json")
+        for task in range(tasks)
+        for model in range(models)
+    ]
+
+
+def test_models_are_dealt_to_the_devices_that_are_free(tmp_path):
     both, seen = threading.Barrier(2, timeout=10), []
 
-    def run(job, device):
-        seen.append((job.model, device))
+    def run(jobs, device):
+        seen.append((jobs[0].model, device))
         both.wait()  # passes only where two run at a time
+        return []
 
-    reasoning_jobs.run_jobs(jobs, ["4", "5"], run)
+    reasoning_jobs.run_jobs(jobs_of(6, 2, tmp_path), ["4", "5"], run)
     assert sorted(name for name, _ in seen) == [str(n) for n in range(6)]
     assert {device for _, device in seen} == {"4", "5"}
+
+
+@pytest.mark.parametrize("models, devices, sizes", [(2, 1, [3, 3]), (1, 2, [2, 1]), (2, 8, [1] * 6)])
+def test_a_models_tasks_stay_together_unless_devices_would_idle(tmp_path, models, devices, sizes):
+    dealt = reasoning_jobs.portions(jobs_of(models, 3, tmp_path), devices)
+    assert list(map(len, dealt)) == sizes and all(len({job.model for job in portion}) == 1 for portion in dealt)
+    assert sorted(job.path for portion in dealt for job in portion) == sorted(
+        job.path for job in jobs_of(models, 3, tmp_path)
+    )
+
+
+def test_after_a_task_that_fails_another_process_takes_on_the_rest(tmp_path, monkeypatch):
+    told = []
+
+    def process(command, stdout, **how):
+        asked = json.loads(command[-1])
+        told.append([Path(path).name for _, path in asked])
+        for _, path in asked:
+            if path.endswith("1.json"):
+                stdout.write(b"Traceback\nno data set\n")
+                return subprocess.CompletedProcess(command, 1)
+            Path(path).write_text("{}")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(reasoning_jobs.subprocess, "run", process)
+    problems = reasoning_jobs.run_portion(jobs_of(1, 4, tmp_path), None)
+    assert told == [["0.json", "1.json", "2.json", "3.json"], ["2.json", "3.json"]]
+    assert problems == [f"0 on BBH ended with status 1: no data set ({tmp_path / '0' / '0.log'})"]
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 
-Needs the harness (pip install lm-eval==0.4.13); its data sets come from the Hugging Face hub. Every model meets every
-task in a process of its own, one per GPU at a time. DIR/MODEL/TASK.json is a finished one: the same command runs those
-that are missing, and refuses those that were made in another way. Writes DIR/results.json, table.md and radar.svg;
-tools/reasoning/README.md tells what is in them.
+Needs the harness (pip install lm-eval==0.4.13); its data sets come from the Hugging Face hub. Every model meets its
+tasks in a process of its own, one per GPU at a time. DIR/MODEL/TASK.json is a finished one: the same command runs
+those that are missing, and refuses those that were made in another way. Writes DIR/results.json, table.md and
+radar.svg; tools/reasoning/README.md tells what is in them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tools.engine.vllm import VLLM
-from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, look_for_hub, run_job, run_jobs
+from tools.reasoning.jobs import HARNESS_VERSION, HarnessFlags, gpus, look_for_hub, run_jobs, run_portion
 from tools.reasoning.scores import Score
 from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
 from utils import (
@@ -66,7 +66,7 @@ class Flags(HarnessFlags):
         type=named_path,
         metavar="NAME=METRIC",
     )
-    num_processes: int | None = flag("models that run at a time; unset: one per GPU, else one", default=None)
+    num_processes: int | None = flag("that run at a time; unset: one per GPU, else one", default=None)
     overwrite: bool = flag("True: run again what was made under other settings", default=False)
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ def main() -> None:
         for name in RESULT_FILES:  # of other results than those to come
             (folder / name).unlink(missing_ok=True)
         look_for_hub()
-        run_jobs(to_run, flags.devices(), run_job)
+        run_jobs(to_run, flags.devices(), run_portion)
     table: dict[str, dict[str, Score]] = {}
     for job in jobs:
         table.setdefault(job.model, {})[job.benchmark.name] = job.score()

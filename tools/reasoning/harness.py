@@ -1,6 +1,6 @@
-"""One model on one task of lm-evaluation-harness, in a process of its own: started by tools/evaluate_reasoning.py.
+"""One model on tasks of lm-evaluation-harness, in a process of its own: started by tools/evaluate_reasoning.py.
 
-    python -m tools.reasoning.harness '{"model": "DIR", "task": "piqa", "shots": 0, ...}' RESULT.json
+    python -m tools.reasoning.harness '[[{"model": "DIR", "task": "piqa", "shots": 0, ...}, "RESULT.json"], ...]'
 
 The only file here that imports the harness. It keeps every question's score, so that models can be compared question
 by question; RESULT.json is described in tools/reasoning/README.md.
@@ -18,6 +18,8 @@ from pathlib import Path
 import lm_eval
 import torch
 import transformers
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from transformers import AutoConfig
 
@@ -72,24 +74,17 @@ def model_of(job: Mapping) -> Iterator[tuple[str, dict]]:
         )
 
 
-def evaluate(job: Mapping) -> dict:
-    """Run the harness; `metrics` are shares or what else the task counts, `scores` the same for each question."""
+def evaluate(job: Mapping, model: LM, how: Mapping) -> dict:
+    """Ask the model a task; `metrics` are shares or what else the task counts, `scores` the same for each question."""
     started = time.monotonic()
-    manager = find_task(job["task"], job["include_path"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch_size = job["batch_size"] or ("auto" if device == "cuda" and job["engine"] != VLLM else CPU_BATCH)
-    with model_of(job) as (model, arguments):
-        found = lm_eval.simple_evaluate(
-            model=model,
-            model_args=arguments,
-            tasks=[job["task"]],
-            num_fewshot=job["shots"],
-            batch_size=batch_size,
-            device=device,
-            limit=job["limit"],
-            task_manager=manager,
-            log_samples=True,
-        )
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[job["task"]],
+        num_fewshot=job["shots"],
+        limit=job["limit"],
+        task_manager=find_task(job["task"], job["include_path"]),
+        log_samples=True,
+    )
     parts = sorted(found["samples"])
     shots = sorted({found["n-shot"][part] for part in parts})
     return {
@@ -101,8 +96,8 @@ def evaluate(job: Mapping) -> dict:
         "made_with": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "device": torch.cuda.get_device_name() if device == "cuda" else device,
-            "batch_size": batch_size,
+            "device": torch.cuda.get_device_name() if how["device"] == "cuda" else how["device"],
+            "batch_size": how["batch_size"],
             "seconds": time.monotonic() - started,
         },
     }
@@ -133,10 +128,18 @@ def question_scores(parts: Sequence[Sequence[Mapping]]) -> dict[str, list[float]
 
 def main() -> None:
     end_with_parent()
-    job, path = json.loads(sys.argv[1]), sys.argv[2]
-    result = {"settings": job["settings"], **evaluate(job)}
-    with replacing(path) as file:
-        json.dump(result, file)
+    jobs = json.loads(sys.argv[1])
+    first, _ = jobs[0]
+    find_task(first["task"], first["include_path"])  # before a model is loaded
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch_size = first["batch_size"] or ("auto" if device == "cuda" and first["engine"] != VLLM else CPU_BATCH)
+    how = {"batch_size": batch_size, "device": device}
+    with model_of(first) as (kind, arguments):
+        model = get_model(kind).create_from_arg_obj(arguments, how)
+        for job, path in jobs:
+            result = {"settings": job["settings"], **evaluate(job, model, how)}
+            with replacing(path) as file:
+                json.dump(result, file)
 
 
 if __name__ == "__main__":

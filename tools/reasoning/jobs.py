@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -87,7 +88,7 @@ class HarnessFlags(VLLMFlags):
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
     def jobs(self, benchmarks: Sequence[Benchmark]) -> list[Job]:
-        """All models on all benchmarks; the models of a benchmark stand side by side."""
+        """All models on all benchmarks."""
         folders = {model.name: model_folder(model.path).resolve() for model in self.models}
         prints = {name: {"path": str(folder), "sha256": model_fingerprint(folder)} for name, folder in folders.items()}
         own_tasks = tasks_digest(self.include_path)
@@ -146,42 +147,62 @@ def look_for_hub() -> None:
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def run_job(job: Job, device: str | None) -> str | None:
-    """Run the harness on one GPU (None: where it likes); returns what went wrong, None if nothing did."""
+def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
+    """Run the harness on one GPU (None: where it likes), a model's tasks in one process.
+
+    Returns what went wrong. A task that fails ends its process; another takes on the tasks after it.
+    """
     environment = plain_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-    job.path.parent.mkdir(parents=True, exist_ok=True)
-    log = job.path.with_suffix(".log")
-    command = [sys.executable, "-m", "tools.reasoning.harness", json.dumps(job.request), str(job.path.resolve())]
-    job.path.unlink(missing_ok=True)  # one made under other settings
-    with open(log, "wb") as file:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-        )
-    if done.returncode == 0:
-        return None
-    *_, last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
-    return f"{job.name} ended with status {done.returncode}: {last.strip() or 'no message'} ({log})"
+    problems: list[str] = []
+    while jobs:
+        for job in jobs:
+            job.path.parent.mkdir(parents=True, exist_ok=True)
+            job.path.unlink(missing_ok=True)  # one made under other settings
+        log = jobs[0].path.with_suffix(".log")
+        told = json.dumps([[job.request, str(job.path.resolve())] for job in jobs])
+        command = [sys.executable, "-m", "tools.reasoning.harness", told]
+        with open(log, "wb") as file:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            )
+        if done.returncode == 0:
+            break
+        failed, *jobs = [job for job in jobs if not job.path.is_file()] or jobs[-1:]
+        *_, last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+        problems.append(f"{failed.name} ended with status {done.returncode}: {last.strip() or 'no message'} ({log})")
+    return problems
 
 
-def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None], run: Callable[[Job, str | None], str | None]) -> None:
-    """Run all jobs, one at a time on each device. Raises ValueError at the end if some failed; the others are kept."""
+def portions(jobs: Sequence[Job], devices: int) -> list[list[Job]]:
+    """What each process runs: all tasks of a model, or a part of them where there are more devices than models."""
+    by_model: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_model.setdefault(job.model, []).append(job)
+    parts = math.ceil(devices / len(by_model))
+    return [own[at::parts] for own in by_model.values() for at in range(min(parts, len(own)))]
+
+
+def run_jobs(
+    jobs: Sequence[Job], devices: Sequence[str | None], run: Callable[[Sequence[Job], str | None], list[str]]
+) -> None:
+    """Run all jobs, a process at a time on each device. Raises ValueError at the end if some failed, naming them."""
     free: SimpleQueue[str | None] = SimpleQueue()
     for device in devices:
         free.put(device)
 
-    def take_turn(job: Job) -> str | None:
-        device = free.get()
+    def take_turn(portion: Sequence[Job]) -> list[str]:
+        device, names = free.get(), f"{portion[0].model} on {', '.join(job.benchmark.name for job in portion)}"
         try:
-            logger.info("%s starts", job.name)
-            problem = run(job, device)
-            logger.info("%s: %s", job.name, problem or "done")
-            return problem
+            logger.info("%s starts", names)
+            problems = run(portion, device)
+            logger.info("%s: %s", names, "; ".join(problems) or "done")
+            return problems
         finally:
             free.put(device)
 
     pool = ThreadPoolExecutor(len(devices))
     try:
-        problems = [problem for problem in pool.map(take_turn, jobs) if problem]
+        problems = [problem for found in pool.map(take_turn, portions(jobs, len(devices))) for problem in found]
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
