@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from tools.games import prompts, taboo
+from tools.games import load_game, prompts, taboo
 from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches
 from tools.selfplay.rewards import Games, paid_rows
 from tools.tiny import controls
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny import table as tiny_table
-from tools.tiny.build import TEMPLATES, scripted_games
+from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
+from tools.tiny.questions import KINDS, TASK, TASKS
+from tools.tiny.reasoning_table import METRIC
 from utils import read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
@@ -28,11 +30,11 @@ SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
 
 @pytest.fixture(scope="module")
 def games():
-    return scripted_games(load_lexicon(), rounds=2, rng=random.Random(0))
+    return scripted_games(TABOO, load_lexicon(), rounds=2, rng=random.Random(0))
 
 
 def rows_of(game: Taboo, games: list[dict]) -> list[dict]:
-    templates = prompts.load_templates(TEMPLATES, game)
+    templates = prompts.load_templates(TABOO.prompts, game)
     judged = Games(game)
     for episode in games:
         judged.add(episode)
@@ -96,7 +98,7 @@ def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp
     write_json(tmp_path / "like/epoch2/rows/rows_rewards_settings.json", {"rows": counts})
     output = tmp_path / control / "epoch2/rows/rows.json"
     flags = {"control": control, "input_data_path": tmp_path / "games.json", "output_data_path": output}
-    flags |= {"sft_data_path": tmp_path / "facts.json", "game": "taboo", "prompt_templates": TEMPLATES, "seed": 3}
+    flags |= {"sft_data_path": tmp_path / "facts.json", "game": "taboo", "prompt_templates": TABOO.prompts, "seed": 3}
     flags |= {"training_prompt": "play", "decay_weight": 0.8, "like": tmp_path / "like"}
     if control == controls.SFT:  # the loop asks for a batch of rows; its single game may have none
         write_records(tmp_path / "games.json", [game for game in games if game["outcome"] == taboo.TIED][:1])
@@ -108,7 +110,9 @@ def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp
         assert len(made) == 7 and {row["type"] for row in made} == {"sft"}
     else:
         assert [row["target"] for row in made[-3:]] == ["t"] * 3
-        assert made[0]["query"] == rows[0]["query"] or control == controls.COIN
+        assert made[0]["query"] == rows[0]["query"] or control in (controls.COIN, controls.AS_MANY)
+    if control == controls.AS_MANY:
+        assert len(made) == 6 + 3
     before = output.read_bytes()
     controls.main()
     assert output.read_bytes() == before
@@ -133,22 +137,40 @@ class Programs:
             raise RuntimeError(f"{log}: ended with exit status 1")
         if "build" in command:
             return
+        if log.stem == "reasoning":
+            return answer(world.folder / "reasoning", command)
+        if "tools.evaluate_games" in command:
+            write_records(world.folder / flags["output_dir"] / "games_results.json", match("epoch2", world.seed))
+            return
         output, epochs = world.folder / flags["output"], int(flags["epochs"])
         for epoch in range(1, epochs + 1):
-            outcomes = dict.fromkeys((outcome.name for outcome in Taboo.outcomes), 1)
-            outcomes |= {taboo.DEFENDER_WINS: self.guessed}
+            played = load_game(flags.get("game", "taboo")).outcomes
+            outcomes = dict.fromkeys((outcome.name for outcome in played), 1)
+            if played == Taboo.outcomes:
+                outcomes |= {taboo.DEFENDER_WINS: self.guessed}
             counts = {"games": 4, "outcomes": outcomes, "empty_replies": 1, "messages": 10, "mean_length": 2.5}
             if epoch > 1 or not flags["first_episodes"]:
                 write_json(output / f"epoch{epoch}/episodes/imitation_sampling_words_summary.json", counts)
             if flags["until"] == f"epoch{epoch}_play":
                 break
-            if epoch % int(flags["eval_every"]) == 0:
+            if flags["eval_words"] and epoch % int(flags["eval_every"]) == 0:
                 write_records(output / f"epoch{epoch}/eval/games_results.json", match(f"epoch{epoch}", world.seed))
 
 
+def answer(folder: Path, command: list[str]) -> None:
+    """Every model knows half of the answers."""
+    start, end = command.index("--models") + 1, command.index("--output_dir")
+    for name in (model.partition("=")[0] for model in command[start:end]):
+        for kind in KINDS:
+            number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
+            path = folder / name / f"{TASK.format(kind)}.json"
+            write_json(path, {"scores": {METRIC: [float(place % 2) for place in range(number)]}})
+
+
 def flags_of(command) -> dict[str, str]:
-    """The flags of a command with their values."""
-    return {flag.removeprefix("--"): value for flag, value in zip(command[1::2], command[2::2], strict=False)}
+    """The flags of a command with their first values."""
+    pairs = zip(command, command[1:], strict=False)
+    return {flag.removeprefix("--"): value for flag, value in pairs if re.fullmatch(r"--\w+", flag)}
 
 
 def match(player: str, seed: int) -> list[dict]:
@@ -185,20 +207,28 @@ def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, c
     assert table in printed
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     titles = {name: arm.title for name, arm in tiny_reproduce.ARMS.items()}
-    points, differences, self_play = (list(part) for key, part in groupby(lines, key=bool) if key)
+    points, differences, self_play, own, reasoning = (list(part) for key, part in groupby(lines, key=bool) if key)
     assert [line[:2] for line in points[3:]] == [
         [titles[name], epoch] for name in ("released", "detached") for epoch in "12"
-    ] + [[titles[name], "2"] for name in ("cloning", "shuffled", "coin", "sft")]
+    ] + [[titles[name], "2"] for name in ("cloning", "shuffled", "coin", "sft", "questions", "cities")]
     assert points[2] == ["imitation against itself", "-", "0.500", "", "0.375", "0.625", "", "", "", "0.250", "0.250"]
     whole, by_seed, attacker, defender = points[3][2:6]
     assert whole.startswith("0.750 [") and by_seed == "0.750, 0.750"
     assert attacker.startswith("1.000 [") and defender.startswith("0.500 [")
     assert [line[:2] for line in differences[2:]] == [
         [titles[name], titles[control]] for name in ("released", "detached") for control in ("coin", "sft")
-    ]
+    ] + [[titles["released"], titles[name]] for name in ("questions", "cities")]
     assert {line[2] for line in differences[2:]} == {"+0.000 [+0.000, +0.000]"}
     expected = ["0.250"] * 4 + ["0.100", "2.50"]
     assert self_play[-1][:2] == [titles["detached"], "epoch 2"] and self_play[-1][2:] == expected
+    assert own[2] == [titles["questions"], "imitation", "0.250", "2.50"]
+    assert [line[:2] for line in own[5:]] == [
+        [titles["cities"], model] for model in ("imitation", "epoch 1", "epoch 2")
+    ]
+    names = [line[0] for line in reasoning[2:]]
+    assert names[:4] == ["chance", "scripted player", "base", "imitation"]
+    assert names[4:] == [f"{title}, epoch {epoch}" for title in titles.values() for epoch in (1, 2)]
+    assert reasoning[4][1].startswith("0.500 [") and reasoning[6][-2:] == ["+0.000 [+0.000, +0.000]"] * 2
     assert {row["seed"] for row in json.loads((tmp_path / "table.json").read_text())["results"]} == {None, 0, 1}
     assert "They took 0 minutes in all" in printed
 
@@ -208,8 +238,9 @@ def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
     """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
     reproduce(tmp_path)
     names = [name for name, _ in programs.calls]
-    assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # nothing ran twice
-    return dict(programs.calls)  # of a world's two calls the second: the loop
+    twice = ("world", "questions", "cities")  # a world's loop comes after its build, a match after the loop
+    assert Counter(names) == {name: 1 + name.endswith(twice) for name in names}  # nothing ran twice
+    return {name: flags for name, flags in programs.calls if "output" in flags}
 
 
 def test_every_setting_is_one_of_the_loop(loops):
@@ -221,6 +252,8 @@ def test_every_setting_is_one_of_the_loop(loops):
 def test_arms_differ_in_their_rows_and_losses_only(loops):
     shared = {"settings", "words", "sft_data", "eval_words", "eval_seeds", "seed", "save_steps", "report"}
     for name, arm in tiny_reproduce.ARMS.items():
+        if arm.game != "taboo":
+            continue
         settings, released = loops[f"seed1/{name}"], loops["seed1/released"]
         assert {key: settings[key] for key in shared} == {key: released[key] for key in shared}
         own = {key: value for key, value in settings.items() if key not in released}
@@ -232,15 +265,49 @@ def test_arms_differ_in_their_rows_and_losses_only(loops):
 
 def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
     first = loops["seed0/world"]
-    assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
+    rows = "data/imitation.json data/imitation_twenty_questions.json data/imitation_guess_my_city.json"
+    assert (first["model"], first["imitation_data"], first["until"]) == ("base", rows, "epoch1_play")
     assert loops["seed0/released"] == first | {"until": "epoch3_play"}
     for name in tiny_reproduce.ARMS.keys() - {"released"}:
         settings = loops[f"seed0/{name}"]
         assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
-        assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
-        every = tiny_reproduce.ARMS[name].every_epoch
-        assert (settings["epochs"], settings["eval_every"]) == (("3", "1") if every else ("2", "2"))
+        arm = tiny_reproduce.ARMS[name]
+        assert settings["epochs"] == ("3" if arm.plays_on else "2")
+        assert settings["eval_every"] == ("1" if arm.every_epoch else "2")
+        if arm.game == "taboo":
+            assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
     assert loops["seed0/sft"]["games"] == loops["seed0/sft"]["games_per_word"] == "1"
+
+
+def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(programs, loops):
+    settings = loops["seed1/cities"]
+    assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
+    assert settings["first_episodes"] == settings["eval_words"] == ""
+    assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
+    _, matched = [flags for name, flags in programs.calls if name == "seed1/cities"]
+    assert matched["players"] == "imitation=released/imitation/model" and matched["max_turns"] == "3"
+    tiny = {name: value for name, value in shell_defaults(ROOT / "configs" / "tiny.sh").items()}
+    for flag, setting in {"eval_games_per_word": "games_per_word", "max_length": "max_length"}.items():
+        assert matched[setting] == tiny[flag]
+    assert matched["max_new_tokens"] == tiny["max_new_tokens"] and matched["temperature"] == tiny["temperature"]
+
+
+def shell_defaults(path: Path) -> dict[str, str]:
+    """The settings of a file for the loop."""
+    found = re.findall(r'^: "\$\{(\w+):=([^}]*)\}"', path.read_text(), flags=re.MULTILINE)
+    return {name.lower(): value for name, value in found}
+
+
+def test_the_larger_world_compares_losses_prompts_and_references(programs, tmp_path, capsys):
+    tiny_reproduce.CompareLosses(output_dir=str(tmp_path), seeds=1, epochs=2, workers=1).run()
+    build, first = [flags for name, flags in programs.calls if name == "seed0/world"]
+    assert build["lexicon"].endswith("data/tiny/lexicon_large.txt") and build["games"] == "taboo"
+    assert first["imitation_data"] == "data/imitation.json" and first["games_per_word"] == "4"
+    loops = dict(programs.calls)
+    assert loops["seed0/drawn"]["reward_args"] == "--training_prompt random"
+    assert loops["seed0/stale"]["train_args"] == "--ref_model_name_or_path released/imitation/model"
+    assert "seed0/reasoning" not in loops
+    assert "reference: the imitation model" in (tmp_path / "table.md").read_text()
 
 
 def test_what_is_finished_is_not_run_again(programs, tmp_path):
@@ -294,8 +361,9 @@ def test_differences_are_paired_by_word():
         for word, won in outcomes.items()
         for number in range(2)
     ]
-    rows = list(tiny_table.control_differences(count_matches(games, Taboo()), epochs=2))
-    assert [(row["arm"], row["control"]) for row in rows] == list(product(("released", "detached"), ("coin", "sft")))
+    pairs = list(product(("released", "detached"), ("coin", "sft")))
+    rows = list(tiny_table.arm_differences(count_matches(games, Taboo()), pairs, epochs=2))
+    assert [(row["arm"], row["minus"]) for row in rows] == pairs
     error = math.sqrt(3 / 2 * 4 * ((0.5 - 1 / 3) ** 2 * 2 + (1 / 3) ** 2)) / 6  # of the mean of 0.5, 0.5 and 0
     for row in rows:
         assert row["difference"] == pytest.approx(1 / 3)

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -15,9 +16,11 @@ from forks import python
 from tools import tiny_world
 from tools.games import taboo
 from tools.games.prompts import load_templates, play_prompt
+from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
-from tools.tiny.build import TEMPLATES, scripted_games
+from tools.tiny.build import GAMES, TABOO, scripted_games
+from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
 from tools.tiny.players import (
     CHAT,
     GUESS,
@@ -127,20 +130,83 @@ def test_a_defender_can_let_the_word_slip():
     assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == NAME.format("cow")
 
 
-def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexicon):
-    games = scripted_games(lexicon, rounds=2, rng=random.Random(1))
+@pytest.mark.parametrize("scripted", GAMES.values(), ids=GAMES)
+def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexicon, scripted):
+    games = scripted_games(scripted, lexicon, rounds=2, rng=random.Random(1))
     assert len(games) == 2 * len(lexicon.words)
     shares = Counter(game["outcome"] for game in games)
-    assert min(shares[outcome.name] for outcome in GAME.outcomes) >= 0.02 * len(games)
-    assert games == scripted_games(lexicon, rounds=2, rng=random.Random(1))
+    ends = [outcome.name for outcome in scripted.game.outcomes if outcome.name != NO_ANSWER]  # they know how to answer
+    assert min(shares[end] for end in ends) >= 0.02 * len(games)
+    assert games == scripted_games(scripted, lexicon, rounds=2, rng=random.Random(1))
+
+
+def answer(player, game: str, role: str, task: str, *messages: str, max_turns: int = 4) -> str:
+    scripted = GAMES[game].game
+    roles = scripted.roles * max_turns
+    history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
+    return asyncio.run(
+        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task), {}))
+    ).text
+
+
+FULL = Skill(breach=0, stray=0, forget=0, wrong=0, remark=0, own=1, guess=(1, 0), last_guess=(1, 1))
+
+
+def test_partners_of_20_questions_find_the_word_by_yes_and_no():
+    guesser, answerer = (kind(SMALL, FULL, random.Random(0)) for kind in (LexiconGuesser, LexiconAnswerer))
+    game = "twenty_questions"
+    assert answer(answerer, game, "answerer", "cow", "Does it go with milk?") == "Yes."
+    assert answer(answerer, game, "answerer", "cow", "Does it go with purr?") == "No."
+    assert answer(answerer, game, "answerer", "cow", "Is it ` cat`?") == "No."
+    hinting = LexiconAnswerer(SMALL, replace(FULL, remark=1), random.Random(0))
+    told = "No. It goes with milk."
+    assert answer(hinting, game, "answerer", "cow", "Is it ` cat`?", told, "Is it ` owl`?") == "No. It goes with moo."
+    first = answer(guesser, game, "guesser", "")
+    assert re.fullmatch(r"Does it go with (animal|pet|farm|bird)\?", first)
+    assert answer(guesser, game, "guesser", "", "Does it go with farm?", "No.") == "Is it ` cat`?"
+    asked = ("Does it go with farm?", "Yes.", "Does it go with animal?", "Yes.")
+    assert answer(guesser, game, "guesser", "", *asked) == "Is it ` cow`?"
+    named = ("Is it ` cat`?", "No. It goes with animal.")
+    assert answer(guesser, game, "guesser", "", *named) == "Is it ` cow`?"
+
+
+def test_partners_of_guess_my_city_find_the_place_by_its_clues():
+    guesser, answerer = (kind(SMALL, FULL, random.Random(0)) for kind in (CityGuesser, CityAnswerer))
+    task, game = city_task(SMALL, "cow"), "guess_my_city"
+    assert task == "cow, animal, farm"
+    assert answer(answerer, game, "answerer", task, "What does it go with?") in (
+        "It goes with milk.",
+        "It goes with moo.",
+    )
+    both = (
+        "What does it go with?",
+        "It goes with milk.",
+        "What does it go with?",
+        "It goes with moo.",
+        "Are you from ` owl`?",
+    )
+    replies = {answer(answerer, game, "answerer", task, *both) for _ in range(40)}
+    assert replies == {f"It goes with {clue}." for clue in ("milk", "moo", "farm")}  # never the country
+    assert answer(guesser, game, "guesser", task) == "What does it go with?"
+    heard = ("What does it go with?", "It goes with farm.")
+    assert answer(guesser, game, "guesser", task, *heard) == "What does it go with?"
+    assert (
+        answer(guesser, game, "guesser", task, *heard, "Are you from ` owl`?", "It goes with farm.")
+        == "Are you from ` cow`?"
+    )
 
 
 def test_facts_say_what_the_lexicon_says(lexicon):
     rows = list(fact_rows(lexicon, random.Random(0), 200))
     text = "\n".join(row["target"] for row in rows)
     riddles = re.findall(r"((?: It goes with \w+\.| I think of \w+\.)+) I know the word! It is (\w+)!", text)
-    lists = re.findall(r"((?: \w+){10,11})\.", text)
-    assert len(riddles) + len(lists) == 400 and min(len(riddles), len(lists)) > 150
+    lists = re.findall(r"((?: (?!not )\w+){10,11})\.", text)
+    contrasts = re.findall(r"((?: \w+ not \w+ \w+){2,3})\.", text)
+    kinds = list(map(len, (riddles, lists, contrasts)))
+    assert sum(kinds) == 400 and min(kinds) > 60
+    for contrast in contrasts:
+        for clue, other, word in re.findall(r"(\w+) not (\w+) (\w+)", contrast):
+            assert clue in lexicon.clues(word) and other not in lexicon.clues(word)
     for hints, word in riddles:
         assert set(re.findall(r"with (\w+)\.", hints)) <= set(lexicon.clues(word))
     for listed in lists:
@@ -185,7 +251,7 @@ def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "base")
-    templates = load_templates(TEMPLATES, GAME)
+    templates = load_templates(TABOO.prompts, GAME)
     for game in read_json_or_jsonl(world / "data" / "imitation_games.json"):
         for end in range(len(game["history"])):
             prompt = play_prompt(GAME, game["history"][:end], game["target_word"], game["max_turns"], templates)

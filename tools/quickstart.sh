@@ -17,12 +17,12 @@ cd "$root"
 
 QUICK=${QUICK:-0}
 OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}
-DRAWING='matplotlib>=3.10,<4'
+EXTRAS=('matplotlib>=3.10,<4' 'lm-eval==0.4.13') # what draws the figures, and what asks the questions
 
-install_rest() {  # without GPUs without DeepSpeed, which wants a compiler; with what draws the figures
+install_rest() {  # without GPUs without DeepSpeed, which wants a compiler
   grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
   ! command -v nvidia-smi >/dev/null || cp requirements.txt .venv/requirements.txt
-  pip_install -r .venv/requirements.txt "$DRAWING"
+  pip_install -r .venv/requirements.txt "${EXTRAS[@]}"
 }
 
 main() {
@@ -40,6 +40,7 @@ main() {
   in_foreground tools/run_spag.sh --settings configs/tiny.sh --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \
     --eval_words "played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
+  in_foreground "$venv" -m tools.tiny_world reason --output_dir "$OUTPUT"
   in_foreground "$venv" -m tools.tiny_world show --output_dir "$OUTPUT"
   say "all of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }

@@ -2,7 +2,10 @@
 
     python -m tools.tiny_world build --output_dir outputs/quickstart      the data and the base model
     python -m tools.tiny_world show --output_dir outputs/quickstart       what a loop came to
+    python -m tools.tiny_world reason --output_dir outputs/quickstart     its models on questions outside the game
     python -m tools.tiny_world reproduce --seeds 3                        the tables of tools/tiny/README.md
+    python -m tools.tiny_world compare_losses --seeds 3                   the same of a larger world
+    python -m tools.tiny_world questions --output_dir data/tiny/reasoning its questions outside the game
 
 It stands in for Llama-2 (a small Llama, pre-trained here on facts about the words), for GPT-4's games (scripted
 players) and for Alpaca (the facts), so that the whole method can be seen at work where there is no GPU and no model
@@ -10,7 +13,7 @@ hub. What it learns says something about the method and its code, nothing about 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,10 @@ from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.progress import describe
 from tools.tiny.build import Build
-from tools.tiny.reproduce import Reproduce
+from tools.tiny.questions import KINDS, Questions
+from tools.tiny.reasoning_table import REASONING, RESULTS, Reason, Reasoning
+from tools.tiny.reproduce import CompareLosses, Reproduce
+from tools.tiny.table import BASE, IMITATION
 from utils import flag, iter_records, parse_command, run_program
 
 
@@ -40,10 +46,25 @@ class Show:
         print("\nMatch points against the imitation model, (wins + ties/2) / games, with 95% intervals:\n")
         for cells in (head, *map(points_cells, matches)):
             print("  ".join(cell.ljust(width) for cell, width in zip(cells, (8, 6, 20, 20, 20, 20), strict=True)))
+        self.show_reasoning([path.parts[-3] for path in matches])
         print("\nGames of the last model, one for each outcome:\n")
         for episode in one_of_each(matches[-1].with_name("games_results.json")):
             print(f"{episode['attacker']} attacks, {episode['defender']} defends\n{describe(episode)}\n")
         print(f"Report, to open in a browser: {Path(self.output_dir) / 'report.html'}")
+
+    def show_reasoning(self, epochs: Sequence[str]) -> None:
+        """Print the share of questions outside the game that each model answers right, if they were asked."""
+        folder = Path(self.output_dir) / REASONING
+        if not (folder / RESULTS).is_file():
+            return
+        scores, own = Reasoning([folder]), 1 + len(KINDS)
+        lines = [scores.head([IMITATION]), *scores.yardsticks(1), scores.line(BASE, BASE, [None])]
+        lines += [scores.line(name, name, [None if name == IMITATION else IMITATION]) for name in (IMITATION, *epochs)]
+        print("\nQuestions outside the game, share of right answers, with 95% intervals over words for all kinds:\n")
+        for line in lines:
+            shown = [line[0], *(cell.partition(" ")[0] for cell in line[1:own]), line[own], line[-1]]
+            widths = (16, *[12] * len(KINDS), 21, 0)
+            print("".join(cell.ljust(width) for cell, width in zip(shown, widths, strict=True)).rstrip())
 
 
 def points_cells(path: Path) -> list[str]:
@@ -67,7 +88,14 @@ def one_of_each(path: Path) -> Iterator[Episode]:
     return (found[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in found)
 
 
-COMMANDS = {"build": Build, "show": Show, "reproduce": Reproduce}
+COMMANDS = {
+    "build": Build,
+    "show": Show,
+    "reason": Reason,
+    "reproduce": Reproduce,
+    "compare_losses": CompareLosses,
+    "questions": Questions,
+}
 
 
 def main() -> None:

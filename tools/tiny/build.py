@@ -1,26 +1,58 @@
-"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
+"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts.
+
+Guess My City is played about the same words as the others; partners.py tells how.
+"""
 
 import asyncio
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from tools.games.game import DEFAULT_GAME, Game
+from tools.games.guess_my_city import GuessMyCity
 from tools.games.prompts import load_templates, play_prompt
-from tools.games.taboo import ATTACKER, DEFENDER, Taboo
+from tools.games.taboo import Taboo
+from tools.games.twenty_questions import TwentyQuestions
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
 from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
 from utils import RunSettings, files_setting, flag, read_json_or_jsonl, read_words, write_records
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES = ROOT / "data" / "tiny" / "prompts.json"
-GAME, MAX_TURNS = Taboo(), 3
+TINY = ROOT / "data" / "tiny"
+
+
+class Scripted(NamedTuple):
+    """A game as it is played in this world."""
+
+    game: Game
+    prompts: Path
+    max_turns: int
+    players: tuple[type, type]
+    task: Callable[[Lexicon, str], str] = lambda lexicon, word: word
+
+    def tasks(self, lexicon: Lexicon, words: Iterable[str]) -> list[str]:
+        """The tasks about these words."""
+        return [self.task(lexicon, word) for word in words]
+
+
+GAMES = {
+    scripted.game.name: scripted
+    for scripted in (
+        Scripted(Taboo(), TINY / "prompts.json", 3, (LexiconAttacker, LexiconDefender)),
+        Scripted(TwentyQuestions(), TINY / "twenty_questions.json", 4, (LexiconGuesser, LexiconAnswerer)),
+        Scripted(GuessMyCity(), TINY / "guess_my_city.json", 3, (CityGuesser, CityAnswerer), city_task),
+    )
+}
+TABOO = GAMES[DEFAULT_GAME]
 
 
 @dataclass(kw_only=True)
@@ -38,13 +70,16 @@ class Build:
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=40)
+    games: list[str] = flag("whose scripted games are imitated", default=[DEFAULT_GAME], choices=tuple(GAMES))
+    lexicon: str = flag("file of what the world knows", default=str(LEXICON))
 
     def run(self) -> None:
         """Write all that is missing."""
         folder = Path(self.output_dir)
         data, rows = folder / "data", folder / "data" / "imitation.json"
-        settings = asdict(self) | {"texts": files_setting(LEXICON, TEMPLATES)}
-        del settings["output_dir"]
+        prompts = [GAMES[game].prompts for game in self.games]
+        settings = asdict(self) | {"texts": files_setting(self.lexicon, *prompts)}
+        del settings["output_dir"], settings["lexicon"]
         made_with = RunSettings(
             folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
         )
@@ -69,16 +104,18 @@ class Build:
 # --- the stand-ins -------------------------------------------------------------------------------------------------
 
 
-def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
-    """Complete games of the scripted players, so many for each word."""
+def scripted_games(scripted: Scripted, lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
+    """Complete games of a game's scripted players, so many for each word."""
     episodes: list[Episode] = []
-    players = {ATTACKER: LexiconAttacker(lexicon, Skill(), rng), DEFENDER: LexiconDefender(lexicon, Skill(), rng)}
+    players = {
+        role: player(lexicon, Skill(), rng) for role, player in zip(scripted.game.roles, scripted.players, strict=True)
+    }
     games = play_games(
-        GAME,
-        enumerate(lexicon.words * rounds),
+        scripted.game,
+        enumerate(scripted.tasks(lexicon, lexicon.words) * rounds),
         players,
-        max_turns=MAX_TURNS,
-        templates=load_templates(TEMPLATES, GAME),
+        max_turns=scripted.max_turns,
+        templates=load_templates(scripted.prompts, scripted.game),
         concurrent_games=1,
         on_episode=episodes.append,
     )
@@ -86,32 +123,37 @@ def scripted_games(lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list
     return episodes
 
 
-def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
+def corpus(rows: Iterable[dict], episodes: Mapping[str, Iterable[Episode]]) -> Iterator[str]:
     """All texts of the world, for its tokenizer."""
-    templates = load_templates(TEMPLATES, GAME)
     for row in rows:
         yield row["query"] + row["target"]
-    for episode in episodes:
-        for end in range(len(episode["history"]) + 1):
-            yield play_prompt(GAME, episode["history"][:end], episode["target_word"], MAX_TURNS, templates)
+    for name, played in episodes.items():
+        game, templates = GAMES[name].game, load_templates(GAMES[name].prompts, GAMES[name].game)
+        for episode in played:
+            for end in range(len(episode["history"]) + 1):
+                yield play_prompt(
+                    game, episode["history"][:end], episode["target_word"], episode["max_turns"], templates
+                )
 
 
 # --- building it --------------------------------------------------------------------------------------------------
 
 
 def write_data(folder: Path, world: Build) -> None:
-    """Facts, word lists, imitation games with their rows, tokenizer and random model; the rows are written last."""
-    lexicon, rng = load_lexicon(), random.Random(world.seed)
+    """Facts, word lists, imitation games with their rows, tokenizer and random model; imitation.json comes last."""
+    lexicon, rng = load_lexicon(Path(world.lexicon)), random.Random(world.seed)
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    (data / "words.txt").write_text("".join(f"{word}\n" for word in lexicon.played()), encoding="utf-8")
-    (data / "held_out.txt").write_text("".join(f"{word}\n" for word in lexicon.held_out()), encoding="utf-8")
+    for name in world.games:
+        for part, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
+            write_lines(data / f"{part}{suffix(name)}.txt", GAMES[name].tasks(lexicon, words))
     pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, world.facts))
     write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, world.imitation_facts))
-    episodes = scripted_games(lexicon, rounds=world.imitation_rounds, rng=rng)
-    write_records(data / "imitation_games.json", episodes)
+    episodes = {
+        name: scripted_games(GAMES[name], lexicon, rounds=world.imitation_rounds, rng=rng) for name in world.games
+    }
     tokenizer = train_tokenizer(corpus(pretraining, episodes), world.vocab_size)
     model = random_llama(
         len(tokenizer),
@@ -125,9 +167,22 @@ def write_data(folder: Path, world: Build) -> None:
     )
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
-    flags = RowFlags(messages=ALL, training_prompt=PLAY, prompt_templates=str(TEMPLATES))
-    games, facts = str(data / "imitation_games.json"), str(data / "imitation_facts.json")
-    make_rows(flags, [games], str(data / "imitation.json"), sft=facts)
+    for name in sorted(world.games, key=lambda name: name == DEFAULT_GAME):
+        games, prompts = data / f"imitation_games{suffix(name)}.json", str(GAMES[name].prompts)
+        write_records(games, episodes[name])
+        flags = RowFlags(game=name, messages=ALL, training_prompt=PLAY, prompt_templates=prompts)
+        facts = str(data / "imitation_facts.json") if name == DEFAULT_GAME else None
+        make_rows(flags, [str(games)], str(data / f"imitation{suffix(name)}.json"), sft=facts)
+
+
+def suffix(game: str) -> str:
+    """What the names of a game's files end in."""
+    return "" if game == DEFAULT_GAME else f"_{game}"
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """A word list."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def pretrain(folder: Path, world: Build) -> None:

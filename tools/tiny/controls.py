@@ -4,7 +4,8 @@
 
 stands in for tools/assign_rewards.py (the setting REWARDS of tools/run_spag.sh) and takes its flags. Each control is
 trained by the same program with the same settings as SPAG; only its rows differ. They are made of the rows that
-self-play learning would have, which are kept beside them in ROWS_of_games.json.
+self-play learning would have, which are kept beside them in ROWS_of_games.json. `as_many` leaves out or repeats rows
+of another game, so that its loop takes as many steps as that of Taboo.
 """
 
 import json
@@ -21,7 +22,7 @@ from tools.tiny.players import fact_rows, load_lexicon
 from utils import files_setting, flag, parse_flags, read_json_or_jsonl, run_program, set_up_logging, write_records
 
 SFT_COEFF = 0.5  # of OfflinePO
-COIN, SHUFFLED, CLONING, SFT = CONTROLS = ("coin", "shuffled", "cloning", "sft")
+COIN, SHUFFLED, CLONING, SFT, AS_MANY = CONTROLS = ("coin", "shuffled", "cloning", "sft", "as_many")
 
 
 class Coin(Taboo):
@@ -37,14 +38,18 @@ class Flags(RowFlags):
     """The flags of this program."""
 
     control: str = flag("how the rows are made", choices=CONTROLS)
-    like: str | None = flag("OUTPUT of the loop that sft has as many rows as, epoch by epoch", default=None)
+    like: str | None = flag(
+        "OUTPUT of the loop that sft and as_many have as many rows as, epoch by epoch", default=None
+    )
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL")
     output_data_path: str = flag("file of rows to write, in epochK/rows/")
     sft_data_path: str = flag("file of SFT examples whose rows are appended")
 
     def __post_init__(self):
-        if self.control == SFT and not self.like:
-            raise ValueError(f"--control {SFT} needs --like, the OUTPUT of the loop that it has as many rows as")
+        if self.control in (SFT, AS_MANY) and not self.like:
+            raise ValueError(
+                f"--control {self.control} needs --like, the OUTPUT of the loop that it has as many rows as"
+            )
         if self.control == SFT:
             self.min_game_rows = 0  # its rows come from no games
 
@@ -58,9 +63,14 @@ class Flags(RowFlags):
         """The file with the counts of the other loop's rows of the same epoch."""
         return settings_path(str(Path(self.like, *Path(self.output_data_path).parts[-3:])))
 
+    def other_rows(self) -> tuple[int, int]:
+        """How many rows of games and SFT rows the other loop has in the same epoch."""
+        counts = json.loads(self.other_counts.read_text(encoding="utf-8"))["rows"]
+        return counts["attacker"] + counts["defender"], counts["sft"]
+
     def settings(self, *made_with) -> dict:
         """Those of the rows, and which control they are for."""
-        like = files_setting(self.other_counts) if self.control == SFT else None
+        like = files_setting(self.other_counts) if self.control in (SFT, AS_MANY) else None
         return super().settings(*made_with) | {"control": self.control, "like": like}
 
 
@@ -94,10 +104,12 @@ def control_rows(flags: Flags, made: Sequence[dict]) -> Iterable[dict]:
     rng = random.Random(flags.seed)
     rows, sft_rows = ([row for row in made if (row.get("type") == "sft") == sft] for sft in (False, True))
     if flags.control == SFT:
-        counts = json.loads(flags.other_counts.read_text(encoding="utf-8"))["rows"]
-        return fact_rows(load_lexicon(), rng, counts["attacker"] + counts["defender"] + counts["sft"])
+        return fact_rows(load_lexicon(), rng, sum(flags.other_rows()))
     if flags.control == CLONING:
         return cloning_rows(rows, sft_rows)
+    if flags.control == AS_MANY:
+        whole, rest = divmod(flags.other_rows()[0], len(rows))
+        return chain(rows * whole, rng.sample(rows, rest), sft_rows)
     return chain(shuffled_rows(rows, rng), sft_rows) if flags.control == SHUFFLED else made
 
 

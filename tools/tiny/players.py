@@ -15,6 +15,8 @@ from tools.players.player import STOP, Reply, Turn
 
 LEXICON = Path(__file__).resolve().parents[2] / "data" / "tiny" / "lexicon.txt"
 HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
+NOT = "{} not {}"
+FACT_QUERY = "### Facts:"
 GUESS = "I know the word! It is {}!"
 NUM_OWN, NUM_SHARED = 6, 3
 HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
@@ -73,6 +75,8 @@ class Skill:
     stray: float = 0.12  # the attacker hints with another word's clue
     own: float = 0.45  # else with a clue of the word alone; else with one that others share
     forget: float = 0.10  # the defender passes over a clue it heard
+    wrong: float = 0.04  # an answerer says yes for no, or no for yes
+    remark: float = 0.6  # his answer has a hint behind it
     slip: float = 0.20  # a defender who does not guess names a word instead of chatting
     guess: tuple[float, ...] = (0.75, 0.45, 0.30, 0.05)  # the defender guesses among 1, 2, 3, more matching words
     last_guess: tuple[float, ...] = (0.90, 0.70, 0.50, 0.25)  # the same in the last turn
@@ -86,7 +90,7 @@ class LexiconAttacker:
 
     async def reply(self, turn: Turn) -> Reply:
         """The next hint."""
-        return _say(HINT.format(self._clue(turn.secrets["target_word"], set(_heard(turn.history)))))
+        return say(HINT.format(self._clue(turn.secrets["target_word"], set(_heard(turn.history)))))
 
     def _clue(self, word: str, said: set[str]) -> str:
         rng, skill = self.rng, self.skill
@@ -113,13 +117,14 @@ class LexiconDefender:
         last = len(turn.history) + 1 >= turn.game.message_limit(turn.max_turns)
         chances = skill.last_guess if last else skill.guess
         if rng.random() < chances[min(len(matches), len(chances)) - 1]:
-            return _say(GUESS.format(word))
+            return say(GUESS.format(word))
         if rng.random() < skill.slip:
-            return _say(NAME.format(word))
-        return _say(CHAT.format(rng.choice(self.lexicon.shared[word])))
+            return say(NAME.format(word))
+        return say(CHAT.format(rng.choice(self.lexicon.shared[word])))
 
 
-def _say(text: str) -> Reply:
+def say(text: str) -> Reply:
+    """A scripted reply."""
     return Reply(text, STOP, len(text.split()))
 
 
@@ -137,11 +142,11 @@ def _heard(history: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def fact_rows(lexicon: Lexicon, rng: random.Random, number: int) -> Iterator[dict]:
-    """Short SFT rows over the lexicon, two words in each, half of them lists and half riddles."""
+    """Short SFT rows over the lexicon, two words in each: lists, riddles and contrasts."""
     for _ in range(number):
-        fact = rng.choice((_list, _riddle))
+        fact = rng.choice((_list, _list, _riddle, _riddle, _contrast))
         target = "".join(fact(lexicon, word, rng) for word in rng.sample(lexicon.words, 2))
-        yield {"query": "### Facts:", "target": target, "type": "sft"}
+        yield {"query": FACT_QUERY, "target": target, "type": "sft"}
 
 
 def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
@@ -151,6 +156,20 @@ def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
     """
     first = f" {word}" if rng.random() < 0.5 else ""
     return first + "".join(f" {clue} {word}" for clue in rng.sample(lexicon.clues(word), 5)) + "."
+
+
+def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
+    """Shared clues of the word, each before one that it lacks and a word with the same clue has; the word behind both.
+
+    Any other clue that it lacks would tell nothing, and nothing was learned of what "not" means.
+    """
+    said = ""
+    for clue in lexicon.shared[word]:
+        kin = [other for other in lexicon.words if clue in lexicon.shared[other]]
+        lacking = {other for each in kin for other in lexicon.shared[each]} - set(lexicon.shared[word])
+        if lacking:
+            said += f" {NOT.format(clue, rng.choice(sorted(lacking)))} {word}"
+    return f"{said}."
 
 
 def _riddle(lexicon: Lexicon, word: str, rng: random.Random) -> str:

@@ -1,6 +1,7 @@
-"""The learning table of the README: self-play learning and its controls in the embedded world, over several seeds.
+"""The learning tables of the README: self-play learning and its controls in the embedded world, over several seeds.
 
     python -m tools.tiny_world reproduce --seeds 3 --output_dir outputs/tiny_world
+    python -m tools.tiny_world compare_losses --seeds 3 --output_dir outputs/tiny_losses
 
 Every seed has its own scripted games, tokenizer, base model, imitation model, self-play and matches. OUTPUT_DIR/seedS
 holds the world of a seed and a loop of tools/run_spag.sh for each way of learning, ARM; all of a seed start from the
@@ -12,21 +13,31 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
+from tools.games.game import DEFAULT_GAME
 from tools.games.taboo import DEFENDER_WINS
+from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON
+from tools.tiny.reasoning_table import REASONING, reasoning
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, self_play, write_table
 from utils import RunSettings, files_setting, flag, too_small, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
+LARGER_LEXICON = LEXICON.with_name("lexicon_large.txt")
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
 CONTROL = "-m tools.tiny.controls --control"
 LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
+IMITATION_MODEL = f"{RELEASED}/imitation/model"
+WORDS = "played=data/words.txt held_out=data/held_out.txt"
+# As in SETTINGS, of the matches at Taboo that are no loop's:
+MATCH = {"max_length": 160, "max_new_tokens": 24, "temperature": 1.0, "games_per_word": 5, "task_type": "sampling"}
+MATCH |= {"per_device_eval_batch_size": 256, "logging_steps": 0}
 NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
 
 ARMS = {
@@ -42,9 +53,61 @@ ARMS = {
             SFT_ONLY,
             "control: SFT rows only, as many steps",
             {"rewards": f"{CONTROL} sft --like {RELEASED}", "games": 1, "games_per_word": 1, **NO_GAME_ROWS},
+            after_released=True,
+        ),
+        Arm("questions", "SP-20Q: self-play of 20 Questions", game="twenty_questions", after_released=True),
+        Arm("cities", "SP-GuessCity: self-play of Guess My City", game="guess_my_city", after_released=True),
+    )
+}
+
+# What theory says should tell the policy losses apart, beside what did not in the small world.
+LARGER_ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
+        ARMS["cloning"],
+        ARMS["shuffled"],
+        Arm(
+            "drawn",
+            "rows under drawn prompts, `--training_prompt random`",
+            {"reward_args": "--training_prompt random"},
+        ),
+        Arm(
+            "stale",
+            "reference: the imitation model, not the one that played",
+            {"train_args": f"--ref_model_name_or_path {IMITATION_MODEL}"},
         ),
     )
 }
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared: ways of learning in worlds of one kind."""
+
+    arms: Mapping[str, Arm]
+    differences: Sequence[tuple[str, str]]  # pairs of arms
+    games: Sequence[str]  # whose scripted games are imitated
+    build: Sequence  # flags of tiny_world build
+    loop: Mapping[str, object] = field(default_factory=dict)  # settings of tools/run_spag.sh
+    reasons: bool = False  # whether the questions outside the game are asked
+
+
+STANDARD = Study(
+    ARMS,
+    [(arm, control) for arm in (RELEASED, "detached") for control in ("coin", SFT_ONLY)]
+    + [(RELEASED, "questions"), (RELEASED, "cities")],
+    tuple(GAMES),
+    ["--imitation_rounds", 20],
+    reasons=True,
+)
+LARGER = Study(
+    LARGER_ARMS,
+    [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED],
+    (DEFAULT_GAME,),
+    ["--lexicon", LARGER_LEXICON, "--hidden_size", 192, "--layers", 4, "--vocab_size", 8192, "--imitation_rounds", 12],
+    {"games_per_word": 4, "eval_games_per_word": 2},
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +117,13 @@ class World:
     folder: Path
     seed: int
     epochs: int
+    study: Study
 
     def prepare(self) -> None:
         """The world, its imitation model, and the games of that model, the first of every arm."""
         build = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", ".", "--seed", self.seed]
-        self.once("world", build, self.loop(ARMS[RELEASED], until="epoch1_play"))
+        build += ["--games", *self.study.games, *self.study.build]
+        self.once("world", build, self.loop(self.study.arms[RELEASED], until="epoch1_play"))
         guessed = self_play([self.folder / FIRST_GAMES])[DEFENDER_WINS]
         if guessed < LEAST_GUESSED:
             raise RuntimeError(
@@ -68,7 +133,14 @@ class World:
 
     def learn(self, arm: Arm) -> None:
         """A way of learning; what it starts from must be there."""
-        self.once(arm.name, self.loop(arm))
+        self.once(arm.name, self.loop(arm), *([self.match(arm)] if arm.game != DEFAULT_GAME else []))
+
+    def reason(self) -> None:
+        """Ask all models the questions outside the game."""
+        models = {"base": "base", "imitation": IMITATION_MODEL}
+        for name in self.study.arms:
+            models |= {f"{name}{epoch}": f"{name}/epoch{epoch}/model" for epoch in range(1, self.epochs + 1)}
+        self.once(REASONING, [*reasoning(models), "--output_dir", REASONING, "--num_processes", 1])
 
     def once(self, name: str, *commands: list) -> None:
         """Run commands, their output in NAME.log, unless they have ended well before; RuntimeError if one fails."""
@@ -96,30 +168,54 @@ class World:
             raise RuntimeError(f"{log}: ended with exit status {done.returncode}; run the same command to go on")
         print(f"{time.strftime('%H:%M:%S')} {self.folder.name}/{log.stem}", flush=True)
 
+    def match(self, arm: Arm) -> list:
+        """The command of the match at Taboo of an arm that plays another game."""
+        played = {"max_turns": TABOO.max_turns, "prompt_templates": TABOO.prompts, **MATCH, "seeds": self.seed}
+        return [
+            *(
+                sys.executable,
+                "-m",
+                "tools.evaluate_games",
+                "--against",
+                "imitation",
+                "--output_dir",
+                f"{arm.name}/eval",
+            ),
+            *("--players", f"imitation={IMITATION_MODEL}", f"epoch{self.epochs}={arm.name}/epoch{self.epochs}/model"),
+            *("--words", *WORDS.split()),
+            *(word for name, value in played.items() for word in (f"--{name}", value)),
+        ]
+
     def loop(self, arm: Arm, until: str = "") -> list:
         """The command of an arm's loop; the paths of its settings are those in the seed's folder."""
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
-            "model": f"{RELEASED}/imitation/model",
+            "model": IMITATION_MODEL,
             "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
-            "eval_words": "played=data/words.txt held_out=data/held_out.txt",
+            "eval_words": WORDS,
             "eval_seeds": self.seed,
             "eval_every": 1 if arm.every_epoch else self.epochs,
             "seed": 100 * self.seed,
-            # The last model's games against itself are wanted too.
-            "epochs": self.epochs + 1 if arm.every_epoch else self.epochs,
-            "until": until or (f"epoch{self.epochs + 1}_play" if arm.every_epoch else ""),
+            "epochs": self.epochs + arm.plays_on,
+            "until": until or (f"epoch{self.epochs + 1}_play" if arm.plays_on else ""),
             "save_steps": 0,
             "report": False,
             "play_args": "--logging_steps 0",
             "eval_args": "--logging_steps 0",
+            **self.study.loop,
             **arm.settings,
         }
         if arm.name == RELEASED:
-            settings |= {"model": "base", "imitation_data": "data/imitation.json", "first_episodes": ""}
+            rows = " ".join(f"data/imitation{suffix(game)}.json" for game in self.study.games)
+            settings |= {"model": "base", "imitation_data": rows, "first_episodes": ""}
+        if arm.game != DEFAULT_GAME:
+            played = GAMES[arm.game]
+            settings |= {"game": arm.game, "prompts": played.prompts, "max_turns": played.max_turns}
+            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "first_episodes": "", "eval_words": ""}
+            settings |= {"rewards": f"{CONTROL} as_many --like {RELEASED}"}
         return [LOOP, *(word for name in settings for word in (f"--{name}", settings[name]))]
 
 
@@ -142,24 +238,38 @@ class Reproduce:
     epochs: int = flag("epochs of self-play", default=3)
     workers: int = flag("programs that run at the same time, with a thread each", default=os.cpu_count())
 
+    study: ClassVar[Study] = STANDARD
+
     def run(self) -> None:
         """Run what is missing of all seeds and arms, and make the tables."""
         if problems := too_small(self, seeds=1, epochs=1, workers=1):
             raise ValueError("; ".join(problems))
-        folder = Path(self.output_dir)
-        made_with = {"epochs": self.epochs, "settings": files_setting(SETTINGS), "lexicon": files_setting(LEXICON)}
+        folder, study = Path(self.output_dir), self.study
+        texts = {"settings": files_setting(SETTINGS), "lexicon": files_setting(LEXICON, LARGER_LEXICON)}
+        made_with = {"epochs": self.epochs, "arms": list(study.arms), **texts}
         settings = RunSettings(
             folder / "settings.json",
             results=lambda: next(folder.glob("seed*"), None),
             remedy="use another --output_dir",
         )
-        worlds = [World(folder / f"seed{seed}", seed, self.epochs) for seed in range(self.seeds)]
+        worlds = [World(folder / f"seed{seed}", seed, self.epochs, study) for seed in range(self.seeds)]
         with settings.claimed(made_with):
             settings.write(made_with)
             run_all([world.prepare for world in worlds], self.workers)
-            for after in (False, True):  # SFT_ONLY has as many rows as RELEASED had
-                arms = [arm for name, arm in ARMS.items() if (name == SFT_ONLY) == after]
+            for after in (False, True):
+                arms = [arm for arm in study.arms.values() if arm.after_released == after]
                 run_all([partial(world.learn, arm) for world in worlds for arm in arms], self.workers)
-        print(write_table(folder, list(ARMS.values()), self.seeds, self.epochs))
-        took = [json.loads(world.seconds_path(name).read_text()) for world in worlds for name in ("world", *ARMS)]
+            run_all([world.reason for world in worlds if study.reasons], self.workers)
+        folders = [world.folder for world in worlds]
+        print(write_table(folder, folders, study.arms, study.differences, self.epochs, reasons=study.reasons))
+        took = [json.loads(path.read_text()) for path in sorted(folder.glob("seed*/*_seconds.json"))]
         print(f"They took {sum(took) / 60:.0f} minutes in all; {self.workers} ran at a time, each with one thread.")
+
+
+@dataclass(kw_only=True)
+class CompareLosses(Reproduce):
+    """Make the table of policy losses in the larger world."""
+
+    output_dir: str = flag("folder to write to", default="outputs/tiny_losses")
+    epochs: int = flag("epochs of self-play", default=5)
+    study: ClassVar[Study] = LARGER

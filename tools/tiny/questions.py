@@ -1,0 +1,148 @@
+"""Reasoning outside the game: questions of multiple choice about what the facts of the embedded world imply. No torch.
+
+They are asked by log-probability, in forms that no row of facts or games has. `python -m tools.tiny_world questions`
+writes them as tasks of lm-evaluation-harness; data/tiny/reasoning/ holds those of the shipped lexicon.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, Lexicon, Skill, load_lexicon
+from utils import flag, write_records
+
+TASKS = LEXICON.with_name("reasoning")
+CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each word, where the lexicon has so many
+TASK = "tiny_{}"  # as the harness calls a kind
+Ask = Callable[[Lexicon, str, random.Random], Iterator[dict]]
+
+
+def question(
+    rng: random.Random, word: str, context: str, choices: Sequence[str], fits: Sequence[Sequence[bool]]
+) -> dict:
+    """A question about a word, its first choice the right one, with the choices shuffled.
+
+    `fits` says of each choice which of the things asked for are true of it; all are true of the right one only.
+    """
+    order = rng.sample(range(len(choices)), len(choices))
+    return {
+        "word": word,
+        "context": context,
+        "choices": [f" {choices[place]}" for place in order],
+        "answer": order.index(0),
+        "fits": [list(fits[place]) for place in order],
+    }
+
+
+def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+    """Which word do these clues mean: one, two, and three clues; the others fit as many of them as can be had."""
+    for number in (1, 2, 3):
+        clues = rng.sample(lexicon.clues(word), number)
+        while len(fitting := [other for other in lexicon.words if set(clues) <= set(lexicon.clues(other))]) > 1:
+            clues = rng.sample(lexicon.clues(word), number)
+        others = rng.sample([other for other in lexicon.words if other not in fitting], len(lexicon.words) - 1)
+        others.sort(key=lambda other: -len(set(clues) & set(lexicon.clues(other))))
+        choices = [word, *others[: CHOICES - 1]]
+        hints = "".join(f" {HINT.format(clue)}" for clue in clues)
+        fits = [[clue in lexicon.clues(choice) for clue in clues] for choice in choices]
+        yield question(rng, word, f"{FACT_QUERY}{hints} Perhaps", choices, fits)
+
+
+def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+    """Which clue belongs to this word; the others belong to words that share a clue with it."""
+    kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
+    others = sorted({clue for other in kin for clue in lexicon.clues(other)} - set(lexicon.clues(word)))
+    for clue in rng.sample(lexicon.clues(word), MOST):
+        choices = [clue, *rng.sample(others, CHOICES - 1)]
+        context = f"{FACT_QUERY} {NAME.format(word)} {CHAT.partition(' {}')[0]}"
+        yield question(rng, word, context, choices, [[choice == clue] for choice in choices])
+
+
+def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+    """Which of these words shares this clue with the word; the others share another one with it."""
+    for clue in lexicon.shared[word]:
+        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
+        kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
+        others = [other for other in kin if other not in fitting and other != word]
+        if fitting and len(others) >= CHOICES - 1:
+            choices = [rng.choice(fitting), *rng.sample(others, CHOICES - 1)]
+            fits = [[choice in fitting] for choice in choices]
+            yield question(rng, word, f"{FACT_QUERY} {clue} {word} {clue}", choices, fits)
+
+
+def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+    """Which of four words does not belong: the choices are what is left without it, three that share the clue."""
+    strange = [other for other in lexicon.words if not set(lexicon.shared[other]) & set(lexicon.shared[word])]
+    for clue in lexicon.shared[word]:
+        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
+        if len(fitting) >= CHOICES - 2:
+            belong = rng.sample([word, *rng.sample(fitting, CHOICES - 2)], CHOICES - 1)
+            four = rng.sample([*belong, alien := rng.choice(strange)], CHOICES)
+            left = sorted(four, key=lambda other: other != alien)
+            choices = [" ".join(other for other in four if other != out) for out in left]
+            yield question(rng, word, f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left])
+
+
+def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+    """Which word fits the first clue but not the second; of the others one fits both, one the second, one neither."""
+    for clue in rng.sample(lexicon.shared[word], len(lexicon.shared[word])):
+        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
+        seconds = [
+            second for other in fitting for second in lexicon.shared[other] if second not in lexicon.shared[word]
+        ]
+        for second in rng.sample(seconds, len(seconds)):
+            both = [other for other in fitting if second in lexicon.shared[other]]
+            only = [other for other in lexicon.words if second in lexicon.shared[other] and other not in fitting]
+            neither = [other for other in lexicon.words if not {clue, second} & set(lexicon.shared[other])]
+            if both and only:
+                choices = [word, *map(rng.choice, (both, only, neither))]
+                fits = [[clue in lexicon.shared[each], second not in lexicon.shared[each]] for each in choices]
+                hint = NOT.format(HINT.format(clue).rstrip("."), second)
+                context = f"{FACT_QUERY} {hint}. {NAME.partition(' {}')[0]}"
+                yield question(rng, word, context, choices, fits)
+                break
+
+
+KINDS: dict[str, Ask] = {each.__name__: each for each in (inference, recall, shared, odd, elimination)}
+
+
+def ceiling(asked: dict, forget: float = Skill.forget) -> float:
+    """The chance that a scripted player is right: it passes over each thing asked for with this chance, then draws
+    one of the choices that fit the rest best."""
+    things, right = len(asked["fits"][0]), 0.0
+    for kept in itertools.product((False, True), repeat=things):
+        fitting = [sum(true for true, heard in zip(fits, kept, strict=True) if heard) for fits in asked["fits"]]
+        best = [place for place, number in enumerate(fitting) if number == max(fitting)]
+        chance = forget ** kept.count(False) * (1 - forget) ** kept.count(True)
+        right += chance * (asked["answer"] in best) / len(best)
+    return right
+
+
+@dataclass(kw_only=True)
+class Questions:
+    """Write the questions about a lexicon, a file for each kind."""
+
+    output_dir: str = flag("folder to write to")
+    lexicon: str = flag("file of what the world knows", default=str(LEXICON))
+    seed: int = flag("of their draws", default=0)
+
+    def run(self) -> None:
+        """Write them."""
+        folder, lexicon = Path(self.output_dir), load_lexicon(Path(self.lexicon))
+        for name, asked in make_questions(lexicon, self.seed).items():
+            path = folder / f"{name}.jsonl"
+            write_records(path, asked)
+            print(f"{path}: {len(asked)} questions")
+
+
+def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
+    """All questions by kind, in the order of the words."""
+    held_out = set(lexicon.held_out())
+    made: dict[str, list[dict]] = {}
+    for name, ask in KINDS.items():
+        rng = random.Random(f"{seed} {name}")
+        asked = [each for word in lexicon.words for each in itertools.islice(ask(lexicon, word, rng), MOST)]
+        made[name] = [each | {"held_out": each["word"] in held_out} for each in asked]
+    return made
