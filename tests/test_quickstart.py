@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 
 from tools.engine import model as models
+from tools.reasoning.jobs import HARNESS_VERSION
 
 # Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
 PYTHON = r"""#!/bin/bash
@@ -91,7 +92,7 @@ def start(tmp_path) -> Start:
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch"))
 FROM_CPU_INDEX = f"--no-deps --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 {TORCH}"
 SMALL = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50"
-THE_REST = "-r .venv/requirements.txt matplotlib>=3.10,<4"
+THE_REST = f"-r .venv/requirements.txt matplotlib>=3.10,<4 lm-eval=={HARNESS_VERSION}"
 
 
 def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_result(start):
@@ -100,8 +101,9 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert start.installed() == [FROM_CPU_INDEX, THE_REST]
     requirements = (start.folder / ".venv" / "requirements.txt").read_text()
     assert "transformers" in requirements and "deepspeed" not in requirements
-    build, loop, show = start.calls()[-3:]
+    build, loop, reason, show = start.calls()[-4:]
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart"
+    assert reason == "-m tools.tiny_world reason --output_dir outputs/quickstart"
     assert show == "-m tools.tiny_world show --output_dir outputs/quickstart"
     assert loop == (
         f"loop {start.folder}/.venv/bin/python --settings configs/tiny.sh --model outputs/quickstart/base "
@@ -123,7 +125,7 @@ def test_run_again_it_installs_nothing_until_the_requirements_change(start):
 
 def test_quick_is_a_smaller_run_in_a_folder_of_its_own(start):
     assert start.run(QUICK="1")[0] == 0
-    build, loop, show = start.calls()[-3:]
+    build, loop, _, show = start.calls()[-4:]
     assert build == "-m tools.tiny_world build --output_dir outputs/quickstart_quick " + SMALL
     assert "--epochs 1 " in loop and show == "-m tools.tiny_world show --output_dir outputs/quickstart_quick"
     assert start.run(OUTPUT="elsewhere")[0] == 0 and start.calls()[-1].endswith("show --output_dir elsewhere")
