@@ -11,9 +11,11 @@ from accelerate import dispatch_model
 from conftest import build_llama, build_tokenizer
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
 
+from tools.engine import linear
 from tools.engine import slots as engine_module
 from tools.engine.attention import BLOCK, BlockManager, LayerCache
 from tools.engine.generate import BatchEngine, generation_config
+from tools.engine.linear import pack_weights
 from tools.engine.model import LocalModel, Sampling
 from tools.engine.slots import SlotEngine, can_hold, draw
 
@@ -451,3 +453,28 @@ class TestWhichModels:
         config = Qwen2Config(**SHAPE, num_key_value_heads=2, vocab_size=260)
         config.layer_types = ["full_attention", "sliding_attention"]
         assert not can_hold(AutoModelForCausalLM.from_config(config), 100)
+
+
+# --- products with the weights
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_the_plain_products(bias):
+    layer = torch.nn.Linear(48, 30, bias=bias)
+    rows = torch.randn(1, linear.MOST_ROWS + 1, 48)
+    plain = [layer(rows[:, :count]).detach() for count in (1, linear.MOST_ROWS, linear.MOST_ROWS + 1)]
+    pack_weights(torch.nn.Sequential(layer))
+    assert layer.forward.keywords["packed"].layout == torch._mkldnn
+    with torch.inference_mode():
+        for expected in plain:
+            torch.testing.assert_close(layer(rows[:, : expected.shape[1]]), expected)
+
+
+def test_weights_are_not_packed_in_half_precision_behind_hooks_or_without_memory(monkeypatch):
+    half, moved, large = (torch.nn.Linear(8, 8) for _ in range(3))
+    moved.forward = torch.nn.functional.relu
+    pack_weights(torch.nn.Sequential(half.bfloat16(), moved))
+    monkeypatch.setattr(linear, "MEMORY_SHARE", 0)
+    pack_weights(torch.nn.Sequential(large))
+    assert moved.forward is torch.nn.functional.relu
+    assert not {"forward"} & (vars(half).keys() | vars(large).keys())

@@ -36,6 +36,7 @@ from tools.engine.attention import (
     num_blocks_for,
     upload,
 )
+from tools.engine.linear import pack_weights
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
@@ -91,6 +92,7 @@ class SlotEngine:
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
+        pack_weights(self.model)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every prompt has its own
         self.warp = _warpers(local.sampling)
         self.waiting: deque[Request] = deque()
