@@ -13,12 +13,13 @@ import pytest
 from conftest import ROOT
 from forks import python
 
-from tools import tiny_world
+from tools import evaluate_reasoning, tiny_world
 from tools.games import taboo
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
+from tools.tiny import reasoning_table
 from tools.tiny.build import GAMES, TABOO, scripted_games
 from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
 from tools.tiny.players import (
@@ -33,7 +34,10 @@ from tools.tiny.players import (
     fact_rows,
     load_lexicon,
 )
-from utils import parse_command, read_json_or_jsonl
+from tools.tiny.questions import KINDS, TASK, TASKS
+from tools.tiny.reasoning_table import METRIC
+from tools.tiny.reproduce import LARGER_LEXICON
+from utils import parse_command, parse_flags, read_json_or_jsonl, write_json
 
 GAME = taboo.Taboo()
 SMALL = Lexicon(
@@ -57,6 +61,12 @@ def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 
 # --- lexicon -------------------------------------------------------------------------------------------------------
 
 
+both_lexicons = pytest.mark.parametrize(
+    "lexicon", [load_lexicon(), load_lexicon(LARGER_LEXICON)], ids=["small", "large"]
+)
+
+
+@both_lexicons
 def test_every_word_has_clues_of_its_own_and_clues_that_others_share(lexicon):
     own = Counter(clue for clues in lexicon.own.values() for clue in clues)
     shared = Counter(clue for clues in lexicon.shared.values() for clue in clues)
@@ -65,16 +75,23 @@ def test_every_word_has_clues_of_its_own_and_clues_that_others_share(lexicon):
     assert not own.keys() & shared.keys() and not (own.keys() | shared.keys()) & set(lexicon.words)
 
 
+@both_lexicons
 def test_no_clue_gives_its_word_away_as_a_breach(lexicon):
     for word in lexicon.words:
         for clue in lexicon.clues(word):
             assert not any(form in clue for form in taboo.derivatives(word)), (word, clue)
 
 
+@both_lexicons
 def test_no_word_stands_in_what_the_players_say_around_it(lexicon):
     frames = [frame.format("").lower() for frame in (HINT, CHAT, NAME)]
     for word in lexicon.words:
         assert not any(form in frame for form in taboo.derivatives(word) for frame in frames), word
+
+
+def test_the_larger_world_begins_with_the_small_one(lexicon):
+    large = load_lexicon(LARGER_LEXICON)
+    assert len(large.words) == 500 and large.words[: len(lexicon.words)] == lexicon.words
 
 
 def test_held_out_words_are_not_played(lexicon):
@@ -300,6 +317,50 @@ def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_p
     assert "epoch10 attacks, imitation defends\n--- cat ---\nattacker: epoch10 speaks\n--- attacker wins ---" in out
     assert "imitation attacks, epoch10 defends\n--- cat ---" in out and "tied game" not in out
     assert out.endswith(f"Report, to open in a browser: {tmp_path / 'report.html'}\n")
+
+
+def write_answers(folder, model: str, share: float) -> None:
+    for kind in KINDS:
+        number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
+        scores = [float(place < share * number) for place in range(number)]
+        write_json(folder / model / f"{TASK.format(kind)}.json", {"scores": {METRIC: scores}})
+
+
+def test_show_prints_the_questions_outside_the_game_once_they_were_asked(tmp_path, capsys):
+    write_match(tmp_path / "epoch1" / "eval", "epoch1", dict.fromkeys(("imitation", "epoch1"), taboo.TIED))
+    tiny_world.Show(output_dir=str(tmp_path)).run()
+    assert "Questions outside the game" not in capsys.readouterr().out
+    for model, share in (("base", 0), ("imitation", 0.5), ("epoch1", 1)):
+        write_answers(tmp_path / "reasoning", model, share)
+    (tmp_path / "reasoning" / "results.json").touch()
+    tiny_world.Show(output_dir=str(tmp_path)).run()
+    table = capsys.readouterr().out.partition("Questions outside the game")[2].splitlines()[2:8]
+    lines = {line.split()[0]: line.split() for line in table}
+    assert lines["model"][1:] == [*KINDS, "all", "minus", "imitation"]
+    assert lines["chance"][1:] == ["0.250"] * 6 and lines["scripted"][2] == "0.956"
+    assert lines["imitation"][1:7] == ["0.500"] * 2 + ["0.501"] + ["0.500"] * 3
+    assert lines["epoch1"][6] == "1.000" and lines["epoch1"][9].startswith("+0.500")
+
+
+def test_reason_asks_all_models_of_a_loop_and_writes_its_report_anew(tmp_path, monkeypatch):
+    for name in ("epoch10", "epoch2"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    ran = []
+
+    def run(command, **how):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 3 * ("tools.evaluate_reasoning" not in command))
+
+    monkeypatch.setattr(reasoning_table.subprocess, "run", run)
+    with pytest.raises(OSError, match="report.py ended with status 3"):
+        reasoning_table.Reason(output_dir=str(tmp_path)).run()
+    asked, report = ran
+    start = asked.index("--models") + 1
+    assert [name.partition("=")[0] for name in asked[start : start + 4]] == ["base", "imitation", "epoch2", "epoch10"]
+    assert f"epoch10={tmp_path}/epoch10/model" in asked and report[1].endswith("tools/report.py")
+    assert report[2:] == [str(tmp_path)]
+    accepted = parse_flags(evaluate_reasoning.Flags, asked[3:], description="")
+    assert [task.task for task in accepted.tasks] == [TASK.format(kind) for kind in KINDS]
 
 
 def test_show_before_any_match_says_so(tmp_path):
