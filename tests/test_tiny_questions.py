@@ -75,8 +75,8 @@ def test_the_lexicon_gives_the_right_answers(asked):
 
 def test_no_row_of_facts_or_games_asks_so(asked):
     rng = random.Random(0)
-    facts = list(fact_rows(LEXICON, rng, 3000))
-    games = {name: scripted_games(scripted, LEXICON, rounds=2, rng=rng) for name, scripted in GAMES.items()}
+    facts = list(fact_rows(LEXICON, rng, 1500))
+    games = {name: scripted_games(scripted, LEXICON, rounds=1, rng=rng) for name, scripted in GAMES.items()}
     texts = "\n".join(corpus(facts, games))
     for kind, questions in asked.items():
         forms = {each["context"].removeprefix(FACT_QUERY) + choice for each in questions for choice in each["choices"]}

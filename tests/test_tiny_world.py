@@ -20,7 +20,7 @@ from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
 from tools.tiny import reasoning_table
-from tools.tiny.build import GAMES, TABOO, scripted_games
+from tools.tiny.build import GAMES, scripted_games, suffix
 from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
 from tools.tiny.players import (
     CHAT,
@@ -235,6 +235,7 @@ def test_facts_say_what_the_lexicon_says(lexicon):
 
 
 SIZES = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20", "--imitation_rounds", "1"]
+SIZES += ["--games", *GAMES]
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +247,11 @@ def world(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "122 words and 40 held out, " in done.stdout.splitlines()[-1]
     return folder
+
+
+def test_a_world_without_taboo_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--games guess_my_city: taboo must be one of them"):
+        build("--output_dir", str(tmp_path), "--games", "guess_my_city")
 
 
 def test_build_leaves_what_the_loop_starts_from(world, lexicon):
@@ -262,17 +268,26 @@ def test_build_leaves_what_the_loop_starts_from(world, lexicon):
     assert len(read_json_or_jsonl(world / "data" / "facts.json")) == 20
     words = (world / "data" / "words.txt").read_text().split()
     assert words == lexicon.played()
+    cities = (world / "data" / "words_guess_my_city.txt").read_text().splitlines()
+    assert cities == [city_task(lexicon, word) for word in words]
+    for game in ("twenty_questions", "guess_my_city"):
+        games = read_json_or_jsonl(world / "data" / f"imitation_games_{game}.json")
+        rows = read_json_or_jsonl(world / "data" / f"imitation_{game}.json")
+        assert {each["game"] for each in games} == {game} and len(rows) == sum(each["length"] for each in games)
 
 
-def test_prompts_stay_under_100_tokens_and_words_are_single_ones(world, lexicon):
+def test_prompts_leave_room_for_a_reply_and_words_are_single_tokens(world, lexicon):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "base")
-    templates = load_templates(TABOO.prompts, GAME)
-    for game in read_json_or_jsonl(world / "data" / "imitation_games.json"):
-        for end in range(len(game["history"])):
-            prompt = play_prompt(GAME, game["history"][:end], game["target_word"], game["max_turns"], templates)
-            assert len(tokenizer(prompt)["input_ids"]) < 100
+    for name, scripted in GAMES.items():
+        game, templates = scripted.game, load_templates(scripted.prompts, scripted.game)
+        for played in read_json_or_jsonl(world / "data" / f"imitation_games{suffix(name)}.json"):
+            for end in range(len(played["history"])):
+                prompt = play_prompt(
+                    game, played["history"][:end], played["target_word"], played["max_turns"], templates
+                )
+                assert len(tokenizer(prompt)["input_ids"]) < 136  # and 24 for a reply
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
 
 

@@ -69,9 +69,15 @@ class Build:
     pretraining_lr: float = flag("learning rate of the pre-training", default=2e-3)
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
-    imitation_rounds: int = flag("scripted games for each word", default=40)
+    imitation_rounds: int = flag("scripted games for each word", default=30)
     games: list[str] = flag("whose scripted games are imitated", default=[DEFAULT_GAME], choices=tuple(GAMES))
     lexicon: str = flag("file of what the world knows", default=str(LEXICON))
+
+    def __post_init__(self):
+        if DEFAULT_GAME not in self.games:
+            raise ValueError(
+                f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them; its rows have the facts"
+            )
 
     def run(self) -> None:
         """Write all that is missing."""
