@@ -14,6 +14,7 @@ from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, Lexic
 from utils import flag, write_records
 
 TASKS = LEXICON.with_name("reasoning")
+BEFORE_A_WORD, _ = NAME.split(" {}")
 CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each word, where the lexicon has so many
 TASK = "tiny_{}"  # as the harness calls a kind
 Ask = Callable[[Lexicon, str, random.Random], Iterator[dict]]
@@ -45,9 +46,9 @@ def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]
         others = rng.sample([other for other in lexicon.words if other not in fitting], len(lexicon.words) - 1)
         others.sort(key=lambda other: -len(set(clues) & set(lexicon.clues(other))))
         choices = [word, *others[: CHOICES - 1]]
-        hints = "".join(f" {HINT.format(clue)}" for clue in clues)
+        thoughts = "".join(f" {CHAT.format(clue)}" for clue in clues)
         fits = [[clue in lexicon.clues(choice) for clue in clues] for choice in choices]
-        yield question(rng, word, f"{FACT_QUERY}{hints} Perhaps", choices, fits)
+        yield question(rng, word, f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits)
 
 
 def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
@@ -100,7 +101,7 @@ def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dic
                 choices = [word, *map(rng.choice, (both, only, neither))]
                 fits = [[clue in lexicon.shared[each], second not in lexicon.shared[each]] for each in choices]
                 hint = NOT.format(HINT.format(clue).rstrip("."), second)
-                context = f"{FACT_QUERY} {hint}. {NAME.partition(' {}')[0]}"
+                context = f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}"
                 yield question(rng, word, context, choices, fits)
                 break
 
