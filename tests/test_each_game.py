@@ -1,11 +1,15 @@
-"""Every game but Taboo through every program: play, rewards, training, a match, the report, a person."""
+"""Every game but Taboo through every program: play, rewards, training, a match, the report, a person, the loop."""
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from typing import NamedTuple
 
 import pytest
+from conftest import ROOT
+from forks import python
 
 import train
 from tools import assign_rewards, evaluate_games, play_llm_game, report
@@ -161,6 +165,29 @@ def test_games_that_pay_become_rows_and_two_steps_learn_from_them(run, case, tin
     for role in case.game.roles:
         mean = [row["reward"] for row in rows if row["role"] == role]
         assert steps[0][f"reward_{role}"] == pytest.approx(sum(mean) / len(mean))
+
+
+def test_the_loop_plays_and_learns_it(case, words, tiny_model, tmp_path):
+    """Epoch 1 learns from games that paid, epoch 2 plays."""
+    write_records(tmp_path / "games.json", 4 * play(case.game, case.tasks[:1], scripted(case)))
+    output, sft = tmp_path / "out", tmp_path / "sft.json"
+    sft.write_text('[{"query": "What?", "target": "That."}]')
+    settings = {"game": case.game.name, "model": tiny_model, "words": words, "sft_data": sft, "output": output}
+    settings |= {"first_episodes": tmp_path / "games.json", "eval_words": words, "epochs": 2, "until": "epoch2_play"}
+    settings |= {"max_turns": 1, "max_new_tokens": 4, "save_steps": 0, "global_batch": 4, "train_batch": 4, "nproc": 1}
+    settings |= {"precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
+    flags = [str(text) for name, value in settings.items() for text in (f"--{name}", value)]
+    environment = os.environ | {"PYTHON": python(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["tools/run_spag.sh", *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_json_or_jsonl(output / "epoch1/rows/rows.json")
+    assert {row.get("role") for row in rows} == {*case.game.roles, None}
+    assert (output / "epoch1/model/train_results.json").is_file()
+    results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
+    assert {result["role"] for result in results} >= set(case.game.roles)
+    played = read_json_or_jsonl(output / "epoch2/episodes/epoch1_sampling_words_results.json")
+    assert [(each["target_word"], each["game"]) for each in played] == [(task, case.game.name) for task in case.tasks]
+    assert case.game.title in (output / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_person_is_told_the_secret_and_why_the_game_has_ended(case, monkeypatch, capsys):

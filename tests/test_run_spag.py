@@ -867,29 +867,6 @@ def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues
     assert (output / "logs/imitation.log").read_text().count("\n=== ") == 2
 
 
-def test_the_loop_plays_and_learns_another_game(inputs, tmp_path):
-    """20 Questions: epoch 1 learns from games that were won, epoch 2 plays."""
-    talk = [("guesser", "Is it alive?"), ("answerer", "Yes."), ("guesser", "Is it `dog`?"), ("answerer", "Yes.")]
-    game = {"history": [{"role": role, "content": text} for role, text in talk[:3]], "target_word": "dog"}
-    game |= {"max_turns": 2, "game": "twenty_questions"}
-    (tmp_path / "games.json").write_text(json.dumps([game] * 4))
-    (tmp_path / "words.txt").write_text("dog\ncat\n")
-    settings = inputs | {"game": "twenty_questions", "first_episodes": tmp_path / "games.json", "imitation_data": ""}
-    settings |= {"max_turns": 1, "max_new_tokens": 4, "epochs": 2, "until": "epoch2_play", "save_steps": 0}
-    printed, _ = (process := start_real(settings)).communicate(timeout=300)
-    assert process.returncode == 0, printed
-    output = settings["output"]
-    rows = json.loads((output / "epoch1/rows/rows.json").read_text())
-    assert {row.get("role") for row in rows} == {"guesser", "answerer", None}
-    assert (output / "epoch1/model/train_results.json").is_file()
-    results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
-    assert {result["role"] for result in results} >= {"guesser", "answerer"}
-    played = json.loads((output / "epoch2/episodes/epoch1_sampling_words_results.json").read_text())
-    assert [episode["target_word"] for episode in played] == ["dog", "cat"]
-    assert {episode["game"] for episode in played} == {"twenty_questions"}
-    assert "20 Questions" in (output / "report.html").read_text(encoding="utf-8")
-
-
 # --- the scripts ---------------------------------------------------------------------------------------------------
 
 SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/environment.sh")
