@@ -110,8 +110,10 @@ KINDS: dict[str, Ask] = {each.__name__: each for each in (inference, recall, sha
 
 
 def ceiling(asked: dict, forget: float = Skill.forget) -> float:
-    """The chance that a scripted player is right: it passes over each thing asked for with this chance, then draws
-    one of the choices that fit the rest best."""
+    """The chance that a scripted player is right, who draws one of the choices that fit best.
+
+    With the chance `forget` each thing asked for does not count.
+    """
     things, right = len(asked["fits"][0]), 0.0
     for kept in itertools.product((False, True), repeat=things):
         fitting = [sum(true for true, heard in zip(fits, kept, strict=True) if heard) for fits in asked["fits"]]
