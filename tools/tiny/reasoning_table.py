@@ -108,7 +108,8 @@ class Reason:
         epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
         models = {"base": folder / "base", "imitation": folder / "imitation" / "model"}
         models |= {path.parent.name: path for path in epochs}
-        asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", os.cpu_count()]
+        at_once = min(len(models), os.cpu_count() or 1)
+        asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", at_once]
         environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
         for command in (asked, [sys.executable, ROOT / "tools" / "report.py", folder]):
             done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
