@@ -81,19 +81,9 @@ class Reasoning:
 
 def reasoning(models: Mapping[str, str | Path]) -> list:
     """The command that asks models, by name, all questions; further flags can follow."""
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "tools.evaluate_reasoning",
-            "--include_path",
-            TASKS,
-            "--tasks",
-            *map(TASK.format, KINDS),
-        ),
-        *("--dtype", "float32", "--batch_size", BATCH),
-        *("--models", *(f"{name}={path}" for name, path in models.items())),
-    ]
+    program = (sys.executable, "-m", "tools.evaluate_reasoning", "--dtype", "float32", "--batch_size", BATCH)
+    tasks = ("--include_path", TASKS, "--tasks", *map(TASK.format, KINDS))
+    return [*program, *tasks, "--models", *(f"{name}={path}" for name, path in models.items())]
 
 
 @dataclass(kw_only=True)
