@@ -425,7 +425,10 @@ class RunSettings:
     def read(self, name: str = "settings"):
         """One entry of the settings file; ValueError if it has none."""
         try:
-            return read_json(self.path)[name]
+            found = read_json(self.path)[name]
+            if name == "settings" and not isinstance(found, dict):
+                raise TypeError(f"its settings are {type(found).__name__}")
+            return found
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
@@ -458,7 +461,7 @@ def _content(setting):
 def _show(setting) -> str:
     if isinstance(setting, dict) and "sha256" in setting:
         options = f" {setting['options']}" if setting.get("options") else ""
-        return f"{setting['path']}{options} (sha256 {setting['sha256'][:8]})"
+        return f"{setting.get('path')}{options} (sha256 {str(setting['sha256'])[:8]})"
     return str(setting)
 
 

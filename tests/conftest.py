@@ -62,13 +62,13 @@ def pytest_terminal_summary(terminalreporter):
     """The table of the campaign."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "trials"]
-    kinds = sorted({kind for kind, tried, _ in rows if tried})
+    kinds = sorted({row[0] for row in rows if row[1]})
     if kinds:
         terminalreporter.section("trials")
-        terminalreporter.write_line(f"{'':40} {'tried':>9} {'survived':>9} {'lost':>6}")
+        terminalreporter.write_line(f"{'':40} {'tried':>9} {'survived':>9} {'lost':>6} {'kills':>6}")
     for name in kinds:
-        tried, lost = (sum(row[number] for row in rows if row[0] == name) for number in (1, 2))
-        terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,}")
+        tried, lost, kills = (sum(row[number] for row in rows if row[0] == name) for number in (1, 2, 3))
+        terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,} {kills or '':>6}")
 
 
 def pytest_collection_modifyitems(items):

@@ -571,6 +571,12 @@ def test_scores_whose_mean_is_not_the_value_are_not_compared():
     assert read_score(result | {"scores": {"acc,none": [1.0, 0.0, 0.5]}}, "acc").scores is not None
 
 
+def test_an_error_that_is_no_number_is_no_result():
+    result = {"questions": 3, "shots": 0, "metrics": {"acc,none": {"value": 0.5, "stderr": "0.1"}}, "scores": {}}
+    with pytest.raises(TypeError, match="the standard error of acc,none is '0.1', no number"):
+        read_score(result, "acc")
+
+
 @pytest.mark.parametrize(
     "metrics, metric, complaint",
     [

@@ -44,6 +44,14 @@ def test_settings_bind_nobody_before_there_are_results_and_results_without_them_
         make_run(tmp_path, results=tmp_path / "rows.json").check({"seed": 1})
 
 
+@pytest.mark.parametrize("found", ["text", None, {"words": {"sha256": 7}}, {"words": {"sha256": None, "path": []}}])
+def test_settings_that_are_damaged_are_refused_in_one_line(found, tmp_path):
+    run = make_run(tmp_path, results=tmp_path / "rows.json")
+    run.write(found)
+    with pytest.raises(ValueError, match="settings.json: (not the settings of a run|made with other settings)"):
+        run.check({"words": {"path": "a", "sha256": "abc"}})
+
+
 HOLDER = """
 import sys, time, utils
 try:

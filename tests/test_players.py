@@ -42,6 +42,15 @@ def generate(local, prompts) -> list[Reply]:
 
 
 class TestLocalModel:
+    @pytest.mark.parametrize("rope", [{"rope_type": 10**30}, {"rope_theta": "x", "rope_type": "default"}])
+    def test_a_config_of_which_no_model_can_be_built_is_one_line(self, rope, tiny_model, tmp_path):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        with pytest.raises(ValueError, match="model: its weights cannot be loaded .(Key|Type)Error: "):
+            load(folder)
+
     def test_a_prompt_begins_with_bos_and_its_tokens(self, tiny_model, tokenizer):
         assert load(tiny_model).encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
 

@@ -377,6 +377,15 @@ class TestFaults:
         process.stderr.close()
         assert wait_for(lambda: not any(map(psutil.pid_exists, pids(tmp_path))), 10)
 
+    def test_nothing_outlives_a_killed_supervisor(self, told, place, tiny_model, tmp_path):
+        process = start(flags(place, tiny_model, tmp_path, concurrent_games=1, max_turns=50, max_length=4096))
+        assert wait_for(lambda: notes(tmp_path, "asked"))
+        server, _ = notes(tmp_path, "started")[0]["pids"]
+        psutil.Process(server).parent().kill()
+        _, printed = process.communicate(timeout=20)
+        assert process.returncode == 2 and "its vLLM has ended by SIGKILL" in printed
+        assert wait_for(lambda: not any(map(psutil.pid_exists, pids(tmp_path))), 10)
+
     def test_a_child_that_ignores_the_signal_is_killed(self, tmp_path, monkeypatch):
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
         command = [sys.executable, "-IS", vllm.supervise.__file__, sys.executable, "-c", f"{stubborn}; time.sleep(99)"]

@@ -13,7 +13,8 @@ from tools import evaluate_reasoning, tiny_world
 from tools.selfplay.files import EpisodeFiles
 from utils import parse_flags
 
-ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", [], {}, [[]], "a" * 10_000, "../../x", "<b>"]
+ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", "\ud800", [], {}, [[]], "a" * 10_000]
+ODD_VALUES += ["../../x", "<b>"]
 
 
 # --- rank files ----------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_damaged_rank_files(tmp_path, trials):
         assert all(game["target_word"] == WORDS[game["index"]] for game in results)
         assert whole <= set(path.read_bytes().split(b"\n"))
 
-    trials.run("damaged rank files", trial, short=40, each=40)
+    trials.run("damaged rank files", trial, short=40, each=20)
 
 
 LIGHT = ["assign_rewards", "imitation", "alpaca", "split", "report", "report of a loop", "show"]
@@ -125,7 +126,7 @@ def test_mutated_files(name, tmp_path, tiny_model, other_model, trials):
         finally:
             path.write_bytes(before)
 
-    short, each = (3, 15) if name in HEAVY else (8, 30)
+    short, each = (3, 30) if name in HEAVY else (8, 50)
     trials.run(f"mutated files, {name}", trial, short=short, each=each)
 
 
@@ -149,7 +150,7 @@ def test_damaged_results_of_benchmarks(tmp_path, tiny_model, trials):
         finally:
             path.write_bytes(before)
 
-    trials.run("mutated files, evaluate_reasoning", trial, short=5, each=30)
+    trials.run("mutated files, evaluate_reasoning", trial, short=5, each=60)
 
 
 def test_show_on_what_is_no_loop(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import random
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -12,64 +14,69 @@ import utils
 from tools.games import load_game, prompts
 from tools.selfplay.rewards import Games, message_shares, paid_rows
 
-SHORT, EACH = 60, 500  # inputs of a test, of a round of a campaign
+BATCH = 8  # inputs that hypothesis draws at once: one of them costs a fifth of one drawn alone
+SHORT, LONG = 10, 125  # batches of a trial, in every test run and in a campaign
 WORDS = ["art", "Straße", "c++", "new york", "{max_turns}", "I know the word! It is", "a" * 50]
-PARTS = [
-    *WORDS,
-    "I know the word! It is `",
-    "`!",
-    " ",
-    "\n",
-    "Is it ",
-    "Yes",
-    "\x00",
-    "\u2028",
-    "\U0001f600",
-    "ART",
-    "arts",
-]
-TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=8), max_size=6).map("".join)
-ODD = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | TEXTS | st.lists(st.integers(), max_size=2)
+PARTS = [*WORDS, *(f"I know the word! It is `{word}`!" for word in WORDS), "I know the word! It is `", "`!", "Is it "]
+PARTS += ["Yes", "ART", "arts", " ", " ", ".", "?", "\n", "\r", "\x00", "\u2028", "\ufeff", "\u202e", "e\u0301"]
+PARTS += ["ß", "İ", "\U0001f600", "\x1b[31m"]
+CODES = {chr(0x41 + place): part for place, part in enumerate(PARTS)}  # a part for a character: one draw for a text
+
+
+def decoded(text: str) -> str:
+    return "".join(map(CODES.get, text))
+
+
+TEXTS = st.text("".join(CODES), max_size=12).map(decoded) | st.text(max_size=8)
+ODD = st.sampled_from([None, True, -1, 0, 1, 3, 10**30, [], [1, 2], {}, "attacker", "\ud800"]) | st.floats() | TEXTS
 GAMES = [load_game("taboo"), load_game("taboo", match="word"), load_game("twenty_questions")]
+MESSAGES = st.text("".join(CODES) + "|", max_size=30).map(lambda text: [decoded(part) for part in text.split("|")])
 
 
-def pure(*strategies):
-    """A test over drawn inputs, so many as the campaign asks for; hypothesis prints the one that fails, shrunk."""
+def as_episode(game, turns: int, messages: list[str], word: str) -> tuple:
+    """A game and an episode of it, as players of any kind could have left it."""
+    history = [{"role": game.roles[place % 2], "content": text} for place, text in enumerate(messages[: 2 * turns])]
+    shown = {"history": history, "target_word": word, "max_turns": turns}
+    return game, shown | ({} if game.name == "taboo" else {"game": game.name})
+
+
+EPISODES = st.builds(as_episode, st.sampled_from(GAMES), st.integers(1, 4), MESSAGES, st.sampled_from(WORDS))
+
+
+def pure(strategy, *, thousands: int):
+    """A test over drawn inputs, so many in a round of a campaign; hypothesis shrinks a batch that fails."""
 
     def decorate(check):
         def test(trials):
-            count = SHORT if trials.rounds == 1 else EACH * trials.rounds
+            batches = LONG if trials.campaign else SHORT
             how = settings(
-                max_examples=count,
+                max_examples=batches,
                 deadline=None,
                 database=None,
                 phases=[Phase.generate, Phase.shrink],
                 suppress_health_check=list(HealthCheck),
             )
-            lost = 1
-            try:
-                seed(trials.only or 0)(how(given(*strategies)(check)))()
-                lost = 0
-            finally:
-                trials.count("pure inputs", count, lost)
+
+            def trial(rng: random.Random) -> None:
+                checked = 0
+
+                def check_batch(inputs):
+                    nonlocal checked
+                    for each in inputs:
+                        check(each)
+                        checked += 1
+
+                seed(rng.getrandbits(60))(how(given(st.tuples(*[strategy] * BATCH))(check_batch)))()
+                assert checked >= batches * BATCH
+
+            trials.run("pure inputs", trial, short=1, each=thousands, inputs=batches * BATCH)
 
         return test
 
     return decorate
 
 
-@st.composite
-def episodes(draw, game=None):
-    """Games as players of any kind could have left them."""
-    game = game or draw(st.sampled_from(GAMES))
-    turns = draw(st.integers(1, 4))
-    messages = draw(st.lists(TEXTS, max_size=2 * turns))
-    history = [{"role": game.roles[place % 2], "content": text} for place, text in enumerate(messages)]
-    shown = {"history": history, "target_word": draw(st.sampled_from(WORDS)), "max_turns": turns}
-    return game, shown | ({} if game.name == "taboo" else {"game": game.name})
-
-
-@pure(episodes())
+@pure(EPISODES, thousands=25)
 def test_judge(drawn):
     game, episode = drawn
     before = json.dumps(episode)
@@ -84,7 +91,7 @@ def test_judge(drawn):
         assert verdict.length == 0 or game.judge(history[: verdict.length - 1], word, turns).outcome != verdict.outcome
 
 
-@pure(episodes())
+@pure(EPISODES, thousands=20)
 def test_points_and_rewards(drawn):
     game, episode = drawn
     games = Games(game)
@@ -98,8 +105,9 @@ def test_points_and_rewards(drawn):
     assert all(0 <= each <= 1 for each in points)
 
 
-@pure(st.integers(1, 200), st.floats(0.05, 1))
-def test_message_shares(count, decay):
+@pure(st.tuples(st.integers(1, 200), st.floats(0.05, 1)), thousands=10)
+def test_message_shares(drawn):
+    count, decay = drawn
     try:
         shares = message_shares(count, decay)
     except ValueError as error:
@@ -108,41 +116,49 @@ def test_message_shares(count, decay):
     assert len(shares) == count and math.isclose(sum(shares), 1) and sorted(shares) == shares
 
 
-@pure(episodes(), st.randoms(use_true_random=False))
-def test_prompts(drawn, rng):
-    game, episode = drawn
+@pure(st.tuples(EPISODES, st.integers(0, 10**9)), thousands=10)
+def test_prompts(drawn):
+    (game, episode), number = drawn
     word, history, turns = episode["target_word"], episode["history"], episode["max_turns"]
     if game.is_over(history, word, turns):
         return
     templates = prompts.load_templates(game.prompt_file, game)
     for prompt in (
         prompts.play_prompt(game, history, word, turns, templates),
-        prompts.training_prompt(game, history, word, turns, rng=rng, templates=templates),
+        prompts.training_prompt(game, history, word, turns, rng=random.Random(number), templates=templates),
     ):
         assert all(message["content"].strip() in prompt for message in history)
         assert "{max_turns}" not in prompt.replace(word, "") or any("{max_turns}" in m["content"] for m in history)
 
 
-@pure(st.dictionaries(st.sampled_from(["history", "target_word", "max_turns", "game", "extra"]), ODD), st.data())
-def test_episodes_that_are_none(record, data):
-    if data.draw(st.booleans()):
-        message = st.dictionaries(st.sampled_from(["role", "content", "x"]), ODD | st.sampled_from(["attacker"]))
-        record["history"] = data.draw(st.lists(message, max_size=3))
-    games = Games(GAMES[0])
-    refused(games.add, record)
+def records(*keys: str):
+    """Records with some of these keys."""
+
+    def chosen(drawn: tuple) -> dict:
+        mask, *values = drawn
+        return {key: each for place, (key, each) in enumerate(zip(keys, values, strict=True)) if mask >> place & 1}
+
+    return st.tuples(st.integers(0, 2 ** len(keys) - 1), *[ODD] * len(keys)).map(chosen)
 
 
-@pure(st.dictionaries(st.sampled_from(["query", "prompt", "target", "answer", "instruction", "input", "output"]), ODD))
+HISTORIES = st.lists(records("role", "content", "x"), max_size=3) | ODD
+
+
+@pure(st.tuples(records("target_word", "max_turns", "game", "extra"), HISTORIES), thousands=7)
+def test_episodes_that_are_none(drawn):
+    record, history = drawn
+    refused(Games(GAMES[0]).add, record | {"history": history})
+
+
+@pure(records("query", "prompt", "target", "answer", "instruction", "input", "output"), thousands=7)
 def test_rows_and_alpaca_records(record):
     refused(utils.row_texts, dict(record))
     refused(utils.alpaca_to_row, dict(record))
 
 
-@pure(st.dictionaries(st.sampled_from(["rules", "attacker_instruction", "defender_instruction", "judge"]), ODD))
+@pure(records("rules", "attacker_instruction", "defender_instruction", "judge"), thousands=6)
 def test_prompt_files(content):
-    path = os.path.join(os.environ["TRIAL_FOLDER"], "prompts.json")
-    with open(path, "w") as file:
-        json.dump(content, file)
+    path = write(json.dumps(content).encode())
     refused(prompts.load_templates, path, GAMES[0])
 
 
@@ -152,16 +168,18 @@ PIECES = st.sampled_from(
 )
 
 
-@pure(st.lists(PIECES | JSON.map(json.dumps) | st.text(max_size=3), max_size=8), st.booleans())
-def test_readers_of_records(parts, skip_bad):
+@pure(st.lists(PIECES | JSON.map(json.dumps) | st.text(max_size=3), max_size=8), thousands=5)
+def test_readers_of_records(parts):
     path = write("".join(parts).encode("utf-8", "surrogatepass"))
-    refused(lambda: list(utils.iter_records(path, skip_bad=skip_bad, on_skip=lambda message: None)))
+    for skip_bad in (False, True):
+        refused(lambda: list(utils.iter_records(path, skip_bad=skip_bad, on_skip=lambda message: None)))  # noqa: B023
 
 
-@pure(st.lists(st.fixed_dictionaries({"a": JSON}), max_size=4), st.booleans())
-def test_records_that_are_written_are_read(records, lines):
+@pure(st.tuples(st.lists(st.fixed_dictionaries({"a": JSON}), max_size=4), st.booleans()), thousands=4)
+def test_records_that_are_written_are_read(drawn):
+    records, lines = drawn
     text = json.dumps(records)  # what Python cannot write it need not read
-    if "NaN" in text or "Infinity" in text:
+    if "NaN" in text or "Infinity" in text or "\\ud800" in text:
         return
     path = os.path.join(os.environ["TRIAL_FOLDER"], "records.jsonl" if lines else "records.json")
     utils.write_records(path, records)
@@ -169,14 +187,17 @@ def test_records_that_are_written_are_read(records, lines):
         assert utils.read_json_or_jsonl(path) == records
 
 
-@pure(st.binary(max_size=60))
+@pure(st.binary(max_size=60), thousands=6)
 def test_word_lists(content):
     refused(utils.read_words, write(content))
 
 
 @pytest.fixture(autouse=True)
 def trial_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRIAL_FOLDER", str(tmp_path))
+    memory = "/dev/shm"  # a file costs a tenth there
+    with tempfile.TemporaryDirectory(dir=memory if os.path.isdir(memory) else tmp_path) as folder:
+        monkeypatch.setenv("TRIAL_FOLDER", folder)
+        yield
 
 
 def write(content: bytes) -> str:

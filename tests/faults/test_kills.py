@@ -32,16 +32,21 @@ class Case:
     @functools.cached_property
     def undisturbed(self) -> dict:
         """Results of an undisturbed run."""
-        self.seconds = seconds_of(lambda: finish(start(self.command(self.folder / "undisturbed"))))
+        self.seconds = min(self.seconds_to("undisturbed"), self.seconds_to("again"))  # a first start takes longer
         return self.results(self.folder / "undisturbed")
 
-    def trial(self, rng: random.Random, kills: int = 3, within: tuple[float, float] = (0, 1.1)) -> None:
-        """Kill it at random moments of its time, then compare."""
+    def seconds_to(self, name: str | Path) -> float:
+        """How long a run takes into this folder, or to find all there."""
+        return seconds_of(lambda: finish(start(self.command(self.folder / name))))
+
+    def trial(self, rng: random.Random, kills: int = 3, within: tuple[float, float] = (0, 1.1)) -> int:
+        """Kill it at random moments of its time, then compare; how often it was killed."""
         expected = self.undisturbed
         with scratch(self.folder) as folder:
             begin = functools.partial(start, self.command(folder / "out"))
-            killed(rng, begin, folder, kills=kills, within=self.seconds * rng.uniform(*within))
+            delivered = killed(rng, begin, folder, kills=kills, within=self.seconds * rng.uniform(*within))
             same(self.results(folder / "out"), expected)
+        return delivered
 
 
 def same(found: dict, expected: dict) -> None:
@@ -60,7 +65,10 @@ def same(found: dict, expected: dict) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with words, and prompts that are short."""
-    folder = tmp_path_factory.mktemp("kills")
+    return make_place(tmp_path_factory.mktemp("kills"))
+
+
+def make_place(folder: Path) -> Path:
     (folder / "words.txt").write_text("\n".join(WORDS))
     rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     prompts = {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
@@ -93,42 +101,48 @@ def play(place, tiny_model, tmp_path) -> Case:
 
 
 def test_play_in_one_process(play, trials):
-    trials.run("play, one process", play.trial, short=1)
+    trials.run("play, one process", play.trial, short=1, kills=8)
 
 
 def test_play_under_torchrun(place, tiny_model, tmp_path, trials):
     command = [python(), *TORCHRUN, "-m", "tools.play_llm_game"]
     case = Case(tmp_path, lambda output: [*command, *play_flags(place, tiny_model, output)], games_of)
-    trials.run("play, torchrun", functools.partial(case.trial, kills=2), short=0)
+    trials.run("play, torchrun", functools.partial(case.trial, kills=2), short=0, kills=5)
 
 
 def test_play_when_torchrun_alone_is_killed(play, place, tiny_model, trials):
-    def trial(rng: random.Random) -> None:
+    def trial(rng: random.Random) -> int:
         expected = play.undisturbed
         with scratch(play.folder) as folder:
             flags = play_flags(place, tiny_model, folder / "out")
             process = start([sys.executable, *TORCHRUN, "-m", "tools.play_llm_game", *flags])
             size = rng.randint(0, 5000)
             until(lambda: sum(path.stat().st_size for path in folder.glob("out/*_rank*")) > size, process)
+            ended = process.poll() is not None
             process.kill()
             process.communicate()
             finish(start([python(), "-m", "tools.play_llm_game", *flags]))
             assert games_of(folder / "out") == expected
+        return not ended
 
-    trials.run("play, torchrun alone killed", trial, short=0)
+    trials.run("play, torchrun alone killed", trial, short=0, kills=2)
 
 
 def test_play_while_results_are_merged(play, trials):
-    def trial(rng: random.Random) -> None:
+    def trial(rng: random.Random) -> int:
         expected = play.undisturbed
         with scratch(play.folder) as folder:
             shutil.copytree(play.folder / "undisturbed", folder / "out")
-            for path in folder.glob("out/*_results.json"):
-                path.unlink()
-            killed(rng, lambda: start(play.command(folder / "out")), folder, kills=3, within=play.seconds / 2)
+            (results,) = folder.glob("out/*_results.json")
+            results.unlink()
+            seconds = play.seconds_to(folder / "out")
+            results.unlink()
+            begin = functools.partial(start, play.command(folder / "out"))
+            delivered = killed(rng, begin, folder, kills=3, within=seconds)
             assert games_of(folder / "out") == expected
+        return delivered
 
-    trials.run("play, merge", trial, short=0)
+    trials.run("play, merge", trial, short=0, kills=5)
 
 
 def test_matches(place, tiny_model, other_model, tmp_path, trials):
@@ -140,7 +154,7 @@ def test_matches(place, tiny_model, other_model, tmp_path, trials):
     def results(folder: Path) -> dict:
         return {name: (folder / name).read_bytes() for name in ("games_results.json", "matches.json", "matches.txt")}
 
-    trials.run("matches", Case(tmp_path, command, results).trial, short=0)
+    trials.run("matches", Case(tmp_path, command, results).trial, short=0, kills=3)
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -199,31 +213,34 @@ def train_case(settings: dict, folder: Path, launcher: list[str], **changes) -> 
 
 def test_training_in_one_process(training, tmp_path, trials):
     case = train_case(training, tmp_path, [])
-    trials.run("training, one process", case.trial, short=1)
+    trials.run("training, one process", case.trial, short=1, kills=1)
 
 
 def test_training_before_its_first_step(training, tmp_path, trials):
     """While rows are encoded and the reference's log-probabilities are computed."""
     case = train_case(training, tmp_path, [])
-    trials.run("training, encoding and reference", functools.partial(case.trial, within=(0.1, 0.6)), short=0)
+    early = functools.partial(case.trial, within=(0.1, 0.6))
+    trials.run("training, encoding and reference", early, short=0, kills=1)
 
 
 def test_training_while_it_saves(training, tmp_path, trials):
     case = train_case(training, tmp_path, [], save_steps=1)
 
-    def trial(rng: random.Random) -> None:
-        expected = case.undisturbed
+    def trial(rng: random.Random) -> int:
+        expected, delivered = case.undisturbed, 0
         with scratch(case.folder) as folder:
             for _ in range(3):
                 process = start(case.command(folder / "out"))
                 step = rng.randint(1, 20)
                 until(lambda: saves(folder / "out", step), process)  # noqa: B023
                 time.sleep(rng.uniform(0, 0.01))
+                delivered += process.poll() is None
                 kill_all(process, folder)
             finish(start(case.command(folder / "out")))
             same(trained(folder / "out"), expected)
+        return delivered
 
-    trials.run("training, saving", trial, short=0)
+    trials.run("training, saving", trial, short=0, kills=1)
 
 
 def saves(output: Path, step: int) -> bool:
@@ -240,13 +257,13 @@ def until(condition, process) -> None:
 
 def test_training_under_torchrun(training, tmp_path, trials):
     case = train_case(training, tmp_path, TORCHRUN, per_device_train_batch_size=4)
-    trials.run("training, torchrun", functools.partial(case.trial, kills=2), short=0)
+    trials.run("training, torchrun", functools.partial(case.trial, kills=2), short=0, kills=1)
 
 
 def test_training_under_deepspeed(training, tmp_path, trials):
     settings = {"deepspeed": ROOT / "configs" / "zero2.json", "per_device_train_batch_size": 4}
     case = train_case(training, tmp_path, TORCHRUN, **settings)
-    trials.run("training, DeepSpeed", functools.partial(case.trial, kills=1), short=0)
+    trials.run("training, DeepSpeed", functools.partial(case.trial, kills=1), short=0, kills=1)
 
 
 # --- preemption -----------------------------------------------------------------------------------------------------
@@ -305,4 +322,4 @@ def test_the_whole_loop(place, training, tiny_model, tmp_path, trials, monkeypat
 
     case = Case(tmp_path, command, results)
     monkeypatch.setitem(ENVIRONMENT, "PYTHON", python())
-    trials.run("loop", functools.partial(case.trial, kills=4), short=0)
+    trials.run("loop", functools.partial(case.trial, kills=4), short=0, kills=3)

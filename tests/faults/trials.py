@@ -1,8 +1,8 @@
 """Trials of the campaign: each is drawn from a seed that it prints, counted, and repeated by that seed.
 
 bash tools/test.sh tests/faults                                    the short form, part of every test run
-bash tools/test.sh tests/faults --campaign 20                      the long one: 20 rounds; a table at its end
-bash tools/test.sh tests/faults --campaign 20 --trial_seed 17 -k damaged     one trial again
+bash tools/test.sh tests/faults --campaign 10                      the long one: 10 rounds; a table at its end
+bash tools/test.sh tests/faults --campaign 10 --trial_seed 17 -k damaged     one trial again
 """
 
 import contextlib
@@ -30,23 +30,44 @@ class Trials:
     def __init__(self, node, rounds: int, only: int | None):
         self.node, self.rounds, self.only = node, rounds, only
 
-    def run(self, kind: str, trial: Callable[[random.Random], object], *, short: int, each: int = 1) -> None:
-        """Make the trials, all of them even if some fail; AssertionError with the seeds of those that do."""
-        count = short if self.rounds == 1 else max(short, self.rounds * each)
-        seeds = range(count) if self.only is None else [self.only]
-        lost = []
-        for seed in seeds:
+    @property
+    def campaign(self) -> bool:
+        """Whether this is the long form."""
+        return self.rounds > 1
+
+    def run(
+        self,
+        kind: str,
+        trial: Callable[[random.Random], int | None],
+        *,
+        short: int,
+        each: int = 1,
+        kills: int = 0,
+        inputs: int = 1,
+    ) -> None:
+        """Make the trials, all of them even if some fail; AssertionError with the seeds of those that do.
+
+        Of trials that kill, which return how often, a campaign makes as many as deliver `rounds * kills`. One of many
+        `inputs` is counted as so many.
+        """
+        most = 2 * kills or each  # some trials have ended before they are killed
+        count = max(short, self.rounds * most) if self.campaign else short
+        lost, delivered, tried = [], 0, 0
+        for seed in range(count) if self.only is None else [self.only]:
+            tried += 1
             try:
-                trial(random.Random(f"{kind} {seed}"))
+                delivered += trial(random.Random(f"{kind} {seed}")) or 0
             except Exception:  # of whatever kind: it is told below
                 lost.append(seed)
                 sys.stdout.write(f"--- {kind}, --trial_seed {seed}\n{traceback.format_exc(limit=-3)}\n")
-        self.count(kind, len(seeds), len(lost))
+            if kills and self.campaign and delivered >= self.rounds * kills:
+                break
+        self.count(kind, tried * inputs, len(lost), delivered)
         assert not lost, f"{kind}: lost --trial_seed {', '.join(map(str, lost))}"
 
-    def count(self, kind: str, tried: int, lost: int) -> None:
+    def count(self, kind: str, tried: int, lost: int, kills: int = 0) -> None:
         """Have a line in the table."""
-        self.node.user_properties.append(("trials", (kind, tried, lost)))
+        self.node.user_properties.append(("trials", (kind, tried, lost, kills)))
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -103,16 +124,23 @@ def kill_all(process: subprocess.Popen, folder: Path) -> None:
     assert not psutil.wait_procs(doomed, timeout=30)[1]
 
 
-def killed(rng: random.Random, begin: Callable[[], subprocess.Popen], folder: Path, *, kills: int, within: float):
-    """Start a program again and again, SIGKILL it at a random moment each time, and let it end at last."""
-    for _ in range(kills):
+def killed(
+    rng: random.Random, begin: Callable[[], subprocess.Popen], folder: Path, *, kills: int, within: float
+) -> int:
+    """Start a program again and again, SIGKILL it at a random moment each time, and let it end; kills that hit it."""
+    delivered = 0
+    while delivered < kills:
         process = begin()
         try:
             printed, _ = process.communicate(timeout=rng.uniform(0, within))
-            assert process.returncode == 0, printed[-3000:]
         except subprocess.TimeoutExpired:
             kill_all(process, folder)
-    return finish(begin())
+            delivered += 1
+        else:
+            assert process.returncode == 0, printed[-3000:]
+            break
+    finish(begin())
+    return delivered
 
 
 @contextlib.contextmanager

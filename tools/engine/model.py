@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -173,8 +172,10 @@ def _load_weights(folder: Path, **settings):
             f"{folder}: the model does not fit on {own_device()}; use --bf16 True, or --device_map auto with one "
             f"process per machine, which spreads it over the GPUs ({error})"
         ) from None
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{folder}: its weights cannot be loaded ({error})") from None
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # broken files raise everything
+        raise ValueError(f"{folder}: its weights cannot be loaded ({type(error).__name__}: {error})") from None
     if loaded["missing_keys"]:
         raise ValueError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     return model

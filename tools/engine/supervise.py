@@ -2,7 +2,8 @@
 
     python -IS supervise.py COMMAND...
 
-Who starts it holds the other end of its standard input, which closes with that process, SIGKILL included. Linux only.
+Who starts it holds the other end of its standard input, which closes with that process, SIGKILL included. If this
+process itself is killed, the command gets SIGTERM, and `end_session` of who started it ends the rest. Linux only.
 """
 
 import contextlib
@@ -15,15 +16,22 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl: orphans among the descendants become children of this process
+PR_SET_PDEATHSIG = 1  # a signal for when the parent ends
 LOOK_EVERY = 0.2  # seconds
 GRACE = 5  # seconds between SIGTERM and SIGKILL, and at most for the kernel to take what was killed away
 
 
 def main(command: list[str]) -> int:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may go to all processes; the command decides
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, this is not inherited
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def begin() -> None:
+        os.setpgid(0, 0)  # a group for signals, in this process' session
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
     while child.poll() is None and not select.select([0], [], [], LOOK_EVERY)[0]:
         pass
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -46,6 +54,14 @@ def all_ended(child: subprocess.Popen, deadline: float) -> bool:
                 continue
         time.sleep(LOOK_EVERY / 10)
     return False
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL what is left of the session of a supervisor that was killed itself."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(int(name)) == leader:
+                os.kill(int(name), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -230,6 +230,8 @@ class VLLMServer:
             self.process.wait(timeout=3 * supervise.GRACE)
         except subprocess.TimeoutExpired:
             logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
+        if (self.process.returncode or 0) < 0:  # the supervisor was killed
+            supervise.end_session(self.process.pid)
 
     def _launch(self) -> None:
         self.reserved = reserve_port()
@@ -287,6 +289,7 @@ class VLLMServer:
                 self.output.seek(0)
                 shutil.copyfileobj(self.output, file)
         status = self.process.returncode
+        status = status if status >= 0 else 128 - status  # the supervisor's own end
         signals = {128 + number: f"by {number.name}" for number in signal.Signals}  # as the supervisor says it
         how = signals.get(status, f"with status {status}")
         return f"{self.folder}: its vLLM has ended {how} (its output: {self.log})"

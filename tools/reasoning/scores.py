@@ -34,6 +34,8 @@ def read_score(result: Mapping, metric: str) -> Score:
     value, stderr = metrics[fitting[0]]["value"], metrics[fitting[0]]["stderr"]
     if not 0 <= value <= 1:
         raise ValueError(f"{fitting[0]} is {value}, no share between 0 and 1; choose another with --metrics")
+    if not isinstance(stderr, float | int | None):
+        raise TypeError(f"the standard error of {fitting[0]} is {stderr!r}, no number")
     scores = np.array(result["scores"].get(fitting[0], []))
     whole = len(scores) > 1 and abs(scores.mean() - value) < MATCHING
     return Score(
