@@ -211,8 +211,9 @@ class SPAGArguments(TrainingArguments):
         """Be what torchrun makes of one process: without its variables DeepSpeed looks for MPI."""
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # which nobody listens to
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
+        if not torch.distributed.is_initialized():  # by arguments read before in this process
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
 
 
 def _model_setting(name: str) -> dict[str, str]:

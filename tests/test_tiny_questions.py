@@ -107,7 +107,10 @@ def small(tmp_path):
             for model, own in (("imitation", scores), ("epoch1", [1.0, 1.0])):
                 path = tmp_path / seed / model / f"{TASK.format(kind)}.json"
                 write_json(path, {"scores": {METRIC: own}})
-    return Reasoning([tmp_path / "0", tmp_path / "1"], tmp_path / "asked")
+    scores = Reasoning([tmp_path / "0", tmp_path / "1"], tmp_path / "asked")
+    for path in tmp_path.glob("[01]/*/*.json"):
+        write_json(path, json.loads(path.read_text()) | {"settings": {"own_tasks": scores.digest}})
+    return scores
 
 
 def test_accuracies_and_differences_are_over_words_and_seeds(small):
@@ -123,8 +126,9 @@ def test_accuracies_and_differences_are_over_words_and_seeds(small):
 
 
 def test_answers_to_other_questions_are_refused(small):
-    write_json(small.folders[0] / "imitation" / f"{TASK.format('odd')}.json", {"scores": {METRIC: [1.0]}})
-    with pytest.raises(ValueError, match="1 answers to 2 questions"):
+    path = small.folders[0] / "imitation" / f"{TASK.format('odd')}.json"
+    write_json(path, json.loads(path.read_text()) | {"settings": {"own_tasks": "0" * 64}})
+    with pytest.raises(ValueError, match="tiny_odd.json: answers to other questions; delete .*, and ask again"):
         small.accuracy("imitation")
 
 
@@ -137,3 +141,4 @@ def test_the_harness_asks_them(tmp_path, tiny_model):
     for task in tasks:
         result = json.loads((tmp_path / "base" / f"{task}.json").read_text())
         assert set(result["scores"]) == {METRIC} and len(result["scores"][METRIC]) == 12
+        assert result["settings"]["own_tasks"] == Reasoning([]).digest

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -22,7 +23,7 @@ from tools.tiny import table as tiny_table
 from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
 from tools.tiny.questions import KINDS, TASK, TASKS
-from tools.tiny.reasoning_table import METRIC
+from tools.tiny.reasoning_table import METRIC, Reasoning
 from utils import read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
@@ -164,7 +165,8 @@ def answer(folder: Path, command: list[str]) -> None:
         for kind in KINDS:
             number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
             path = folder / name / f"{TASK.format(kind)}.json"
-            write_json(path, {"scores": {METRIC: [float(place % 2) for place in range(number)]}})
+            scores = {METRIC: [float(place % 2) for place in range(number)]}
+            write_json(path, {"scores": scores, "settings": {"own_tasks": Reasoning([]).digest}})
 
 
 def flags_of(command) -> dict[str, str]:
@@ -285,11 +287,11 @@ def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_ta
     assert settings["first_episodes"] == settings["eval_words"] == ""
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
     _, matched = [flags for name, flags in programs.calls if name == "seed1/cities"]
-    assert matched["players"] == "imitation=released/imitation/model" and matched["max_turns"] == "3"
-    tiny = {name: value for name, value in shell_defaults(ROOT / "configs" / "tiny.sh").items()}
-    for flag, setting in {"eval_games_per_word": "games_per_word", "max_length": "max_length"}.items():
-        assert matched[setting] == tiny[flag]
-    assert matched["max_new_tokens"] == tiny["max_new_tokens"] and matched["temperature"] == tiny["temperature"]
+    assert matched["players"] == "imitation=released/imitation/model"
+    tiny = shell_defaults(ROOT / "configs" / "tiny.sh")
+    renamed = {"eval_games_per_word": "games_per_word", "play_batch": "per_device_eval_batch_size"}
+    for name in ("max_turns", "max_length", "max_new_tokens", "temperature", *renamed):
+        assert matched[renamed.get(name, name)] == tiny[name]
 
 
 def shell_defaults(path: Path) -> dict[str, str]:
@@ -337,10 +339,15 @@ def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_pat
         reproduce(tmp_path)
 
 
-def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path):
+def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path, monkeypatch):
     reproduce(tmp_path)
     with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
         reproduce(tmp_path, epochs=3)
+    with monkeypatch.context() as patched:
+        other = replace(tiny_reproduce.STANDARD, build=["--imitation_rounds", 21])
+        patched.setattr(tiny_reproduce.Reproduce, "study", other)
+        with pytest.raises(ValueError, match=r"made with other settings \(build: "):
+            reproduce(tmp_path)
     (tmp_path / "settings.json").write_text('{"epochs": 2}')
     with pytest.raises(ValueError, match="not the settings of a run, or of an earlier version"):
         reproduce(tmp_path)

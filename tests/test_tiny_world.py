@@ -338,7 +338,8 @@ def write_answers(folder, model: str, share: float) -> None:
     for kind in KINDS:
         number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
         scores = [float(place < share * number) for place in range(number)]
-        write_json(folder / model / f"{TASK.format(kind)}.json", {"scores": {METRIC: scores}})
+        settings = {"own_tasks": reasoning_table.Reasoning([]).digest}
+        write_json(folder / model / f"{TASK.format(kind)}.json", {"scores": {METRIC: scores}, "settings": settings})
 
 
 def test_show_prints_the_questions_outside_the_game_once_they_were_asked(tmp_path, capsys):
@@ -358,8 +359,8 @@ def test_show_prints_the_questions_outside_the_game_once_they_were_asked(tmp_pat
 
 
 def test_reason_asks_all_models_of_a_loop_and_writes_its_report_anew(tmp_path, monkeypatch):
-    for name in ("epoch10", "epoch2"):
-        (tmp_path / name / "model").mkdir(parents=True)
+    for name in ("epoch10/model", "epoch2/model/merged"):
+        (tmp_path / name).mkdir(parents=True)
     ran = []
 
     def run(command, **how):
@@ -372,7 +373,8 @@ def test_reason_asks_all_models_of_a_loop_and_writes_its_report_anew(tmp_path, m
     asked, report = ran
     start = asked.index("--models") + 1
     assert [name.partition("=")[0] for name in asked[start : start + 4]] == ["base", "imitation", "epoch2", "epoch10"]
-    assert f"epoch10={tmp_path}/epoch10/model" in asked and report[1].endswith("tools/report.py")
+    assert {f"epoch10={tmp_path}/epoch10/model", f"epoch2={tmp_path}/epoch2/model/merged"} < set(asked)
+    assert report[1].endswith("tools/report.py")
     assert report[2:] == [str(tmp_path)]
     accepted = parse_flags(evaluate_reasoning.Flags, asked[3:], description="")
     assert [task.task for task in accepted.tasks] == [TASK.format(kind) for kind in KINDS]

@@ -9,7 +9,7 @@
 
 It stands in for Llama-2 (a small Llama, pre-trained here on facts about the words), for GPT-4's games (scripted
 players) and for Alpaca (the facts), so that the whole method can be seen at work where there is no GPU and no model
-hub. What it learns says something about the method and its code, nothing about reasoning.
+hub. What it learns says something about the method and its code, little about large models.
 """
 
 import json
@@ -59,7 +59,8 @@ class Show:
             return
         scores, own = Reasoning([folder]), 1 + len(KINDS)
         lines = [scores.head([IMITATION]), *scores.yardsticks(1), scores.line(BASE, BASE, [None])]
-        lines += [scores.line(name, name, [None if name == IMITATION else IMITATION]) for name in (IMITATION, *epochs)]
+        lines.append(scores.line(IMITATION, IMITATION, [None]))
+        lines += [scores.line(name, name, [IMITATION]) for name in epochs if (folder / name).is_dir()]
         print("\nQuestions outside the game, share of right answers, with 95% intervals over words for all kinds:\n")
         for line in lines:
             shown = [line[0], *(cell.partition(" ")[0] for cell in line[1:own]), line[own], line[-1]]

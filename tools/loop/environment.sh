@@ -55,7 +55,7 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
   log=$root/.venv/$1.log
   shift
   gpus=$(command -v nvidia-smi || true)
-  stamp="$(cat "$@" | cksum) $gpus"
+  stamp="$(cat "$@" | cksum) ${EXTRAS[*]-} $gpus"
   if [ -x "$venv" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
     say "environment: .venv is up to date"
     return

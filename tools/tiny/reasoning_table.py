@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.matches.stats import clustered_standard_error, estimate, t_quantile
 from tools.matches.text import with_interval
 from tools.tiny.questions import CHOICES, KINDS, TASK, TASKS, ceiling
-from utils import flag, iter_records, plain_environment
+from utils import file_digest, flag, iter_records, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONING, RESULTS = "reasoning", "results.json"  # folder of the answers of models; what is written last there
@@ -25,6 +25,7 @@ class Reasoning:
 
     def __init__(self, folders: Sequence[Path], questions: Path = TASKS):
         self.folders = folders
+        self.digest = file_digest(sorted(path for path in questions.rglob("*") if path.is_file()))
         self.asked = {kind: [each for _, each in iter_records(questions / f"{kind}.jsonl")] for kind in KINDS}
 
     def by_word(self, model: str, kinds: tuple[str, ...], held_out: bool | None = None) -> Mapping[str, list[float]]:
@@ -33,10 +34,10 @@ class Reasoning:
         for folder in self.folders:
             for kind in kinds:
                 path = folder / model / f"{TASK.format(kind)}.json"
-                scores = json.loads(path.read_text(encoding="utf-8"))["scores"][METRIC]
-                if len(scores) != len(self.asked[kind]):
-                    raise ValueError(f"{path}: {len(scores)} answers to {len(self.asked[kind])} questions")
-                for each, score in zip(self.asked[kind], scores, strict=True):
+                answers = json.loads(path.read_text(encoding="utf-8"))
+                if answers["settings"]["own_tasks"] != self.digest:
+                    raise ValueError(f"{path}: answers to other questions; delete {folder}, and ask again")
+                for each, score in zip(self.asked[kind], answers["scores"][METRIC], strict=True):
                     if held_out in (None, each["held_out"]):
                         word = words.setdefault(each["word"], [0, 0.0])
                         word[0] += 1
@@ -98,8 +99,10 @@ class Reason:
         epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
         models = {"base": folder / "base", "imitation": folder / "imitation" / "model"}
         models |= {path.parent.name: path for path in epochs}
+        models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
         at_once = min(len(models), os.cpu_count() or 1)
         asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", at_once]
+        asked += ["--overwrite", True]  # answers of models or to questions that have changed
         environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
         for command in (asked, [sys.executable, ROOT / "tools" / "report.py", folder]):
             done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)

@@ -90,6 +90,7 @@ class Study:
     games: Sequence[str]  # whose scripted games are imitated
     build: Sequence  # flags of tiny_world build
     loop: Mapping[str, object] = field(default_factory=dict)  # settings of tools/run_spag.sh
+    lexicon: Path = LEXICON
     reasons: bool = False  # whether the questions outside the game are asked
 
 
@@ -105,8 +106,9 @@ LARGER = Study(
     LARGER_ARMS,
     [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED],
     (DEFAULT_GAME,),
-    ["--lexicon", LARGER_LEXICON, "--hidden_size", 192, "--layers", 4, "--vocab_size", 8192, "--imitation_rounds", 12],
+    ["--hidden_size", 192, "--layers", 4, "--vocab_size", 8192, "--imitation_rounds", 12],
     {"games_per_word": 4, "eval_games_per_word": 2},
+    LARGER_LEXICON,
 )
 
 
@@ -122,7 +124,7 @@ class World:
     def prepare(self) -> None:
         """The world, its imitation model, and the games of that model, the first of every arm."""
         build = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", ".", "--seed", self.seed]
-        build += ["--games", *self.study.games, *self.study.build]
+        build += ["--lexicon", self.study.lexicon, "--games", *self.study.games, *self.study.build]
         self.once("world", build, self.loop(self.study.arms[RELEASED], until="epoch1_play"))
         guessed = self_play([self.folder / FIRST_GAMES])[DEFENDER_WINS]
         if guessed < LEAST_GUESSED:
@@ -245,8 +247,14 @@ class Reproduce:
         if problems := too_small(self, seeds=1, epochs=1, workers=1):
             raise ValueError("; ".join(problems))
         folder, study = Path(self.output_dir), self.study
-        texts = {"settings": files_setting(SETTINGS), "lexicon": files_setting(LEXICON, LARGER_LEXICON)}
-        made_with = {"epochs": self.epochs, "arms": list(study.arms), **texts}
+        prompts = [GAMES[game].prompts for game in study.games]
+        made_with = {
+            "epochs": self.epochs,
+            "settings": files_setting(SETTINGS),
+            "texts": files_setting(study.lexicon, *prompts),
+            "build": [*study.games, *map(str, study.build)],
+            "arms": {name: [arm.game, dict(study.loop | arm.settings)] for name, arm in study.arms.items()},
+        }
         settings = RunSettings(
             folder / "settings.json",
             results=lambda: next(folder.glob("seed*"), None),
@@ -262,7 +270,7 @@ class Reproduce:
             run_all([world.reason for world in worlds if study.reasons], self.workers)
         folders = [world.folder for world in worlds]
         print(write_table(folder, folders, study.arms, study.differences, self.epochs, reasons=study.reasons))
-        took = [json.loads(path.read_text()) for path in sorted(folder.glob("seed*/*_seconds.json"))]
+        took = [json.loads(path.read_text()) for world in folders for path in world.glob("*_seconds.json")]
         print(f"They took {sum(took) / 60:.0f} minutes in all; {self.workers} ran at a time, each with one thread.")
 
 
