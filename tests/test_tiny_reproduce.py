@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -167,6 +168,7 @@ def answer(folder: Path, command: list[str]) -> None:
             path = folder / name / f"{TASK.format(kind)}.json"
             scores = {METRIC: [float(place % 2) for place in range(number)]}
             write_json(path, {"scores": scores, "settings": {"own_tasks": Reasoning([]).digest}})
+    (folder / "results.json").touch()
 
 
 def flags_of(command) -> dict[str, str]:
@@ -324,6 +326,9 @@ def test_what_is_finished_is_not_run_again(programs, tmp_path):
     programs.calls = []
     reproduce(tmp_path)
     assert programs.calls == []
+    shutil.rmtree(tmp_path / "seed1" / "reasoning")
+    reproduce(tmp_path)
+    assert [name for name, _ in programs.calls] == ["seed1/reasoning"]
 
 
 def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):

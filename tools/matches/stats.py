@@ -40,6 +40,13 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | Non
     return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
 
 
+def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
+    """A mean of differences, of any sign, and its 95% interval; clusters as in `estimate`, at least two."""
+    mean = sum(totals) / sum(sizes)
+    half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
+    return mean, [mean - half, mean + half]
+
+
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
     """Standard error of sum(totals) / sum(sizes), whatever the dependence within clusters; None of fewer than two.
 

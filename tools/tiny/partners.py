@@ -52,9 +52,9 @@ class LexiconGuesser(_Partner):
 
     async def reply(self, turn: Turn) -> Reply:
         """A clue to ask for, or a word."""
-        named, told = _named(turn.history), self._told(turn.history)
-        fitting = {word: sum((clue in self.lexicon.clues(word)) == yes for clue, yes in told) for word in self._words}
-        open_words = [word for word in self._words if word not in named] or self._words
+        words, named, told = self.lexicon.words, _named(turn.history), self._told(turn.history)
+        fitting = {word: sum((clue in self.lexicon.clues(word)) == yes for clue, yes in told) for word in words}
+        open_words = [word for word in words if word not in named] or words
         most = max(fitting[word] for word in open_words)
         matches = [word for word in open_words if fitting[word] == most]
         if self._guesses(matches, turn):
@@ -62,10 +62,6 @@ class LexiconGuesser(_Partner):
         asked = set(_found(ASKED, turn.history))
         clues = [clue for word in matches for clue in self.lexicon.shared[word] if clue not in asked]
         return say(ASK.format(self.rng.choice(clues or self.lexicon.shared[self.rng.choice(matches)])))
-
-    @property
-    def _words(self) -> list[str]:
-        return self.lexicon.words
 
     def _told(self, history: History) -> list[tuple[str, bool]]:
         """The clues asked for and their answers, as far as they are remembered."""

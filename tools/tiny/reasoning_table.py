@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.matches.stats import clustered_standard_error, estimate, t_quantile
+from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
 from tools.tiny.questions import CHOICES, KINDS, TASK, TASKS, ceiling
 from utils import file_digest, flag, iter_records, plain_environment
@@ -54,8 +54,7 @@ class Reasoning:
         ours, theirs = (self.by_word(name, tuple(KINDS)) for name in (model, other))
         sizes = [size for size, _ in ours.values()]
         totals = [total - theirs[word][1] for word, (_, total) in ours.items()]
-        mean, half = sum(totals) / sum(sizes), t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
-        return with_interval(mean, [mean - half, mean + half], "+.3f")
+        return with_interval(*mean_difference(sizes, totals), "+.3f")
 
     def line(self, title: str, model: str, others: Sequence[str | None]) -> Cells:
         """A model's line, with its differences from others."""

@@ -24,7 +24,7 @@ from tools.games.game import DEFAULT_GAME
 from tools.games.taboo import DEFENDER_WINS
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON
-from tools.tiny.reasoning_table import REASONING, reasoning
+from tools.tiny.reasoning_table import REASONING, RESULTS, reasoning
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, self_play, write_table
 from utils import RunSettings, files_setting, flag, too_small, write_json
 
@@ -138,7 +138,9 @@ class World:
         self.once(arm.name, self.loop(arm), *([self.match(arm)] if arm.game != DEFAULT_GAME else []))
 
     def reason(self) -> None:
-        """Ask all models the questions outside the game."""
+        """Ask all models the questions outside the game; again if the answers were deleted."""
+        if not (self.folder / REASONING / RESULTS).is_file():
+            self.seconds_path(REASONING).unlink(missing_ok=True)
         models = {"base": "base", "imitation": IMITATION_MODEL}
         for name in self.study.arms:
             models |= {f"{name}{epoch}": f"{name}/epoch{epoch}/model" for epoch in range(1, self.epochs + 1)}
@@ -173,20 +175,11 @@ class World:
     def match(self, arm: Arm) -> list:
         """The command of the match at Taboo of an arm that plays another game."""
         played = {"max_turns": TABOO.max_turns, "prompt_templates": TABOO.prompts, **MATCH, "seeds": self.seed}
-        return [
-            *(
-                sys.executable,
-                "-m",
-                "tools.evaluate_games",
-                "--against",
-                "imitation",
-                "--output_dir",
-                f"{arm.name}/eval",
-            ),
-            *("--players", f"imitation={IMITATION_MODEL}", f"epoch{self.epochs}={arm.name}/epoch{self.epochs}/model"),
-            *("--words", *WORDS.split()),
-            *(word for name, value in played.items() for word in (f"--{name}", value)),
-        ]
+        played |= {"against": "imitation", "output_dir": f"{arm.name}/eval"}
+        flags = [word for name, value in played.items() for word in (f"--{name}", value)]
+        models = [f"imitation={IMITATION_MODEL}", f"epoch{self.epochs}={arm.name}/epoch{self.epochs}/model"]
+        program = [sys.executable, "-m", "tools.evaluate_games"]
+        return [*program, *flags, "--words", *WORDS.split(), "--players", *models]
 
     def loop(self, arm: Arm, until: str = "") -> list:
         """The command of an arm's loop; the paths of its settings are those in the seed's folder."""

@@ -17,10 +17,9 @@ from tools.matches.stats import (
     BOTH,
     Match,
     MatchCounts,
-    clustered_standard_error,
     count_matches,
+    mean_difference,
     result_rows,
-    t_quantile,
 )
 from tools.matches.text import with_interval
 from tools.tiny.reasoning_table import REASONING, Reasoning
@@ -137,9 +136,8 @@ def arm_differences(
         ours, theirs = (words_of(counts, f"{arm}{epochs}") for arm in (name, other))
         sizes = [sums["games"] for sums in ours.values()]
         totals = [sums["points"] - theirs[word]["points"] for word, sums in ours.items()]
-        mean = sum(totals) / sum(sizes)
-        half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
-        yield {"arm": name, "minus": other, "difference": mean, "interval": [mean - half, mean + half]}
+        mean, interval = mean_difference(sizes, totals)
+        yield {"arm": name, "minus": other, "difference": mean, "interval": interval}
 
 
 def words_of(counts: Mapping[Match, MatchCounts], player: str) -> dict[str, Counter]:
