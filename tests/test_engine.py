@@ -461,8 +461,8 @@ class TestWhichModels:
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_plain_products(bias):
     layer = torch.nn.Linear(48, 30, bias=bias)
-    rows = torch.randn(1, linear.MOST_ROWS + 1, 48)
-    plain = [layer(rows[:, :count]).detach() for count in (1, linear.MOST_ROWS, linear.MOST_ROWS + 1)]
+    rows = torch.randn(1, 2 * linear.ROWS, 48)
+    plain = [layer(rows[:, :count]).detach() for count in (1, linear.ROWS, 2 * linear.ROWS)]
     pack_weights(torch.nn.Sequential(layer))
     assert layer.forward.keywords["packed"].layout == torch._mkldnn
     with torch.inference_mode():

@@ -97,8 +97,9 @@ class LayerCache:
 
     def _reallocate(self, size: int) -> None:
         for number, old in enumerate(self.blocks):
-            new = old.new_zeros(size, *old.shape[1:])
+            new = old.new_empty(size, *old.shape[1:])
             new[: len(old)] = old[:size]
+            new[len(old) :] = 0  # what no token attends to must be numbers
             self.blocks[number] = new
 
     def move(self) -> None:
@@ -278,7 +279,7 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
     def whole(prefix: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Keys or values of the prefix and the blocks: (1, heads, tokens, size)."""
         own = stored[chunk.blocks].transpose(0, 1).flatten(1, 2)
-        tokens = torch.cat([prefix[:, : chunk.shared], own], 1)[:, : chunk.mask.shape[1]]
+        tokens = torch.cat([prefix[:, : chunk.shared], own[:, : chunk.mask.shape[1] - chunk.shared]], 1)
         # Not by `enable_gqa`: with a mask, a GPU would then take torch's slow way, which holds all scores.
         return tokens[:, None].expand(-1, queries.shape[1] // len(tokens), -1, -1).flatten(0, 1)[None]
 

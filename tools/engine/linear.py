@@ -1,15 +1,14 @@
-"""Products of few rows with a model's weights, on a CPU: by oneDNN, from a copy of the weights in its own order.
+"""A model's linear layers on a CPU: by oneDNN, from a copy of the weights in its own order.
 
-Torch's plain product orders the weights anew each time. A step of 2 to 64 games took a fifth longer by it.
+Torch's plain product orders the weights anew each time: with 25 rows it takes a quarter longer, with 200 an eighth.
 """
 
 from functools import partial
 
 import psutil
 import torch
-from torch.nn import functional as F
 
-MOST_ROWS = 64  # above, the plain product is as fast
+ROWS = 64  # that the order of the copies is best for
 MEMORY_SHARE = 0.1  # of the free memory, for the copies
 
 
@@ -20,9 +19,8 @@ def pack_weights(model) -> None:
     if not torch.backends.mkldnn.is_available() or size > MEMORY_SHARE * psutil.virtual_memory().available:
         return
     for layer in layers:
-        weight = layer.weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, MOST_ROWS)
-        layer.forward = partial(_product, weight=weight, bias=layer.bias, packed=packed)
+        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
+        layer.forward = partial(_product, packed=packed, bias=layer.bias)
 
 
 def _can_pack(layer) -> bool:
@@ -31,7 +29,5 @@ def _can_pack(layer) -> bool:
     return plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 
 
-def _product(rows: torch.Tensor, *, weight: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor):
-    if rows.numel() > MOST_ROWS * rows.shape[-1]:
-        return F.linear(rows, weight, bias)
+def _product(rows: torch.Tensor, *, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
