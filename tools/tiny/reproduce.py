@@ -106,8 +106,9 @@ LARGER = Study(
     LARGER_ARMS,
     [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED],
     (DEFAULT_GAME,),
-    ["--hidden_size", 192, "--layers", 4, "--vocab_size", 8192, "--imitation_rounds", 12],
-    {"games_per_word": 4, "eval_games_per_word": 2},
+    ["--hidden_size", 192, "--layers", 4, "--vocab_size", 8192]
+    + ["--pretraining_facts", 40000, "--imitation_rounds", 10],
+    {"games_per_word": 3, "eval_games_per_word": 2},
     LARGER_LEXICON,
 )
 
