@@ -107,8 +107,8 @@ LARGER = Study(
     [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED],
     (DEFAULT_GAME,),
     ["--hidden_size", 192, "--layers", 4, "--vocab_size", 8192]
-    + ["--pretraining_facts", 40000, "--imitation_rounds", 10],
-    {"games_per_word": 3, "eval_games_per_word": 2},
+    + ["--pretraining_facts", 40000, "--imitation_facts", 10000, "--imitation_rounds", 12],
+    {"games_per_word": 2, "eval_games_per_word": 2, "global_batch": 32, "train_batch": 32},
     LARGER_LEXICON,
 )
 
