@@ -306,7 +306,7 @@ def test_the_larger_world_compares_losses_prompts_and_references(programs, tmp_p
     tiny_reproduce.CompareLosses(output_dir=str(tmp_path), seeds=1, epochs=2, workers=1).run()
     build, first = [flags for name, flags in programs.calls if name == "seed0/world"]
     assert build["lexicon"].endswith("data/tiny/lexicon_large.txt") and build["games"] == "taboo"
-    assert first["imitation_data"] == "data/imitation.json" and first["games_per_word"] == "4"
+    assert first["imitation_data"] == "data/imitation.json" and first["global_batch"] == "32"
     loops = dict(programs.calls)
     assert loops["seed0/drawn"]["reward_args"] == "--training_prompt random"
     assert loops["seed0/stale"]["train_args"] == "--ref_model_name_or_path released/imitation/model"
