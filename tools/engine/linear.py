@@ -1,6 +1,6 @@
 """A model's linear layers on a CPU: by oneDNN, from a copy of the weights in its own order.
 
-Torch's plain product orders the weights anew each time: with 25 rows it takes a quarter longer, with 200 an eighth.
+Torch's plain product orders the weights anew each time: on one thread 25 rows take a quarter longer, 200 an eighth.
 """
 
 from functools import partial
