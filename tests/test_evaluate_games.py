@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from forks import python
 
 from tools import evaluate_games
 from tools.engine import model as models
+from tools.engine.slots import SlotEngine
 from tools.games import taboo
 from tools.matches.schedule import pairs
 from tools.matches.stats import ALL, BOTH, Match
@@ -207,6 +209,21 @@ def test_only_the_two_models_of_a_match_are_in_memory(
     assert [number for _, number in loads] == [0, 1, 1, 1]  # a and b; then c for b; then b for a
     gc.collect()
     assert not alive
+
+
+def test_models_are_loaded_and_run_in_one_thread(place, tiny_model, other_model, tmp_path, monkeypatch):
+    """Else OpenMP holds helper threads for two, more than a small machine has cores, and they sleep between tasks."""
+    threads = set()
+
+    def noting(function):
+        return lambda *args, **how: threads.add(threading.get_ident()) or function(*args, **how)
+
+    monkeypatch.setattr(models, "load_local_model", noting(models.load_local_model))
+    monkeypatch.setattr(SlotEngine, "__init__", noting(SlotEngine.__init__))
+    monkeypatch.setattr(SlotEngine, "run", noting(SlotEngine.run))
+    run_here(flags(place, {"a": tiny_model, "b": other_model}, tmp_path, max_words=1), monkeypatch)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_two_players_with_the_same_model_share_it(place, tiny_model, tmp_path, monkeypatch):

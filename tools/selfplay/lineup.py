@@ -9,7 +9,7 @@ import torch
 
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import Batcher, Engine, LocalPlayer
+from tools.engine.local_player import ENGINE_THREAD, Batcher, Engine, LocalPlayer
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
@@ -52,11 +52,9 @@ class Lineup:
         folders = {name: models.model_folder(name).resolve() for name in local}
         if self.flags.engine == VLLM:
             of_folder = self._vllm_players(set(folders.values()), on_batch, seed)
-            games = self._games_at_once(names)
         else:
-            self._load(set(folders.values()))
-            batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
-            of_folder = {folder: self._local_player(folder, batcher, games) for folder in self.loaded}
+            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names, on_batch).result()
+        games = self._games_at_once(names)
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
         if servers := set(filter(is_server, names)):
             players |= self._server_players(servers, on_batch, seed)
@@ -92,10 +90,16 @@ class Lineup:
         games = self.batch_size * len(self.loaded) if self.loaded else 0
         return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
-    def _local_player(self, folder: Path, batcher: Batcher, games: int) -> Player:
-        local = self.loaded[folder]
-        engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
-        return LocalPlayer(engine, batcher, local.chat)
+    def _local_players(
+        self, folders: set[Path], names: Sequence[str], on_batch: Callable[[], None]
+    ) -> dict[Path, Player]:
+        self._load(folders)
+        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+        players = {}
+        for folder, local in self.loaded.items():
+            engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
+            players[folder] = LocalPlayer(engine, batcher, local.chat)
+        return players
 
     def _server_players(self, names: set[str], on_batch: Callable[[], None], seed: int | str) -> dict[str, Player]:
         from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
