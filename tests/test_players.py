@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import build_llama, build_tokenizer
 
-from tools.engine import memory
+from tools.engine import local_player, memory
 from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher
 from tools.engine.model import LocalModel, Sampling, load_local_model, model_folder
@@ -233,19 +234,23 @@ def ask(batcher, engine, lengths):
 
 
 class TestBatcher:
-    def test_an_engine_runs_with_the_gpu_of_its_process_as_the_current_one(self, monkeypatch):
+    def test_engines_run_with_the_gpu_of_their_process_as_the_current_one(self, monkeypatch):
         calls = []
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((device, threading.get_ident())))
+        initializer = local_player.ENGINE_THREAD._initializer
+        thread = ThreadPoolExecutor(max_workers=1, initializer=initializer)
+        monkeypatch.setattr(local_player, "ENGINE_THREAD", thread)
         engine = EchoEngine()
         run, runs = engine.run, []
         engine.run = lambda: runs.append((list(calls), threading.get_ident())) or run()
         ask(Batcher(8), engine, [1, 1])
-        ((before, thread),) = runs
-        assert before == [(torch.device("cuda", 3), thread)]
-        assert thread != threading.get_ident()
+        ((before, number),) = runs
+        assert before == [(torch.device("cuda", 3), number)]
+        assert number != threading.get_ident()
+        thread.shutdown()
 
     def test_an_engine_runs_when_every_live_game_waits(self):
         engine = EchoEngine()
