@@ -273,6 +273,7 @@ class TestMemory:
         cache.set_prefix(BLOCK + 5)
         assert torch.equal(cache.prefix, expected)
         assert cache.prefix.untyped_storage().nbytes() == 2 * 4 * (BLOCK + 5) * 8 * 4
+        assert cache.blocks.untyped_storage().nbytes() == 0
 
     def test_a_layer_grows_to_no_more_than_may_be(self):
         cache = LayerCache(torch.randn(1, 4, 0, 8), 0)

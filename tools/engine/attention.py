@@ -94,8 +94,9 @@ class LayerCache:
         self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # that are still to be made
 
     def set_prefix(self, tokens: int) -> None:
-        """Make the first tokens of the first blocks the prefix."""
+        """Make the first tokens of the blocks the prefix; the blocks go."""
         self.prefix = self.blocks.transpose(1, 2).flatten(2, 3)[:, :, :tokens].clone()
+        self.shrink(0)
 
     def grow(self, size: int, most: float) -> None:
         """Grow to `size` blocks, and a quarter to spare if `most` allows; new blocks are zero-filled."""

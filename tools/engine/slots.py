@@ -19,24 +19,9 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 
 import torch
-from transformers.generation import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tools.engine.attention import (
-    ATTENTION,
-    BLOCK,
-    BlockManager,
-    LayerCache,
-    Plan,
-    Slot,
-    Step,
-    num_blocks_for,
-    upload,
-)
+from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Plan, Slot, Step, num_blocks_for, upload
 from tools.engine.linear import pack_weights
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply, Sampling
@@ -115,7 +100,7 @@ class SlotEngine:
         for request in requests:
             if not request.ids:
                 request.ids, request.prompt_cut = self.local.encode(request.prompt)
-        if requests and not self.caches:
+        if not self.caches and requests:
             self._compute_prefix([request.ids for request in requests])
         busy = [self._likely_blocks(len(slot.ids) + len(slot.pending) - slot.shared) for slot in self._busy()]
         free = self.fitting - sum(busy)
@@ -154,12 +139,10 @@ class SlotEngine:
         """Compute the prefix that the first prompts have in common."""
         prefix = list(commonprefix([ids[:-1] for ids in prompts]))  # works on lists as on strings
         if prefix:
-            slot = Slot(pending=prefix, chunk=len(prefix))
-            self.block_manager.resize(slot.blocks, len(prefix))
-            self._forward([slot])
+            blocks = list(range(num_blocks_for(len(prefix))))
+            self._forward([Slot(blocks=blocks, pending=prefix, chunk=len(prefix))])
             for cache in self.caches.values():
                 cache.set_prefix(len(prefix))
-            self.block_manager.resize(slot.blocks, 0)
         self.prefix = prefix
         self.counts.prefill_tokens = self.counts.prefix_tokens = len(prefix)
 
@@ -210,13 +193,12 @@ class SlotEngine:
     def _park(self, slot: Slot) -> None:
         """Let the request of a slot wait."""
         self.waiting.appendleft(slot.request)
-        self._clear(slot)
-        slot.request = None
         self.idle.insert(0, slot)
+        self._clear(slot)
 
     def _clear(self, slot: Slot) -> None:
         self.block_manager.resize(slot.blocks, 0)
-        slot.ids, slot.pending, slot.shared, slot.game = [], [], 0, None
+        slot.ids, slot.pending, slot.shared, slot.request, slot.game = [], [], 0, None, None
 
     def _compact(self) -> None:
         """Put the blocks of the busy slots first."""
@@ -248,7 +230,7 @@ class SlotEngine:
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
         """Compute the chunks of these slots: logits of the last pending tokens, in float32: (slots, vocabulary)."""
         plan = functools.cache(functools.partial(Plan, slots, len(self.prefix)))
-        step = Step(plan, self.caches, self.block_manager.num_blocks)
+        step = Step(plan, self.caches, num_blocks=1 + max(max(slot.blocks) for slot in slots))
         here = plan(self.model.device)
 
         def select(module, args):  # not by `logits_to_keep`, which must be where the last layer is
