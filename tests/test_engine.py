@@ -234,14 +234,14 @@ class TestWhatIsComputed:
 
 
 class TestBlocks:
-    def test_a_slot_has_just_the_blocks_it_needs_and_the_lowest_that_are_free(self):
+    def test_a_slot_has_just_the_blocks_it_needs_and_takes_free_ones_first(self):
         manager, one, other = BlockManager(), [], []
         manager.resize(one, 2 * BLOCK)
         manager.resize(other, 2 * BLOCK + 1)
         assert (one, other, manager.num_blocks) == ([0, 1], [2, 3, 4], 5)
         manager.resize(one, 0)
         manager.resize(other, 4 * BLOCK)
-        assert (one, other, manager.num_blocks) == ([], [2, 3, 4, 0], 5)
+        assert (one, other, manager.num_blocks, manager.used) == ([], [2, 3, 4, 0], 5, 4)
 
     def test_busy_slots_get_the_first_blocks_and_each_block_keeps_its_content(self):
         rng = random.Random(0)
@@ -266,19 +266,22 @@ class TestBlocks:
 
 
 class TestMemory:
-    @pytest.mark.parametrize("prefix", [0, 5])
-    def test_a_layer_keeps_nothing_but_its_prefix(self, prefix):
-        keys, values = torch.randn(2, 4, 1000, 8)
-        cache = LayerCache(keys[:, :prefix], values[:, :prefix])
-        assert [one.untyped_storage().nbytes() for one in cache.prefix] == [4 * prefix * 8 * 4] * 2
+    def test_a_layer_keeps_nothing_of_the_blocks_that_its_prefix_was_computed_in(self):
+        cache = LayerCache(torch.randn(1, 4, 0, 8), 3)
+        cache.blocks.normal_()
+        expected = cache.blocks[:, :2].transpose(1, 2).reshape(2, 4, 2 * BLOCK, 8)[:, :, : BLOCK + 5]
+        cache.set_prefix(BLOCK + 5)
+        assert torch.equal(cache.prefix, expected)
+        assert cache.prefix.untyped_storage().nbytes() == 2 * 4 * (BLOCK + 5) * 8 * 4
+        assert cache.blocks.untyped_storage().nbytes() == 0
 
     def test_a_layer_grows_to_no_more_than_may_be(self):
-        cache = LayerCache(*torch.randn(2, 4, 0, 8))
+        cache = LayerCache(torch.randn(1, 4, 0, 8), 0)
         cache.grow(10, most=100)
-        assert len(cache.blocks[0]) == 12
+        assert cache.blocks.shape[1] == 12
         cache.grow(90, most=100)
-        assert len(cache.blocks[0]) == 100
-        assert not cache.blocks[0].any()
+        assert cache.blocks.shape[1] == 100
+        assert not cache.blocks.any()
 
     def run_out_of_memory(self, engine, monkeypatch, at, layer=None):
         """Let the device run out of memory once, in the step of this number: in its forward pass, or in a layer."""
@@ -338,7 +341,7 @@ class TestMemory:
         for prompts in conversation(games=8, turns=3):
             assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
         assert all(used <= blocks or busy == 1 for used, busy in held[:-1])
-        assert engine.caches[0].blocks[0].shape[0] <= max(blocks, 6)
+        assert engine.caches[0].blocks.shape[1] <= max(blocks, 6)
 
     def test_as_many_games_run_as_fit_at_the_lengths_seen(self):
         """Replies may have 300 tokens but have 20: at first few games are let in, then as many as these need."""

@@ -68,7 +68,7 @@ def test_whole_games_are_those_of_the_cpu(do_sample, blocks):
     assert len(there.logits) == len(here.logits) > 40
     for ours, theirs in zip(there.logits, here.logits, strict=True):
         assert_close(ours, theirs)
-    assert there.caches[0].blocks[0].device == DEVICE
+    assert there.caches[0].blocks.device == DEVICE
     assert len(gpu.waits) == there.counts.steps  # the tokens that were drawn, and nothing else
 
 

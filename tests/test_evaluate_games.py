@@ -218,7 +218,8 @@ def test_models_are_loaded_and_run_in_one_thread(place, tiny_model, other_model,
     def noting(function):
         return lambda *args, **how: threads.add(threading.get_ident()) or function(*args, **how)
 
-    monkeypatch.setattr(models, "load_local_model", noting(models.load_local_model))
+    for name in ("use_own_gpu", "load_local_model"):
+        monkeypatch.setattr(models, name, noting(getattr(models, name)))
     monkeypatch.setattr(SlotEngine, "__init__", noting(SlotEngine.__init__))
     monkeypatch.setattr(SlotEngine, "run", noting(SlotEngine.run))
     run_here(flags(place, {"a": tiny_model, "b": other_model}, tmp_path, max_words=1), monkeypatch)

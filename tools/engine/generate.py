@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from tools.engine.model import Counts, LocalModel
@@ -31,41 +32,33 @@ class BatchEngine:
 
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch: (request, reply) pairs."""
-        while True:
-            batch = list(islice(self.waiting, self.batch_size))
-            try:
-                replies = self.generate([prompt for _, prompt, _ in batch], [limit for _, _, limit in batch])
-                break
-            except torch.OutOfMemoryError:
-                if self.batch_size == 1:
-                    raise
-            warn_on_rank_0("out of memory with %d prompts at once; going on with half as many", self.batch_size)
-            self.batch_size //= 2
-            torch.cuda.empty_cache()
-        for _ in batch:
-            self.waiting.popleft()
-        return [(request, reply) for (request, _, _), reply in zip(batch, replies, strict=True)]
+        batch = list(islice(self.waiting, self.batch_size))
+        try:
+            replies = self.generate([prompt for _, prompt, _ in batch], [limit for _, _, limit in batch])
+        except torch.OutOfMemoryError:
+            if self.batch_size == 1:
+                raise
+        else:
+            return [(self.waiting.popleft()[0], reply) for reply in replies]
+        warn_on_rank_0("out of memory with %d prompts at once; going on with half as many", self.batch_size)
+        self.batch_size //= 2
+        torch.cuda.empty_cache()  # not in the handler, whose traceback keeps tensors alive
+        return self.run()
 
     def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
         """One reply per prompt, of at most so many tokens, sampled by torch's global generator."""
         local, device = self.local, self.local.model.device
         limits = limits or [local.sampling.max_new_tokens] * len(prompts)
         encoded = [local.encode(prompt) for prompt in prompts]
-        width = max(len(ids) for ids, _ in encoded)
+        lengths = torch.tensor([len(ids) for ids, _ in encoded])
+        width = int(lengths.max())
         config = generation_config(local)
         config.max_new_tokens = max(limits)
-        input_ids = torch.full((len(prompts), width), config.pad_token_id)  # (batch, width), padded on the left
-        attention_mask = torch.zeros_like(input_ids)
-        for row, (ids, _) in enumerate(encoded):
-            input_ids[row, width - len(ids) :] = torch.tensor(ids)
-            attention_mask[row, width - len(ids) :] = 1
-        times = [now(device)]  # then the end of the first forward pass, which is the prefill
-
-        def end_of_prefill(*_) -> None:
-            times.append(now(device))
-            handle.remove()
-
-        handle = local.model.register_forward_hook(end_of_prefill)
+        rows = [torch.tensor(ids) for ids, _ in encoded]
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=config.pad_token_id, padding_side="left")
+        attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()  # (batch, width), as input_ids
+        times = [now(device)]  # then the ends of forward passes, the first of which is the prefill
+        handle = local.model.register_forward_hook(lambda *_: times.append(now(device)))
         try:
             output = local.model.generate(
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
@@ -77,7 +70,7 @@ class BatchEngine:
         counts = self.counts
         counts.prompts += len(prompts)
         counts.at_once = max(counts.at_once, len(prompts))
-        counts.prompt_tokens += sum(len(ids) for ids, _ in encoded)
+        counts.prompt_tokens += int(lengths.sum())
         counts.prefill_tokens += input_ids.numel()
         counts.new_tokens += sum(reply.tokens for reply in replies)
         counts.steps += output.shape[1] - width
@@ -97,8 +90,6 @@ def generation_config(local: LocalModel) -> GenerationConfig:
         min_new_tokens=sampling.min_new_tokens,
         do_sample=sampling.do_sample,
         **(drawn if sampling.do_sample else {}),
-        num_beams=1,
-        repetition_penalty=1.0,
         use_cache=True,
         pad_token_id=next(token for token in known if token is not None),
         eos_token_id=local.stop_ids or None,

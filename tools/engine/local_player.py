@@ -3,32 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
-import torch
-
-from tools.engine.model import Counts, own_device
+from tools.engine.generate import BatchEngine
+from tools.engine.slots import SlotEngine
 from tools.games.chat import ChatTemplate
 from tools.players.player import Reply, Turn
 
 # Models are loaded and run in this one thread. OpenMP keeps helper threads for every thread that computes; if they
 # outnumber the cores, they sleep between tasks: on two cores a step of 24 games then takes 1.6 times as long.
-ENGINE_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 
-class Engine(Protocol):
-    """A model of this process that answers many requests at once: SlotEngine, BatchEngine."""
-
-    counts: Counts
-
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request for the next `run`, with a `limit` of tokens below the sampling's.
-
-        Cheap, and safe while `run` is at work in another thread.
-        """
-
-    def run(self) -> list[tuple[int, Reply]]:
-        """Work until at least one request has its reply: (request, reply) pairs."""
+Engine = SlotEngine | BatchEngine
 
 
 class Batcher:
@@ -73,7 +59,7 @@ class Batcher:
     async def _answer(self, engine: Engine) -> None:
         futures = self.open[engine]
         try:
-            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, run_on_own_device, engine)
+            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
         except Exception as error:  # raised again in each game that waits for this engine
             for future in futures.values():
                 if not future.done():
@@ -87,14 +73,6 @@ class Batcher:
         batches, self.replies = self.replies // self.batch_size, self.replies + len(finished)
         for _ in range(self.replies // self.batch_size - batches):
             self.on_batch()
-
-
-def run_on_own_device(engine: Engine) -> list[tuple[int, Reply]]:
-    """`engine.run` with this process's GPU as the thread's current one: a new thread begins with the first GPU."""
-    device = own_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return engine.run()
 
 
 class LocalPlayer:

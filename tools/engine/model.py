@@ -42,7 +42,9 @@ class ModelTokens:
 
     def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
         self.tokenizer, self.sampling = tokenizer, sampling
-        self.stop_ids = _stop_ids(generation, tokenizer)
+        own = generation.eos_token_id if generation else None
+        ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+        self.stop_ids: list[int] = sorted(ends - {None})  # each ends a reply
         self.bos_id: int | None = tokenizer.bos_token_id
         self.chat: ChatTemplate | None = None
 
@@ -79,13 +81,6 @@ class LocalModel(ModelTokens):
         self.cache_tokens: int | None = None  # whose keys and values fit in memory; None: any number
         # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
         model.generation_config = GenerationConfig()
-
-
-def _stop_ids(generation: GenerationConfig | None, tokenizer) -> list[int]:
-    """The end tokens of the tokenizer and of the model's generation settings."""
-    own = generation.eos_token_id if generation else None
-    own = [] if own is None else [own] if isinstance(own, int) else own
-    return sorted({*own, tokenizer.eos_token_id} - {None})
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -148,18 +143,14 @@ def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = Fals
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises Exception itself for a broken file
         raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
-    return ModelTokens(tokenizer, sampling, _generation_config(name, trust_remote_code))
-
-
-def _generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """As a loaded model has it; None where there is nothing but a tokenizer."""
-    with contextlib.suppress(OSError):
-        return GenerationConfig.from_pretrained(name)
-    with contextlib.suppress(OSError, ValueError):
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        )
-    return None
+    generation = None  # as a loaded model has it; there may be nothing but a tokenizer
+    try:
+        generation = GenerationConfig.from_pretrained(name)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            generation = GenerationConfig.from_model_config(config)
+    return ModelTokens(tokenizer, sampling, generation)
 
 
 def _load_weights(folder: Path, **settings):
@@ -189,3 +180,9 @@ def own_device() -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ValueError(f"process {local_rank} of this machine has no GPU; there are {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
+
+
+def use_own_gpu() -> None:
+    """Make this process's GPU the thread's current one: a new thread begins with the first GPU."""
+    if (device := own_device()).type == "cuda":
+        torch.cuda.set_device(device)

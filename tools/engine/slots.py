@@ -12,30 +12,16 @@ from the common prefix: slower, with the same replies.)
 The model is transformers' own; only its attention function is replaced, by the one in tools/engine/attention.py.
 """
 
+import functools
 import math
 from collections import deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
 import torch
-from transformers.generation import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tools.engine.attention import (
-    ATTENTION,
-    BLOCK,
-    BlockManager,
-    Chunk,
-    LayerCache,
-    PrefixStep,
-    Step,
-    num_blocks_for,
-    upload,
-)
+from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Plan, Slot, Step, num_blocks_for, upload
 from tools.engine.linear import pack_weights
 from tools.engine.model import Counts, LocalModel
 from tools.players.player import Reply, Sampling
@@ -58,31 +44,6 @@ class Request:
     prompt_cut: bool = False
 
 
-@dataclass
-class Slot:
-    """A game's cached tokens and its running request."""
-
-    ids: list[int] = field(default_factory=list)  # cached tokens; the first `shared` lie in the common prefix
-    shared: int = 0
-    blocks: list[int] = field(default_factory=list)  # of the cached tokens after the common prefix
-    pending: list[int] = field(default_factory=list)  # tokens to compute; the logits of the last give the next token
-    request: Request | None = None  # None: idle
-
-    def start(self, request: Request, prefix: list[int]) -> None:
-        """Begin a request: reuse the longest cached prefix of its tokens, the slot's own or the common one."""
-        ids = request.ids + request.reply
-        most = len(ids) - 1  # the last token is computed in any case, for its logits
-        own, common = min(num_common(self.ids, ids), most), min(num_common(prefix, ids), most)
-        if own <= max(self.shared, common):  # none of the slot's own blocks, which begin at `shared`, is of use
-            own = self.shared = common
-        self.ids, self.pending, self.request = ids[:own], ids[own:], request
-
-    def advance(self, tokens: list[int]) -> None:
-        """Move computed tokens from pending to cached."""
-        self.ids += tokens
-        del self.pending[: len(tokens)]
-
-
 class SlotEngine:
     """Continuous batching over at most `slots` games at a time, for models that `can_hold` accepts.
 
@@ -95,11 +56,10 @@ class SlotEngine:
         pack_weights(self.model)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every prompt has its own
         self.warp = _warpers(local.sampling)
-        self.waiting: deque[Request] = deque()
         self.counts = Counts()
+        self.waiting: deque[Request] = deque()
         self.slots = [Slot() for _ in range(slots)]
-        self.unused = self.slots[::-1]
-        self.idle: dict[int, Slot] = {}  # with the caches of games that wait for the other side or are over, by game
+        self.idle = self.slots.copy()  # without a request: the empty ones first, then those that wait longest
         self.prefix: list[int] = []
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
@@ -114,20 +74,16 @@ class SlotEngine:
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
         """Step until at least one reply has ended: (request, reply) pairs."""
-        finished: list[tuple[int, Reply]] = []
-        out_of_memory = False
-        while not finished:
+        while True:
             try:
-                if out_of_memory:  # not in the handler, whose traceback keeps tensors alive
-                    self._shrink()
                 self._admit()
-                finished = self._step()
-                out_of_memory = False
+                if finished := self._step():
+                    return finished
+                continue
             except torch.OutOfMemoryError:
                 if len(self._busy()) <= 1:
                     raise
-                out_of_memory = True
-        return finished
+            self._shrink()  # not in the handler, whose traceback keeps tensors alive
 
     def _busy(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.request]
@@ -136,146 +92,155 @@ class SlotEngine:
 
     def _admit(self) -> None:
         """Give waiting requests slots: the slot of the same game first, then others while the replies still fit."""
+        if not self.waiting:
+            return
+        own = {slot.game: slot for slot in self.idle}
         # Requests with a slot of their own go first, so that no other takes it.
-        requests = sorted(self.waiting, key=lambda request: request.game not in self.idle)
-        requests = requests[: len(self.unused) + len(self.idle)]
-        if requests and not self.caches:
-            self._compute_prefix([self._encode(request) for request in requests])
-        busy = self._busy() if requests else []
-        free = self.fitting - sum(self._likely_blocks(len(slot.ids) + len(slot.pending), slot.shared) for slot in busy)
+        requests = sorted(self.waiting, key=lambda request: request.game not in own)[: len(self.idle)]
         for request in requests:
-            ids = self._encode(request) + request.reply
-            free -= self._likely_blocks(len(ids), num_common(self.prefix, ids))
-            if request.game in self.idle:
-                slot = self.idle.pop(request.game)
-            elif free < 0 and busy:
-                break
-            else:
-                slot = self.unused.pop() if self.unused else self.idle.pop(next(iter(self.idle)))
-            slot.start(request, self.prefix)
-            self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
-            self.waiting.remove(request)  # only now: the prefix may have run out of memory
-            busy.append(slot)
+            if not request.ids:
+                request.ids, request.prompt_cut = self.local.encode(request.prompt)
+        if not self.caches and requests:
+            self._compute_prefix([request.ids for request in requests])
+        busy = [self._likely_blocks(len(slot.ids) + len(slot.pending) - slot.shared) for slot in self._busy()]
+        free = self.fitting - sum(busy)
+        for request in requests:
+            ids = request.ids + request.reply
+            common = self._num_common(self.prefix, ids)
+            free -= self._likely_blocks(len(ids) - common)
+            slot = own.pop(request.game, None)
+            if slot is None:
+                if free < 0 and len(self.idle) < len(self.slots):
+                    break
+                slot = self.idle[0]
+            self._assign(slot, request, ids, common)
 
-    def _encode(self, request: Request) -> list[int]:
-        if not request.ids:
-            request.ids, request.prompt_cut = self.local.encode(request.prompt)
-        return request.ids
+    def _assign(self, slot: Slot, request: Request, ids: list[int], common: int) -> None:
+        """Begin a request: reuse the longest cached prefix of its tokens, the slot's own or the common one."""
+        kept = self._num_common(slot.ids, ids)
+        if kept <= max(slot.shared, common):  # none of the slot's own blocks, which begin at `shared`, is of use
+            kept = slot.shared = common
+        slot.ids, slot.pending, slot.request, slot.game = ids[:kept], ids[kept:], request, request.game
+        self.block_manager.resize(slot.blocks, kept - slot.shared)
+        self.idle.remove(slot)
+        self.waiting.remove(request)
 
-    def _likely_blocks(self, tokens: int, shared: int) -> int:
+    def _num_common(self, cached: list[int], ids: list[int]) -> int:
+        """Tokens that need not be computed; the last must be, for its logits."""
+        return len(commonprefix([cached, ids[:-1]]))
+
+    def _likely_blocks(self, tokens: int) -> int:
         """Blocks of a slot with so many tokens at the end of its reply, if that is as long as those before."""
         counts, longest = self.counts, self.local.sampling.max_new_tokens
         reply = counts.new_tokens // counts.prompts if counts.prompts else longest
-        return num_blocks_for(tokens - shared + reply)
+        return num_blocks_for(tokens + reply)
 
     def _compute_prefix(self, prompts: list[list[int]]) -> None:
         """Compute the prefix that the first prompts have in common."""
-        common = commonprefix(prompts)  # works on lists as on strings
-        self.prefix = common[: min(map(len, prompts)) - 1]
-        if self.prefix:
-            lists = (self.prefix, range(len(self.prefix)), [0])
-            tokens, positions, end = upload(lists, self.model.device)
-            self._forward(tokens, positions, end, PrefixStep(self.caches))
-            self.counts.prefill_tokens += len(self.prefix)
-        self.counts.prefix_tokens = len(self.prefix)
+        prefix = list(commonprefix([ids[:-1] for ids in prompts]))  # works on lists as on strings
+        if prefix:
+            blocks = list(range(num_blocks_for(len(prefix))))
+            self._forward([Slot(blocks=blocks, pending=prefix, chunk=len(prefix))])
+            for cache in self.caches.values():
+                cache.set_prefix(len(prefix))
+        self.prefix = prefix
+        self.counts.prefill_tokens = self.counts.prefix_tokens = len(prefix)
 
     # --- a step
 
     def _step(self) -> list[tuple[int, Reply]]:
         """Compute pending tokens and sample a token for every slot without any left; returns the replies that end."""
-        chunks = self._schedule()
+        slots = self._schedule()
         for cache in self.caches.values():
-            cache.grow(self.block_manager.num_blocks, self.most_blocks)
+            cache.grow(self.block_manager.num_blocks, self.fitting)
         self._compact()
-        step = Step(chunks, self.caches, len(self.prefix), self.block_manager.num_blocks)
-        plan = step.on(self.model.device)
-        logits = self._forward(plan.tokens, plan.positions, plan.ends, step)
-        for chunk in chunks:
-            slot = self.slots[chunk.slot]
-            decoded = len(chunk.tokens) == 1 and slot.request.reply
-            self.counts.prefill_tokens += 0 if decoded else len(chunk.tokens)
-            slot.advance(chunk.tokens)
+        logits = self._forward(slots)
+        for slot in slots:
+            decoded = slot.chunk == 1 and slot.request.reply
+            self.counts.prefill_tokens += 0 if decoded else slot.chunk
+            slot.ids += slot.pending[: slot.chunk]
+            del slot.pending[: slot.chunk]
         self.counts.steps += 1
-        self.counts.at_once = max(self.counts.at_once, len(chunks))
-        complete = [self.slots[chunk.slot] for chunk in chunks if chunk.complete]
+        self.counts.at_once = max(self.counts.at_once, len(slots))
+        complete = [slot for slot in slots if not slot.pending]
         return self._sample(complete, logits) if complete else []
 
-    def _schedule(self) -> list[Chunk]:
-        """The chunks of a step: one token of every running reply, then prompts up to PREFILL_TOKENS."""
+    def _schedule(self) -> list[Slot]:
+        """The slots of a step: one token of every running reply, then prompts up to PREFILL_TOKENS."""
         while True:
-            busy = sorted((len(slot.pending), number) for number, slot in enumerate(self.slots) if slot.request)
-            budget, planned = len(busy) + PREFILL_TOKENS, []
-            for num_pending, number in busy:
-                if tokens := min(num_pending, budget):
-                    planned.append((self.slots[number], tokens, number))
-                    budget -= tokens
-            if self._have_room([(slot, tokens) for slot, tokens, _ in planned]):
+            slots = sorted(self._busy(), key=lambda slot: len(slot.pending))
+            budget = len(slots) + PREFILL_TOKENS
+            for slot in slots:
+                slot.chunk = min(len(slot.pending), budget)
+                budget -= slot.chunk
+            if self._have_room(slots):
                 break
-        chunks = []
-        for slot, tokens, number in planned:
-            self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared + tokens)
-            complete = tokens == len(slot.pending)
-            chunks.append(Chunk(number, slot.pending[:tokens], len(slot.ids), slot.shared, slot.blocks, complete))
-        return chunks
+        for slot in slots:
+            self.block_manager.resize(slot.blocks, slot.places.stop)
+        return [slot for slot in slots if slot.chunk]
 
-    def _have_room(self, planned: list[tuple[Slot, int]]) -> bool:
-        """Whether so many more tokens of each slot fit; makes room by idle caches, else parks a request if it can."""
-        more = sum(num_blocks_for(len(slot.ids) - slot.shared + tokens) - len(slot.blocks) for slot, tokens in planned)
-        while self.idle and self.block_manager.used + more > self.fitting:
-            self._clear(self.idle.pop(next(iter(self.idle))))
-        busy = self._busy()
-        if self.block_manager.used + more <= self.fitting or len(busy) == 1:
+    def _have_room(self, slots: list[Slot]) -> bool:
+        """Whether the chunks of these slots fit; makes room by idle caches, else parks a request if it can."""
+        more = sum(num_blocks_for(slot.places.stop) - len(slot.blocks) for slot in slots)
+        for slot in self.idle:
+            if self.block_manager.used + more > self.fitting:
+                self._clear(slot)
+        if self.block_manager.used + more <= self.fitting or len(slots) == 1:
             return True
-        self._park(busy)
+        self._park(min(slots, key=lambda slot: len(slot.blocks)))  # with the fewest tokens to compute again
         return False
 
-    def _park(self, busy: list[Slot]) -> None:
-        """Let one of these requests wait, that with the fewest tokens to compute again."""
-        slot = min(busy, key=lambda slot: len(slot.blocks))
-        busy.remove(slot)
+    def _park(self, slot: Slot) -> None:
+        """Let the request of a slot wait."""
         self.waiting.appendleft(slot.request)
+        self.idle.insert(0, slot)
         self._clear(slot)
 
     def _clear(self, slot: Slot) -> None:
         self.block_manager.resize(slot.blocks, 0)
-        slot.ids, slot.pending, slot.shared, slot.request = [], [], 0, None
-        self.unused.append(slot)
+        slot.ids, slot.pending, slot.shared, slot.request, slot.game = [], [], 0, None, None
 
     def _compact(self) -> None:
-        busy, idle = ([slot.blocks for slot in self.slots if bool(slot.request) is kind] for kind in (True, False))
-        moves = self.block_manager.compact(busy, idle)
+        """Put the blocks of the busy slots first."""
+        idle = [slot.blocks for slot in self.idle]
+        moves = self.block_manager.compact([slot.blocks for slot in self._busy()], idle)
         if moves[0] and self.caches:
             overwritten, source = upload(moves, self.model.device)
             for cache in self.caches.values():
                 cache.moves.append((overwritten, source))
 
     def _shrink(self) -> None:
-        """After the device ran out of memory: park requests until the caches need an eighth less; free the rest."""
-        torch.cuda.empty_cache()
-        for game in list(self.idle):
-            self._clear(self.idle.pop(game))
-        busy, self.fitting = self._busy(), min(self.fitting, self.block_manager.used) * 7 // 8
-        running = len(busy)
-        for slot in busy:  # the new blocks of the step that failed hold nothing, and may not exist in all layers
+        """After the device ran out of memory: park an eighth of the requests, and free what no other needs."""
+        busy = sorted(self._busy(), key=lambda slot: len(slot.blocks))
+        parked = busy[: 1 + len(busy) // 8]
+        warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(parked))
+        for slot in parked:
+            self._park(slot)
+        for slot in self.idle:
+            self._clear(slot)
+        self.fitting = min(self.fitting, self.block_manager.used)
+        for slot in self._busy():  # the new blocks of the step that failed hold nothing, and may not be in all layers
             self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
-        while len(busy) > 1 and (len(busy) == running or self.block_manager.used > self.fitting):
-            self._park(busy)
-        warn_on_rank_0("out of memory with %d replies at a time; %d wait", running, running - len(busy))
         self._compact()
         self.block_manager.forget_free()
         for cache in self.caches.values():
             cache.shrink(self.block_manager.num_blocks)
         torch.cuda.empty_cache()
 
-    def _forward(self, tokens, positions, ends, step: Step | PrefixStep) -> torch.Tensor:
-        """Logits of the tokens at `ends`, in float32: (ends, vocabulary)."""
+    def _forward(self, slots: list[Slot]) -> torch.Tensor:
+        """Compute the chunks of these slots: logits of the last pending tokens, in float32: (slots, vocabulary)."""
+        plan = functools.cache(functools.partial(Plan, slots, len(self.prefix)))
+        step = Step(plan, self.caches, num_blocks=1 + max(max(slot.blocks) for slot in slots))
+        here = plan(self.model.device)
 
         def select(module, args):  # not by `logits_to_keep`, which must be where the last layer is
-            return args[0][:, ends.to(args[0].device)], *args[1:]
+            return args[0][:, here.ends.to(args[0].device)], *args[1:]
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            output = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, step=step)
+            output = self.model(
+                input_ids=here.tokens[None], position_ids=here.positions[None], use_cache=False, step=step
+            )
         finally:
             handle.remove()
         return output.logits[0].float()
@@ -304,7 +269,7 @@ class SlotEngine:
 
     def _finish(self, slot: Slot) -> tuple[int, Reply]:
         request, slot.request = slot.request, None
-        self.idle[request.game] = slot
+        self.idle.append(slot)
         self.fitting = min(self.most_blocks, self.fitting * RECOVERY)
         self.counts.prompts += 1
         self.counts.prompt_tokens += len(request.ids)
@@ -323,11 +288,6 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
     drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     # The first index whose sum is larger: never one of probability 0.
     return torch.searchsorted(sums, drawn, right=True)[:, 0]
-
-
-def num_common(one: list[int], other: list[int]) -> int:
-    """Length of the longest common prefix."""
-    return len(commonprefix([one, other]))
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -5,11 +5,9 @@ loopback. A program has `VLLMFlags` among its flags and calls
 
     with flags.vllm_server(folder, max_length=2048, dtype="float32") as server:
         ...  # it answers: server.url (.../v1), server.key (Authorization: Bearer KEY), server.model (name in requests)
-
-For the loop, `vllm_missing()` says what keeps `--engine vllm` from working. Play speaks to a server by
-tools/engine/vllm_player.py.
 """
 
+import functools
 import http.client
 import importlib.util
 import json
@@ -64,8 +62,8 @@ class VLLMFlags:
     def vllm_problems(self, engine: str) -> list[str]:
         """What is wrong with these flags, a phrase each."""
         if engine not in (AUTO, VLLM):
-            names = ("vllm", "tensor_parallel_size", "vllm_memory", "vllm_args")
-            given = [f"--{name}" for name in names if getattr(self, name) != getattr(VLLMFlags(), name)]
+            unset = vars(VLLMFlags())
+            given = [f"--{name}" for name, value in unset.items() if getattr(self, name) != value]
             return [f"{', '.join(given)}: only for --engine {VLLM}"] if given else []
         problems = too_small(self, tensor_parallel_size=1)
         if not 0 < self.vllm_memory <= 1:
@@ -186,14 +184,10 @@ class VLLMServer:
         self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # known to no other server
         self.port = 0
         self.process: subprocess.Popen | None = None
-        self.log = ""  # where its output was kept after it ended by itself
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}/v1"
-
-    def __enter__(self) -> "VLLMServer":
-        return self.start()
 
     def __exit__(self, *_) -> None:
         self.end()
@@ -210,15 +204,17 @@ class VLLMServer:
                     return self
                 if PORT_TAKEN not in " ".join(self._tail()).lower():
                     break
-            raise ValueError(f"{self._died()}; --engine slots plays without vLLM")
+            raise ValueError(f"{self.death}; --engine slots plays without vLLM")
         except BaseException:
             self.end()
             raise
 
+    __enter__ = start
+
     def check(self) -> None:
         """Raise PlayerUnusable, its last lines logged before, if the server has ended."""
         if self.process.poll() is not None:
-            raise PlayerUnusable(self._died())
+            raise PlayerUnusable(self.death)
 
     def end(self) -> None:
         """End it with all its processes; GPU memory is free then."""
@@ -278,21 +274,19 @@ class VLLMServer:
         finally:
             connection.close()
 
-    def _died(self) -> str:
-        """How it ended. Logs its last lines up to the last error, once, and keeps all that it wrote in a file."""
-        if not self.log:
-            lines = self._tail()
-            end = max((at + 1 for at, line in enumerate(lines) if "error" in line.lower()), default=len(lines))
-            logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(lines[:end][-TAIL_LINES:]))
-            descriptor, self.log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
-            with open(descriptor, "wb") as file:
-                self.output.seek(0)
-                shutil.copyfileobj(self.output, file)
+    @functools.cached_property
+    def death(self) -> str:
+        """How it ended. Logs its last lines up to the last error, and keeps all that it wrote in a file."""
+        lines = self._tail()
+        end = max((at + 1 for at, line in enumerate(lines) if "error" in line.lower()), default=len(lines))
+        logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(lines[:end][-TAIL_LINES:]))
+        with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log", delete=False) as log:
+            self.output.seek(0)
+            shutil.copyfileobj(self.output, log)
         status = self.process.returncode
-        status = status if status >= 0 else 128 - status  # the supervisor's own end
-        signals = {128 + number: f"by {number.name}" for number in signal.Signals}  # as the supervisor says it
-        how = signals.get(status, f"with status {status}")
-        return f"{self.folder}: its vLLM has ended {how} (its output: {self.log})"
+        number = -status if status < 0 else status - 128  # of a signal: the supervisor's own end, or as it says it
+        how = f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"with status {status}"
+        return f"{self.folder}: its vLLM has ended {how} (its output: {log.name})"
 
     def _tail(self) -> list[str]:
         """Its last lines, as a terminal may see them."""

@@ -93,9 +93,10 @@ class Lineup:
     def _local_players(
         self, folders: set[Path], names: Sequence[str], on_batch: Callable[[], None]
     ) -> dict[Path, Player]:
+        models.use_own_gpu()
         self._load(folders)
         batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
-        players = {}
+        players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
             players[folder] = LocalPlayer(engine, batcher, local.chat)
