@@ -94,13 +94,11 @@ def human_problems(names: tuple[str, str], concurrent_games: int | None) -> list
     """What keeps a person from playing, a phrase each; `names` are the players of both roles."""
     if HUMAN not in names:
         return []
-    problems = []
-    if names[0] == names[1]:
-        problems.append(f"{HUMAN} can play one side: on one screen the other one's secrets would be read")
-    if world_size() > 1:
-        problems.append(f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun")
-    if concurrent_games not in (None, 1):
-        problems.append(f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        problems.append(f"{HUMAN} needs a terminal, for input and for output")
-    return problems
+    wrong = {
+        f"{HUMAN} can play one side: on one screen the other one's secrets would be read": names[0] == names[1],
+        f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun": world_size()
+        > 1,
+        f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time": (concurrent_games or 1) > 1,
+        f"{HUMAN} needs a terminal, for input and for output": not (sys.stdin.isatty() and sys.stdout.isatty()),
+    }
+    return [phrase for phrase, holds in wrong.items() if holds]
