@@ -375,7 +375,7 @@ def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, 
     "flags, complaint",
     [
         (["--models", "base=M", "base=N"], "--models names base twice"),
-        (["--models", "a/b=M"], "--models a/b: a name is also a folder's"),
+        (["--models", "a/b=M"], "--models a/b: it names a folder too"),
         (["--tasks", "MMLU", "MMLU:0"], "--tasks names mmlu twice"),
         (["--tasks", "MMLU:"], "expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got 'MMLU:'"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),

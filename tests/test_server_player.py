@@ -430,6 +430,11 @@ PASSING_FAULTS = {
     "more tokens than there are": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": 10**30})),
     "infinitely many tokens": lambda number, body: (200, {}, said(usage=USAGE | {"completion_tokens": 1e999})),
     "less than no tokens": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": -5})),
+    "a million ids that are none": lambda number, body: (
+        200,
+        {},
+        b'{"choices": [{"finish_reason": "stop", "text": "", "token_ids": [%s-1]}]}' % (b"-1," * 10**6),
+    ),
     "true tokens": lambda number, body: (200, {}, said(usage=USAGE | {"prompt_tokens": True})),
 }
 

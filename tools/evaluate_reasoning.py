@@ -78,11 +78,9 @@ class Flags(VLLMFlags):
         names, tasks = [model.name for model in self.models], [task.task for task in self.tasks]
         problems = too_small(self, limit=1, num_processes=1) + self.vllm_problems(self.engine)
         for given, values in (("models", names), ("tasks", tasks)):
-            if repeated := sorted({value for value in values if values.count(value) > 1}):
-                problems.append(f"--{given} names {repeated[0]} twice")
-        for name in names:
-            if not re.fullmatch(r"\w[\w.-]*", name):
-                problems.append(f"--models {name}: a name is also a folder's; use letters, digits, . _ and -")
+            problems += [f"--{given} names {value} twice" for value in sorted(set(values)) if values.count(value) > 1]
+        no_folders = [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]
+        problems += [f"--models {name}: it names a folder too; use letters, digits, . _ and -" for name in no_folders]
         if world_size() > 1:
             problems.append("start it without torchrun: it uses every GPU that it sees by itself")
         if problems:
@@ -142,7 +140,9 @@ def main() -> None:
     for job in jobs:
         table.setdefault(job.model, {})[job.benchmark.name] = job.score()
     settings = {
-        **{"harness": HARNESS_VERSION, "dtype": flags.dtype, "limit": flags.limit},
+        "harness": HARNESS_VERSION,
+        "dtype": flags.dtype,
+        "limit": flags.limit,
         "against": flags.models[0].name,
         "models": {job.model: job.request["settings"]["model"] for job in jobs},
         "benchmarks": [benchmark._asdict() for benchmark in flags.tasks],

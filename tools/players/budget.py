@@ -66,10 +66,11 @@ class TokenBudget:
     def deal(self, games: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         """The games, until there is no room for another one beside those that are being played."""
         for index, task in games:
-            mean = self.ended_tokens / self.ended
-            to_come = mean + sum(max(0, mean - so_far) for so_far in self.in_flight.values())
-            if self.spent.tokens + to_come > self.limit:
-                self.exhausted = True
+            if self.limit < math.inf:
+                mean = self.ended_tokens / self.ended
+                to_come = mean + sum(max(0, mean - so_far) for so_far in self.in_flight.values())
+                self.exhausted = self.spent.tokens + to_come > self.limit
+            if self.exhausted:
                 return
             self.in_flight[index] = 0
             yield index, task

@@ -14,9 +14,8 @@ from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError 
 
 from tools.players.server_flags import KEY_VARIABLE
 
-CONNECT_TIMEOUT = 10  # seconds
+CONNECT_TIMEOUT = TOKENIZE_TIMEOUT = 10  # seconds; the latter for a question that is no part of the game
 KEEP_ALIVE = 3  # seconds of an idle connection: vLLM closes it after 5, perhaps with a request on its way
-TOKENIZE_TIMEOUT = 10  # seconds for a question that is no part of the game
 BODY_LIMIT = 1 << 22  # bytes of an answer, decompressed
 MESSAGE_LIMIT = 100_000  # characters of a reply
 KEPT_HEADERS = ("content-type", "location", "retry-after")
@@ -48,7 +47,7 @@ class Choice(BaseModel):
 
     text: str = Field(max_length=MESSAGE_LIMIT, validation_alias=AliasChoices(AliasPath("message", "content"), "text"))
     finish_reason: Literal["stop", "length"]
-    token_ids: list[Count] | None = None
+    token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None  # one fault will do
 
 
 class TokenCount(BaseModel):
@@ -63,8 +62,8 @@ def checked(kind: type[Part], value: object) -> Part:
         return kind.model_validate_json(value) if isinstance(value, bytes) else kind.model_validate(value)
     except ValidationError as error:
         fault = error.errors()[0]
-        where, got = ".".join(map(str, fault["loc"])), reprlib.repr(fault["input"])
-        raise BadReplyError(f"not a reply: {where} {fault['msg']}, got {got}") from None
+        said = " ".join(map(str, [*fault["loc"], fault["msg"]]))
+        raise BadReplyError(f"not a reply: {said}, got {reprlib.repr(fault['input'])}") from None
 
 
 class LimitedClient(openai.DefaultAsyncHttpxClient):

@@ -1,9 +1,7 @@
-"""Players behind OpenAI-compatible servers: vLLM, SGLang, transformers serve, an API.
+"""Players behind OpenAI-compatible servers: vLLM, SGLang, transformers serve, an API. Needs the package openai.
 
-Needs the package openai. All requests of a game go to one server, whose prefix cache then knows the game's beginning,
-as long as that server answers. Faults that pass (rate limits, 5xx, time-outs, dropped connections, replies that are
-none) are sat out. The key comes from the environment and is shown nowhere. With the model's tokenizer at hand, prompts
-go out as token ids, cut and ended as in local play; without it they are text.
+All requests of a game go to one server, whose prefix cache then knows the game's beginning, as long as it answers.
+Faults that pass (rate limits, 5xx, time-outs, dropped connections, replies that are none) are sat out.
 """
 
 import asyncio
@@ -14,7 +12,7 @@ import re
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx2
@@ -47,26 +45,21 @@ class Prompt(NamedTuple):
     seed: int
 
 
+@dataclass(eq=False)
 class Servers:
-    """The servers of a process, and the limit on what is asked of them at once; made anew for each event loop.
+    """The servers of a process, and the limit on what is asked of them at once; made anew for each event loop."""
 
-    `answering` holds the players of whom any request has succeeded, and outlives the event loop. `key` is that of a
-    server which this process has started itself.
-    """
+    flags: ServerFlags
+    sampling: Sampling
+    budget: TokenBudget
+    answering: set[str]  # players of whom any request has succeeded; outlives the event loop
+    on_batch: Callable[[], None]  # called after so many replies as may be in flight
+    key: str | None = None  # of a server that this process has started itself
 
-    def __init__(
-        self,
-        flags: ServerFlags,
-        sampling: Sampling,
-        budget: TokenBudget,
-        answering: set[str],
-        on_batch: Callable[[], None],
-        key: str | None = None,
-    ):
-        self.flags, self.sampling, self.budget = flags, sampling, budget
-        self.answering, self.on_batch = answering, on_batch
-        self.servers = [Server(url, key=key, connections=flags.max_concurrency) for url in flags.base_urls() or [None]]
-        self.slots = asyncio.Semaphore(flags.max_concurrency)
+    def __post_init__(self):
+        connections, urls = self.flags.max_concurrency, self.flags.base_urls() or [None]
+        self.servers = [Server(url, key=self.key, connections=connections) for url in urls]
+        self.slots = asyncio.Semaphore(connections)
         self.replies = 0
         self.estimates = False  # whether tokens had to be estimated
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -81,33 +74,20 @@ class Servers:
         in_turn = self.servers[first:] + self.servers[:first]
         return min(in_turn, key=lambda server: max(server.resting_until, now))
 
-    def note_reply(self) -> None:
-        """So many replies as may be in flight count as a batch."""
-        self.replies += 1
-        if self.replies % self.flags.max_concurrency == 0:
-            self.on_batch()
 
-
+@dataclass(eq=False)
 class ServerPlayer:
-    """Plays with a model on the servers.
+    """Plays with a model on the servers."""
 
-    With `tokens` prompts are token ids, replies too where the server gives them, and draws depend on `seed`, the game
-    and the message alone.
-    """
+    name: str
+    servers: Servers
+    model: str | None = None  # None: the one in the name
+    tokens: Tokens | None = None  # then prompts are token ids, and replies too where the server gives them
+    seed: int | str = 0  # with `tokens`, draws depend on it, the game and the message alone
+    limit_name: str = MAX_TOKENS
 
-    def __init__(
-        self,
-        name: str,
-        servers: Servers,
-        *,
-        model: str | None = None,
-        tokens: Tokens | None = None,
-        seed: int | str = 0,
-    ):
-        self.servers, self.flags, self.sampling = servers, servers.flags, servers.sampling
-        self.name, self.model = name, model or model_of(name)
-        self.tokens, self.seed = tokens, seed
-        self.limit_name = MAX_TOKENS
+    def __post_init__(self):
+        self.model = self.model or model_of(self.name)
 
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply, asked for again after faults that pass.
@@ -117,14 +97,17 @@ class ServerPlayer:
         wrong key or model, a used-up quota, and a first request that is refused.
         """
         content, cut = self.tokens.encode_turn(turn) if self.tokens else (turn.prompt(), False)
-        limit = turn.max_new_tokens or self.sampling.max_new_tokens
-        async with self.servers.slots:
+        limit, servers = turn.max_new_tokens or self.servers.sampling.max_new_tokens, self.servers
+        async with servers.slots:
             reply = await self._insist(Prompt(content, cut, limit, turn.index, draw_seed(self.seed, turn)))
-        self.servers.note_reply()
+        servers.replies += 1
+        if servers.replies % servers.flags.max_concurrency == 0:
+            servers.on_batch()
         return reply
 
     async def _insist(self, prompt: Prompt) -> Reply:
-        for attempt in range(self.flags.openai_retries + 1):
+        tries = self.servers.flags.openai_retries + 1
+        for attempt in range(tries):
             server = self.servers.for_game(prompt.game)
             try:
                 reply = await self._ask(server, prompt)
@@ -140,7 +123,7 @@ class ServerPlayer:
                     self.servers.answering.add(self.name)
                     await self._tell_tokens(server, prompt, reply.prompt_tokens)
                 return reply
-        raise ReplyUnavailable(f"{fault} (asked {self.flags.openai_retries + 1} times)")
+        raise ReplyUnavailable(f"{fault} (asked {tries} times)")
 
     async def _tell_tokens(self, server: Server, prompt: Prompt, counted: int) -> None:
         """Say once whether the server sees the tokens of local play, by its /tokenize and the tokens it counts."""
@@ -148,7 +131,7 @@ class ServerPlayer:
             if counted != len(prompt.content):
                 warn_on_rank_0("%s counts %d prompt tokens, %d were sent", self.name, counted, len(prompt.content))
             return
-        known = self.flags.openai_api != CHAT and not self.servers.estimates
+        known = self.servers.flags.openai_api != CHAT and not self.servers.estimates
         plain = await server.count_tokens(self.model, prompt.content) if known else None
         what = "it cannot be known whether the server's prompt tokens are those of local play"
         if plain is not None:
@@ -161,41 +144,44 @@ class ServerPlayer:
         fault = f"{server.name}: {self._one_line(error, server.key)}"
         if isinstance(error, BadReplyError):
             return fault, 0
-        if not isinstance(error, openai.APIStatusError) or error.status_code >= 500:
+        if not isinstance(error, openai.APIStatusError):  # no answer
             server.resting_until = time.monotonic() + REST
-        elif error.status_code in WRONG_SETUP or error.code == NO_MONEY:
+            return fault, 0
+        if error.param == MAX_TOKENS and self.servers.flags.openai_api == CHAT:
+            self.limit_name = NEW_MAX_TOKENS
+            return fault, 0
+        if error.status_code in WRONG_SETUP or error.code == NO_MONEY:
             raise PlayerUnusable(f"{self.name}: {fault}")
+        if error.status_code >= 500:
+            server.resting_until = time.monotonic() + REST
         elif error.status_code not in PASSING:
             known = self.name in self.servers.answering
             raise (ReplyUnavailable if known else PlayerUnusable)(f"{self.name}: {fault}")
-        seconds = retry_after(error.response.headers.get("retry-after")) if hasattr(error, "response") else 0
+        seconds = retry_after(error.response.headers.get("retry-after"))
         if seconds > LONGEST_RETRY_AFTER:
             raise ReplyUnavailable(f"{fault} (asks to be left alone for {seconds:.0f} s)")
         return fault, seconds
 
     async def _ask(self, server: Server, prompt: Prompt) -> Reply:
         """One request, charged to the game whether or not its reply is any good."""
-        try:
-            response = await self._send(server, prompt)
-        except openai.BadRequestError as error:
-            if error.param != MAX_TOKENS or self.flags.openai_api != CHAT:
-                raise
-            self.limit_name = NEW_MAX_TOKENS
-            response = await self._send(server, prompt)
-        answer = checked(Answer, response.content)
-        usage = answer.usage or Usage()
+        request = {"model": self.model, self.limit_name: prompt.limit, **self._sampling(prompt)}
+        if self.servers.flags.openai_api == CHAT:
+            path, request["messages"] = "/chat/completions", [{"role": "user", "content": prompt.content}]
+        else:
+            path, request["prompt"] = "/completions", prompt.content
+        sent = server.client.post(path, cast_to=httpx2.Response, body=request)
+        response = await asyncio.wait_for(sent, self.servers.flags.openai_timeout)
+        answer, text = checked(Answer, response.content), ""
         try:
             choice = checked(Choice, answer.choices[0])
-        except BadReplyError:
-            self._charge(prompt, usage, "")
-            raise
-        prompt_tokens, tokens = self._charge(prompt, usage, choice.text)
-        reply = Reply(choice.text, choice.finish_reason, tokens, prompt.cut, prompt_tokens)
-        if self.tokens is None or choice.token_ids is None:
-            return reply
-        return replace(reply, text=self.tokens.decode(choice.token_ids, prompt.cut).text, tokens=len(choice.token_ids))
+            text = choice.text
+        finally:
+            prompt_tokens, tokens = self._charge(prompt, answer.usage or Usage(), text)
+        if self.tokens and choice.token_ids is not None:
+            text, tokens = self.tokens.decode(choice.token_ids, prompt.cut).text, len(choice.token_ids)
+        return Reply(text, choice.finish_reason, tokens, prompt.cut, prompt_tokens)
 
-    def _charge(self, prompt: Prompt, usage: Usage, text: str) -> tuple[int, int]:
+    def _charge(self, prompt: Prompt, usage: Usage, text: str) -> list[int]:
         """Charge the game the tokens of prompt and reply, as the server counted them, else estimated."""
         tokens = []
         for counted, content in ((usage.prompt_tokens, prompt.content), (usage.completion_tokens, text)):
@@ -206,24 +192,15 @@ class ServerPlayer:
                 counted = len(content) if isinstance(content, list) else math.ceil(len(content) / LIKELY_CHARACTERS)
             tokens.append(counted)
         self.servers.budget.charge(prompt.game, *tokens)
-        return tokens[0], tokens[1]
-
-    async def _send(self, server: Server, prompt: Prompt) -> httpx2.Response:
-        request = {"model": self.model, self.limit_name: prompt.limit, **self._sampling(prompt)}
-        if self.flags.openai_api == CHAT:
-            path, request["messages"] = "/chat/completions", [{"role": "user", "content": prompt.content}]
-        else:
-            path, request["prompt"] = "/completions", prompt.content
-        sent = server.client.post(path, cast_to=httpx2.Response, body=request)
-        return await asyncio.wait_for(sent, self.flags.openai_timeout)
+        return tokens
 
     def _sampling(self, prompt: Prompt) -> dict:
         """How the reply is drawn; beyond OpenAI's fields what vLLM and SGLang know, whose -1 are all tokens."""
-        sampling = self.sampling
+        sampling = self.servers.sampling
         request: dict[str, object] = {"temperature": 0}
         if sampling.do_sample:
             request = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if self.tokens or self.flags.openai_extra_sampling:
+        if self.tokens or self.servers.flags.openai_extra_sampling:
             request["min_tokens"] = min(sampling.min_new_tokens, prompt.limit)
             if sampling.do_sample:
                 request["top_k"] = sampling.top_k or -1
@@ -235,7 +212,7 @@ class ServerPlayer:
         """What went wrong, as the server or the client puts it, without the key."""
         said = str(error)
         if isinstance(error, asyncio.TimeoutError):
-            said = f"no reply within {self.flags.openai_timeout:g} s"
+            said = f"no reply within {self.servers.flags.openai_timeout:g} s"
         elif isinstance(error, openai.APIStatusError):
             if error.status_code < 400:
                 said = f"it redirects to {error.response.headers.get('location')}; requests go to the base URL only"
@@ -246,7 +223,7 @@ class ServerPlayer:
 
 
 def retry_after(header: str | None) -> float:
-    """The seconds in a Retry-After header; 0 where there is none, or a date, which no known server sends."""
+    """The seconds in a Retry-After header; 0 where it says none, or is a date."""
     try:
         return max(0.0, float(header or 0))
     except ValueError:

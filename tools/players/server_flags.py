@@ -27,33 +27,23 @@ class ServerFlags:
 
     openai_api: str = flag("endpoint of players openai:MODEL", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
     openai_base_url: list[str] = flag(
-        f"of the servers, such as http://host:8000/v1; games are dealt out to them; {URL_VARIABLE} if unset",
-        default=[],
-        metavar="URL",
+        f"of each server, such as http://host:8000/v1; unset: {URL_VARIABLE}, else OpenAI's", default=[], metavar="URL"
     )
     openai_extra_sampling: bool = flag(
         "True: send --top_k and --min_new_tokens too; vLLM and SGLang know them, OpenAI refuses them", default=False
     )
     openai_tokenizer: str | None = flag(
-        "send prompts as token ids of this model's tokenizer, cut and ended as in local play, and --top_k, "
-        "--min_new_tokens and a seed; for vLLM and SGLang",
+        "for vLLM and SGLang: send prompts as token ids of this model's tokenizer, cut and ended as in local play",
         default=None,
         metavar="MODEL",
     )
     openai_retries: int = flag("how often a reply is asked for again after a fault", default=10)
     openai_timeout: float = flag("seconds that a request may take before it is asked again", default=600)
     max_concurrency: int = flag("requests in flight, to all servers; of each process", default=64)
-    max_total_tokens: int | None = flag(
-        "begin no game that would probably bring the servers' tokens above this", default=None
-    )
+    max_total_tokens: int | None = flag("begin no game that would probably bring the tokens above it", default=None)
     price_in: float | None = flag("of a million prompt tokens, for the cost estimate", default=None)
     price_out: float | None = flag("of a million completion tokens", default=None)
-    dry_run: bool = flag(
-        "only say how many calls and tokens the games will take, and what they cost",
-        default=False,
-        nargs="?",
-        const=True,
-    )
+    dry_run: bool = flag("only say what the games will take and cost", default=False, nargs="?", const=True)
 
     def server_problems(self, names: Sequence[str], *, chat_template: bool, min_new_tokens: int) -> list[str]:
         """What is wrong with these flags for players of these names, a phrase each."""

@@ -45,7 +45,7 @@ BENCHMARKS = (
 # Accuracies as texts, with the digits that are known, and last the mean over all eight; base rows and values with one
 # decimal were read off a figure or checked through the mean only.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
-PUBLISHED_NAMES = ("MMLU", "BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "WinoGrande", "PIQA")
+PUBLISHED_NAMES = tuple(benchmark.name for benchmark in BENCHMARKS)
 PUBLISHED = {
     name: dict(zip((*PUBLISHED_NAMES, MEAN), values.split(), strict=True))
     for name, values in {
@@ -107,8 +107,8 @@ def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
     if differences := [row["difference"] for row in rows if row["difference"]]:
         paired = all(away["paired"] for away in differences)
         how = "question by question" if paired else "as of independent draws where `paired` in results.json is false"
-        other = settings["against"]
-        notes.append(f"{MARK}: the difference from {other} is within one standard error of the difference ({how}).")
+        what = f"the difference from {settings['against']} is within one standard error of the difference"
+        notes.append(f"{MARK}: {what} ({how}).")
     notes.append(f"Published rows: {PUBLISHED_SOURCE}; tasks, shots and metrics there may be others.")
     if settings["limit"] is not None:
         notes.append(f"Only the first {settings['limit']} questions of each task were asked: no result to report.")
