@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT
 from forks import python
+from scripted import ScriptedPlayer
 
 import train
 from tools import assign_rewards, evaluate_games, play_llm_game, report
 from tools.games import load_game
 from tools.games.game import Game
 from tools.players.human import HumanPlayer
-from tools.players.player import ScriptedPlayer
 from tools.selfplay.play import play_games
 from utils import read_json_or_jsonl, write_records
 

@@ -8,12 +8,12 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import ScriptedPlayer
 
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.game import Game, Outcome, game_problems, game_setting, own_games
 from tools.games.twenty_questions import TwentyQuestions
-from tools.players.player import ScriptedPlayer
 from tools.selfplay.play import play_game
 
 QUESTIONS, CITY, BARGAIN = TwentyQuestions(), load_game("guess_my_city"), load_game("bargain")

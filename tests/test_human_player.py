@@ -190,7 +190,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
     from tools.players.human import HumanPlayer
 
     player = HumanPlayer(load_game())
-    player._show([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
+    player._show_answer([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
     assert capsys.readouterr().out == "attacker: clear \ufffd[2J\n    the screen, \u00e9\n"
 
 

@@ -17,13 +17,14 @@ import psutil
 import pytest
 from conftest import ROOT
 from forks import python
+from scripted import ScriptedPlayer
 
 import utils
 from tools import play_llm_game
 from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
 from tools.games import prompts, taboo
-from tools.players.player import Reply, ScriptedPlayer
+from tools.players.player import Reply
 from tools.selfplay import play
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import Lineup

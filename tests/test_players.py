@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
+from scripted import ScriptedPlayer
 
 from tools.engine import memory
 from tools.engine.generate import BatchEngine
 from tools.engine.local_player import Batcher
 from tools.engine.model import LocalModel, Sampling, load_local_model, model_folder, use_own_gpu
 from tools.games.taboo import Taboo
-from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer, Turn
+from tools.players.player import LENGTH, STOP, Reply, Turn
 from utils import model_fingerprint
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)

@@ -135,7 +135,7 @@ def test_damaged_results_of_benchmarks(tmp_path, tiny_model, trials):
     tasks = ("PIQA", "ARC-e", "ARC-c")
     models = {"models": f"base={tiny_model}", "tasks": [*tasks], "output_dir": tmp_path}
     flags = parse_flags(evaluate_reasoning.Flags, flags_of(models), description="")
-    jobs = flags.jobs(flags.benchmarks())
+    jobs = flags.jobs()
     for job in jobs:
         metrics = {"acc,none": {"value": 0.5, "stderr": 0.1}}
         shown = {"questions": 4, "shots": 0, "metrics": metrics, "scores": {"acc,none": [0.0, 1.0, 0.0, 1.0]}}

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tools.games import prompts
 from tools.games.game import Game
@@ -51,12 +52,11 @@ class TokenBudget:
         self.spent = Cost()
         self.in_flight: dict[int, float] = {}  # tokens so far of each game that is being played
         self.limit, self.exhausted = math.inf, False
-        self.ended, self.ended_tokens = 0, 0.0
+        self.ended, self.ended_tokens = PRIOR_GAMES, 0.0
 
     def set_limit(self, tokens: float, likely_game: float) -> None:
         """Stop dealing out games at so many tokens; one game costs about `likely_game` as far as is known yet."""
-        self.limit = tokens
-        self.ended, self.ended_tokens = PRIOR_GAMES, PRIOR_GAMES * likely_game
+        self.limit, self.ended_tokens = tokens, PRIOR_GAMES * likely_game
 
     def charge(self, game: int, prompt: int, completion: int) -> None:
         """Note what a call cost."""
@@ -66,8 +66,11 @@ class TokenBudget:
     def deal(self, games: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         """The games, until there is no room for another one beside those that are being played."""
         for index, task in games:
-            if not self._has_room():
-                self.exhausted = True
+            if self.limit < math.inf:
+                mean = self.ended_tokens / self.ended
+                to_come = mean + sum(max(0, mean - so_far) for so_far in self.in_flight.values())
+                self.exhausted = self.spent.tokens + to_come > self.limit
+            if self.exhausted:
                 return
             self.in_flight[index] = 0
             yield index, task
@@ -77,49 +80,41 @@ class TokenBudget:
         self.ended += 1
         self.ended_tokens += self.in_flight.pop(game, 0)
 
-    def _has_room(self) -> bool:
-        if self.limit == math.inf:
-            return True
-        mean = self.ended_tokens / self.ended
-        still_to_come = sum(max(0, mean - so_far) for so_far in self.in_flight.values())
-        return self.spent.tokens + still_to_come + mean <= self.limit
-
 
 # --- the estimate --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class Assumed(NamedTuple):
+    """What an estimate takes for granted."""
+
+    messages: int  # of a game
+    reply: int  # tokens of a message
+    characters: int  # of a prompt's token
+
+    def __str__(self) -> str:
+        size = f"{self.messages} messages of {self.reply} tokens a game"
+        return f"{size}, prompts at {self.characters} characters a token"
+
+
 class Estimator:
     """What games cost, from the lengths of their prompts."""
 
-    game: Game
-    templates: prompts.Templates
-    max_turns: int
-    max_new_tokens: int
+    def __init__(self, game: Game, templates: prompts.Templates, max_turns: int, max_new_tokens: int):
+        self.game, self.templates, self.max_turns = game, templates, max_turns
+        limit = game.message_limit(max_turns)
+        reply = min(LIKELY_REPLY, max_new_tokens)
+        self.likely = Assumed(round(min(game.likely_messages, limit)), reply, LIKELY_CHARACTERS)
+        self.most = Assumed(limit, max_new_tokens, FEWEST_CHARACTERS)
 
-    @property
-    def likely_reply(self) -> int:
-        return min(LIKELY_REPLY, self.max_new_tokens)
-
-    @property
-    def likely_messages(self) -> float:
-        return min(self.game.likely_messages, self.game.message_limit(self.max_turns))
-
-    def likely_cost(self, names: Sequence[str], task: str) -> Cost:
-        """What a game of these players, of roles[0] and roles[1], is likely to cost."""
-        return self._cost(names, task, round(self.likely_messages), self.likely_reply, LIKELY_CHARACTERS)
-
-    def cost_upper_bound(self, names: Sequence[str], task: str) -> Cost:
-        """What a game costs at most, if prompts have no fewer characters a token than is assumed."""
-        return self._cost(names, task, self.game.message_limit(self.max_turns), self.max_new_tokens, FEWEST_CHARACTERS)
-
-    def _cost(self, names: Sequence[str], task: str, messages: int, reply: int, characters: int) -> Cost:
+    def cost(self, names: Sequence[str], task: str, assumed: Assumed) -> Cost:
+        """What a game of these players, of roles[0] and roles[1], costs."""
         cost = Cost()
-        for place in range(messages):
+        for place in range(assumed.messages):
             if is_server(names[place % 2]):
                 history = [{"role": self.game.roles[number % 2], "content": ""} for number in range(place)]
                 text = prompts.play_prompt(self.game, history, task, self.max_turns, self.templates)
-                cost.add(Cost(1, math.ceil(len(text) / characters) + place * reply, reply))
+                prompt = math.ceil(len(text) / assumed.characters) + place * assumed.reply
+                cost.add(Cost(1, prompt, assumed.reply))
         return cost
 
     def describe(
@@ -135,16 +130,11 @@ class Estimator:
             games += len(tasks)
             for _, same in itertools.groupby(sorted(tasks, key=len), key=len):  # letters do not matter
                 alike = list(same)
-                likely.add(self.likely_cost(names, alike[0]), len(alike))
-                most.add(self.cost_upper_bound(names, alike[0]), len(alike))
-        messages = self.game.message_limit(self.max_turns)
-        return "\n".join(
-            [
-                f"{games:,} games to play",
-                f"likely:  {likely.describe(price_in, price_out)}",
-                f"at most: {most.describe(price_in, price_out)}",
-                f"assumed: {self.likely_messages:g} messages of {self.likely_reply} tokens a game (at most {messages} "
-                f"of {self.max_new_tokens}), prompts at {LIKELY_CHARACTERS} characters a token (at most: "
-                f"{FEWEST_CHARACTERS}); calls that are repeated after faults are not counted",
-            ]
+                for total, assumed in ((likely, self.likely), (most, self.most)):
+                    total.add(self.cost(names, alike[0], assumed), len(alike))
+        return (
+            f"{games:,} games to play\n"
+            f"likely:  {likely.describe(price_in, price_out)}\n"
+            f"at most: {most.describe(price_in, price_out)}\n"
+            f"assumed: {self.likely}; at most {self.most}; calls that are repeated after faults are not counted"
         )

@@ -26,22 +26,20 @@ class HumanPlayer:
     """Shows a person the game as far as its role may know it, and reads each message as a line."""
 
     def __init__(self, game: Game):
-        self.game = game
-        self.role, self.shown = "", 0  # of the game at hand; shown: messages that the person has seen
+        self.game, self.role = game, ""
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank. It blocks: a person plays one game at a time, and nobody else waits."""
+        self.role = turn.role
         if len(turn.history) < 2:
             self._introduce(turn)
         print(f"\nturn {len(turn.history) // 2 + 1} of {turn.max_turns}")
-        self._show(turn.history)
-        line = read_line(f"you, {self.role}> ")
-        self.shown += 1
-        return Reply(line, STOP, tokens=0)
+        self._show_answer(turn.history)
+        return Reply(read_line(f"you, {self.role}> "), STOP, tokens=0)
 
     def end(self, episode: Mapping) -> None:
         """Show what was said last, the verdict and the rule that decided."""
-        self._show(episode["history"])
+        self._show_answer(episode["history"])
         task, outcome, length = episode["target_word"], episode["outcome"], episode["length"]
         decisive = episode["history"][:length]
         own, other = self.game.checked_points(task, decisive, outcome)
@@ -54,7 +52,6 @@ class HumanPlayer:
         print(f"\n--- {outcome}{result}, {after}{f' ({why})' if why else ''}; the target word was `{shown(task)}` ---")
 
     def _introduce(self, turn: Turn) -> None:
-        self.role, self.shown = turn.role, 0
         print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves; finished games are stored) ---\n")
         print(turn.rules())
         print(shown(turn.instruction()))
@@ -63,11 +60,10 @@ class HumanPlayer:
         if hint := self.game.hint(turn.role):
             print(hint)
 
-    def _show(self, history: History) -> None:
-        """Show the messages that are new."""
-        for message in history[self.shown :]:
-            print(f"{message['role']}: {shown(message['content'])}")
-        self.shown = len(history)
+    def _show_answer(self, history: History) -> None:
+        """Show what the other one said last, if that is new."""
+        if history and history[-1]["role"] != self.role:
+            print(f"{history[-1]['role']}: {shown(history[-1]['content'])}")
 
 
 def read_line(prompt: str) -> str:
@@ -94,13 +90,11 @@ def human_problems(names: tuple[str, str], concurrent_games: int | None) -> list
     """What keeps a person from playing, a phrase each; `names` are the players of both roles."""
     if HUMAN not in names:
         return []
-    problems = []
-    if names[0] == names[1]:
-        problems.append(f"{HUMAN} can play one side: on one screen the other one's secrets would be read")
-    if world_size() > 1:
-        problems.append(f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun")
-    if concurrent_games not in (None, 1):
-        problems.append(f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        problems.append(f"{HUMAN} needs a terminal, for input and for output")
-    return problems
+    wrong = {
+        f"{HUMAN} can play one side: on one screen the other one's secrets would be read": names[0] == names[1],
+        f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun": world_size()
+        > 1,
+        f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time": (concurrent_games or 1) > 1,
+        f"{HUMAN} needs a terminal, for input and for output": not (sys.stdin.isatty() and sys.stdout.isatty()),
+    }
+    return [phrase for phrase, holds in wrong.items() if holds]

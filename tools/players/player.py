@@ -1,7 +1,7 @@
 """Who speaks in a game: the Player protocol, what a player is told and what it gives back. No torch."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,18 +102,3 @@ class Player(Protocol):
 
         ReplyUnavailable gives up this game; any other exception ends the whole run, and finished games are safe.
         """
-
-
-class ScriptedPlayer:
-    """Says what it was told to, for tests: `lines[index][k]` is its k-th message in a game. Remembers what it saw."""
-
-    def __init__(self, lines: Mapping[int, Sequence[str]] | Sequence[Sequence[str]]):
-        self.lines = lines
-        self.asked: list[Turn] = []
-
-    async def reply(self, turn: Turn) -> Reply:
-        """The next line of the script."""
-        self.asked.append(turn)
-        spoken = sum(message["role"] == turn.role for message in turn.history)
-        text = self.lines[turn.index][spoken]
-        return Reply(text, STOP, len(text.split()))

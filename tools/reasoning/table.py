@@ -1,11 +1,13 @@
 """The reasoning table: benchmarks, published rows, and the files that show all models on all benchmarks."""
 
-import importlib.util
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from tools.reasoning.scores import MEAN, Score, result_rows
 from utils import replacing, write_json
@@ -43,7 +45,7 @@ BENCHMARKS = (
 # Accuracies as texts, with the digits that are known, and last the mean over all eight; base rows and values with one
 # decimal were read off a figure or checked through the mean only.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
-PUBLISHED_NAMES = ("MMLU", "BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "WinoGrande", "PIQA")
+PUBLISHED_NAMES = tuple(benchmark.name for benchmark in BENCHMARKS)
 PUBLISHED = {
     name: dict(zip((*PUBLISHED_NAMES, MEAN), values.split(), strict=True))
     for name, values in {
@@ -68,7 +70,8 @@ def write_results(folder: Path, table: Mapping[str, Mapping[str, Score]], settin
     write_radar(folder / RADAR, table)
     published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
     write_json(folder / RESULTS, {"settings": settings, "results": rows, "published": published})
-    return f"{text}\n{result_line(rows)}\n"
+    means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
+    return f"{text}\nreasoning, {MEAN}: {means}\n"
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
@@ -77,9 +80,9 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     lines = [["", *columns, MEAN], ["---"] * (len(columns) + 2)]
     for model in dict.fromkeys(row["model"] for row in rows):
         lines.append([model, *(cell_text(row) for row in rows if row["model"] == model)])
+    mean = MEAN if set(columns) == set(PUBLISHED_NAMES) else None  # of these eight
     for name, published in PUBLISHED.items():
-        values = [published.get(column, UNKNOWN) for column in columns]
-        values.append(published[MEAN] if set(columns) == set(PUBLISHED_NAMES) else UNKNOWN)
+        values = [published.get(column, UNKNOWN) for column in [*columns, mean]]
         if set(values) != {UNKNOWN}:
             lines.append([f"{name}, published", *values])
     how = f"lm-evaluation-harness {settings['harness']}, {settings['dtype']}:"
@@ -87,12 +90,6 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     for benchmark, row in zip(settings["benchmarks"], rows, strict=False):  # the first model's
         used.append([benchmark["name"], benchmark["task"], row["shots"], row["metric"], row["questions"]])
     return "\n\n".join([_markdown(lines), _notes(rows, settings), how, _markdown(used)]) + "\n"
-
-
-def result_line(rows: Sequence[Mapping]) -> str:
-    """The geometric mean of each model on one line."""
-    means = [row for row in rows if row["benchmark"] == MEAN]
-    return f"reasoning, {MEAN}: " + ", ".join(f"{row['model']} {cell_text(row)}" for row in means)
 
 
 def cell_text(row: Mapping) -> str:
@@ -110,8 +107,8 @@ def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
     if differences := [row["difference"] for row in rows if row["difference"]]:
         paired = all(away["paired"] for away in differences)
         how = "question by question" if paired else "as of independent draws where `paired` in results.json is false"
-        other = settings["against"]
-        notes.append(f"{MARK}: the difference from {other} is within one standard error of the difference ({how}).")
+        what = f"the difference from {settings['against']} is within one standard error of the difference"
+        notes.append(f"{MARK}: {what} ({how}).")
     notes.append(f"Published rows: {PUBLISHED_SOURCE}; tasks, shots and metrics there may be others.")
     if settings["limit"] is not None:
         notes.append(f"Only the first {settings['limit']} questions of each task were asked: no result to report.")
@@ -121,29 +118,27 @@ def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
 def write_radar(path: Path, table: Mapping[str, Mapping[str, Score]]) -> None:
     """Draw the models, an axis per benchmark in shares of the best model's value, if that can be done."""
     names = list(next(iter(table.values())))
-    best = {name: max(scores[name].value for scores in table.values()) for name in names}
+    values = np.array([[score.value for score in scores.values()] for scores in table.values()])
+    best = values.max(axis=0)
     path.unlink(missing_ok=True)
-    if len(names) < FEWEST_AXES or not all(best.values()) or importlib.util.find_spec("matplotlib") is None:
-        logger.warning(
-            "%s is not drawn: needs matplotlib and %d benchmarks, none with 0 for all models", path, FEWEST_AXES
-        )
+    if len(names) < FEWEST_AXES or not best.all() or find_spec("matplotlib") is None:
+        needs = f"needs matplotlib and {FEWEST_AXES} benchmarks, none with 0 for all models"
+        logger.warning("%s is not drawn: %s", path, needs)
         return
     import matplotlib
     from matplotlib.figure import Figure
 
-    shares = {model: [100 * scores[name].value / best[name] for name in names] for model, scores in table.items()}
-    start = max(0, 10 * math.floor(min(map(min, shares.values())) / 10 - 0.5))
-    angles = [2 * math.pi * number / len(names) for number in range(len(names) + 1)]
-    # Text stays text, and the same results give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.family": "sans-serif"}):
-        figure = Figure(figsize=(7.5, 6), layout="constrained")
-        axis = figure.add_subplot(projection="polar", theta_offset=math.pi / 2, theta_direction=-1)
-        for model, row in shares.items():
-            axis.plot(angles, [*row, row[0]], "o-", label=model, markersize=4)
-        axis.set_xticks(angles[:-1], [f"{name}\n{best[name]:.1f}" for name in names])
-        axis.tick_params(axis="x", pad=20)
-        axis.set_ylim(start, 100)
-        figure.legend(loc="outside right upper", frameon=False)
-        figure.supxlabel(f"percent of the best value, given below each name; centre: {start}%", fontsize=9)
-        with replacing(path, "wb") as file:
-            figure.savefig(file, format="svg", metadata={"Date": None})
+    shares = 100 * values / best
+    start = max(0, 10 * math.floor(shares.min() / 10 - 0.5))
+    angles = np.linspace(0, 2 * math.pi, len(names) + 1)
+    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    axis = figure.add_subplot(projection="polar", theta_offset=math.pi / 2, theta_direction=-1)
+    for model, row in zip(table, shares, strict=True):
+        axis.plot(angles, [*row, row[0]], "o-", label=model, markersize=4)
+    axis.set_xticks(angles[:-1], [f"{name}\n{value:.1f}" for name, value in zip(names, best, strict=True)])
+    axis.tick_params(axis="x", pad=20)
+    axis.set_ylim(start, 100)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.supxlabel(f"percent of the best value, given below each name; centre: {start}%", fontsize=9)
+    with matplotlib.rc_context({"svg.fonttype": "none"}), replacing(path, "wb") as file:  # text stays text
+        figure.savefig(file, format="svg")

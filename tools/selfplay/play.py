@@ -195,7 +195,7 @@ class Run:
         progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             task = self.files.words[0]
-            likely = max(self.estimator.likely_cost(pairing.names, task).tokens for pairing in self.pairings)
+            likely = max(self.estimator.cost(each.names, task, self.estimator.likely).tokens for each in self.pairings)
             lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
         try:
             for number, indices in itertools.groupby(to_play, key=self.pairing_of):
