@@ -269,7 +269,8 @@ class TestMemory:
     def test_a_layer_keeps_nothing_of_the_blocks_that_its_prefix_was_computed_in(self):
         cache = LayerCache(torch.randn(1, 4, 0, 8), 3)
         cache.blocks.normal_()
-        expected = cache.blocks[:, :2].transpose(1, 2).reshape(2, 4, 2 * BLOCK, 8)[:, :, : BLOCK + 5]
+        tokens = [cache.blocks[:, place // BLOCK, :, :, place % BLOCK] for place in range(BLOCK + 5)]  # (2, 4, 8) each
+        expected = torch.stack(tokens, dim=2)
         cache.set_prefix(BLOCK + 5)
         assert torch.equal(cache.prefix, expected)
         assert cache.prefix.untyped_storage().nbytes() == 2 * 4 * (BLOCK + 5) * 8 * 4

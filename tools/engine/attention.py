@@ -85,18 +85,25 @@ class BlockManager:
 
 
 class LayerCache:
-    """Keys and values: `prefix` (2, kv heads, prefix, size) and `blocks` (2, blocks, kv heads, BLOCK, size)."""
+    """Keys and values: `prefix` (2, kv heads, prefix, size) and `blocks` (2, blocks, kv heads, size, BLOCK).
+
+    A block's tokens come last: products with single queries are up to twice as quick on a CPU so.
+    """
 
     def __init__(self, keys: torch.Tensor, size: int):
         """Empty, with `size` blocks for (1, kv heads, tokens, size) keys such as these."""
         self.prefix = keys.new_zeros(2, keys.shape[1], 0, keys.shape[3])
-        self.blocks = keys.new_zeros(2, size, keys.shape[1], BLOCK, keys.shape[3])
+        self.blocks = keys.new_zeros(2, size, keys.shape[1], keys.shape[3], BLOCK)
         self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # that are still to be made
 
     def set_prefix(self, tokens: int) -> None:
         """Make the first tokens of the blocks the prefix; the blocks go."""
-        self.prefix = self.blocks.transpose(1, 2).flatten(2, 3)[:, :, :tokens].clone()
+        self.prefix = self.tokens_of(slice(None))[:, :, :tokens].clone()
         self.shrink(0)
+
+    def tokens_of(self, blocks: torch.Tensor | slice) -> torch.Tensor:
+        """Keys and values of all tokens of some blocks: (2, kv heads, tokens, size)."""
+        return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
     def grow(self, size: int, most: float) -> None:
         """Grow to `size` blocks, and a quarter to spare if `most` allows; new blocks are zero-filled."""
@@ -121,7 +128,7 @@ class LayerCache:
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: "Plan") -> None:
         """Store a step's tokens, (1, kv heads, tokens, size) each."""
         self.move()
-        self.blocks[:, plan.blocks, :, plan.offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
+        self.blocks[:, plan.blocks, :, :, plan.offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
 
 
 # --- planning ------------------------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kw
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:
     """Attention of a chunk's tokens: (tokens, heads, size)."""
-    own = cache.blocks[:, chunk.blocks].transpose(1, 2).flatten(2, 3)[:, :, : chunk.mask.shape[1] - chunk.shared]
+    own = cache.tokens_of(chunk.blocks)[:, :, : chunk.mask.shape[1] - chunk.shared]
     seen = torch.cat([cache.prefix[:, :, : chunk.shared], own], 2)  # (2, kv heads, tokens, size)
     # Not by `enable_gqa`: with a mask, a GPU would then take torch's slow way, which holds all scores.
     share = queries.shape[1] // seen.shape[1]
@@ -251,14 +258,14 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, plan: Plan) -> torch.Tensor:
     """Attention of single tokens: (rows, heads, size). In half precision scores are rounded, as by eager attention."""
     row, (prefix_keys, prefix_values) = plan.row, cache.prefix
-    keys, values = cache.blocks[:, : len(row)]  # (used blocks, kv heads, BLOCK, size)
-    rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[3]
+    keys, values = cache.blocks[:, : len(row)]  # (used blocks, kv heads, size, BLOCK)
+    rows, kv_heads, size = len(queries), keys.shape[1], keys.shape[2]
     grouped = queries.view(rows, kv_heads, -1, size)  # (rows, kv heads, share, size): heads with the same keys
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, rows x share, prefix)
     to_prefix = to_prefix.float().unflatten(1, (rows, -1)).transpose(0, 1)
     if plan.prefix_mask is not None:
         to_prefix.add_(plan.prefix_mask[:, None, None])
-    to_blocks = (grouped.index_select(0, row) @ keys.mT).float()  # (used blocks, kv heads, share, BLOCK)
+    to_blocks = (grouped.index_select(0, row) @ keys).float()  # (used blocks, kv heads, share, BLOCK)
     to_blocks.add_(plan.block_mask[:, None, None])
     # Softmax over prefix and blocks: each row's highest score, and the sum of its weights: (rows, kv heads, share, 1).
     highest = plan.reduce(to_blocks.amax(-1, keepdim=True), "max")
@@ -267,7 +274,7 @@ def _attend_decode(queries: torch.Tensor, cache: LayerCache, plan: Plan) -> torc
     to_prefix, to_blocks = to_prefix.sub_(highest).exp_(), to_blocks.sub_(highest[row]).exp_()
     sums = to_prefix.sum(-1, keepdim=True) + plan.reduce(to_blocks.sum(-1, keepdim=True), "sum")
     of_prefix = to_prefix.div_(sums).to(queries.dtype).transpose(0, 1).flatten(1, 2) @ prefix_values
-    of_blocks = plan.reduce(to_blocks.div_(sums[row]).to(queries.dtype) @ values, "sum")
+    of_blocks = plan.reduce(to_blocks.div_(sums[row]).to(queries.dtype) @ values.mT, "sum")
     return (of_prefix.unflatten(1, (rows, -1)).transpose(0, 1) + of_blocks).flatten(1, 2)
 
 
