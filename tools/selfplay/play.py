@@ -17,10 +17,8 @@ from tools.players.budget import Estimator
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.players.server_flags import is_server
-from tools.selfplay.curves import PlayLog
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup
-from tools.selfplay.openings import check_openings
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import from_rank_0, rank, world_size
@@ -67,11 +65,6 @@ async def play_game(
     }
 
 
-def fail(index: int, task: str, error: Exception) -> None:
-    """What `play_games` does about a game whose reply cannot be had, unless it is told otherwise."""
-    raise error
-
-
 async def play_games(
     game: Game,
     tasks: Iterable[tuple[int, str]],
@@ -81,9 +74,12 @@ async def play_games(
     templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[int, str, ReplyUnavailable], None] = fail,
+    on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, so many at a time. Both callbacks may raise."""
+    """Play (index, task) pairs, so many at a time. Both callbacks may raise.
+
+    `on_lost` is told of a game whose reply cannot be had; without it, that ends all games.
+    """
     to_play = iter(tasks)
 
     async def keep_playing() -> None:
@@ -91,6 +87,8 @@ async def play_games(
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
+                if on_lost is None:
+                    raise
                 on_lost(index, task, error)
             else:
                 on_episode(episode)
@@ -130,27 +128,27 @@ class Run:
 
     def __post_init__(self):
         self.names = {name for pairing in self.pairings for name in pairing.names}
-        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
-        self.estimator = Estimator(self.game, self.templates, turns, tokens)
+        self.max_turns = self.flags.turns(self.game)
+        self.estimator = Estimator(self.game, self.templates, self.max_turns, self.flags.max_new_tokens)
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
 
         `settings` are what the games depend on. Ends the program with status UNFINISHED where games had to be left.
         """
-        everything = range(len(self.files.words))
+        games = len(self.files.words)
         if self.flags.dry_run:
-            print(self.cost(everything if self.flags.overwrite else self.files.finished().missing(everything)))
+            print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
             return None
         self._settle_engine(settings)
         self.flags.set_precision()
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
-        seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
-        if to_play:
-            if there := len(everything) - len(finished.missing(everything)):
-                logger.info("continues: %d of %d games are there", there, len(everything))
+        seconds, missing = 0.0, finished.missing()
+        if to_play := [index for index in missing if index % world_size() == rank()]:
+            if len(missing) < games:
+                logger.info("continues: %d of %d games are there", games - len(missing), games)
             if any(map(is_server, self.names)):
-                logger.info("%s", self.cost(finished.missing(everything)))
+                logger.info("%s", self.cost(missing))
             progress = self._play(to_play, server_tokens=finished.server_tokens)
             if progress.missing:
                 end_unfinished(self.files, progress)
@@ -171,7 +169,6 @@ class Run:
         self.flags.engine = settings["engine"] = from_rank_0(choose)
 
     def cost(self, games: Sequence[int]) -> str:
-        """What these games will cost."""
         matches = (
             (self.pairings[number].names, [self.files.words[index] for index in indices])
             for number, indices in itertools.groupby(games, key=self.pairing_of)
@@ -179,20 +176,17 @@ class Run:
         return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
 
     def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
-        """Play these games; returns what became of them."""
-        lineup = Lineup(self.flags, self.game)
+        games, lineup = len(self.files.words), Lineup(self.flags, self.game)
         for names in sorted({pairing.names for pairing in self.pairings}):
-            check_openings(
-                self.game,
-                self.files.words,
-                lineup.tokens_of(names),
-                max_turns=self.flags.turns(self.game),
-                templates=self.templates,
-                allow_cuts=self.flags.allow_cuts,
-            )
-        before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
-        log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
-        progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
+            lineup.check_openings(names, self.files.words, self.templates)
+        progress = Progress(
+            self.flags,
+            self.files,
+            len(to_play),
+            lineup.budget,
+            report_to=self.report_to,
+            quiet=HUMAN in self.names,
+        )
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             task = self.files.words[0]
             likely = max(self.estimator.likely_cost(pairing.names, task).tokens for pairing in self.pairings)
@@ -206,8 +200,7 @@ class Run:
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            games = len(self.files.words)
-            stored = games - len(self.files.finished().missing(range(games)))
+            stored = games - len(self.files.finished().missing())
             print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
             sys.exit(0)
         finally:
@@ -239,7 +232,7 @@ class Run:
             self.game,
             lineup.budget.deal((index, self.files.words[index]) for index in indices),
             players,
-            max_turns=self.flags.turns(self.game),
+            max_turns=self.max_turns,
             templates=self.templates,
             concurrent_games=concurrent_games,
             on_episode=on_episode,
