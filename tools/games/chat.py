@@ -59,7 +59,7 @@ class ChatTemplate:
             ) from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
-        self.has_system = True
+        self.has_system = True  # until it is tried
         self.has_system = self._keeps_system()
         self.lead, after = self._frame_of_reply()
         before_end, end = self._end_of_reply(after)

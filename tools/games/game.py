@@ -189,8 +189,6 @@ class Game:
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
 
 
-# --- finding a game ------------------------------------------------------------------------------------------------
-
 DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}

@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 _own_files: dict[Path, Templates] = {}
 
 
-# --- the prompt of play ----------------------------------------------------------------------------------------------
-
-
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
     """The prompt under which the next message is sampled: rules, the game so far, instruction of the next role.
 
@@ -68,9 +65,6 @@ def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max
 def _fill(text: str, values: tuple[tuple[str, str], ...]) -> str:
     """Replace the slots {name} of these names, in one pass; other braces stay, those of the values too."""
     return SLOT.sub(lambda slot: dict(values).get(slot[1], slot[0]), text)
-
-
-# --- the prompts of training -----------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -128,9 +122,6 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
     alpaca_system = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
     alpaca_prefix = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
     return Layout(separator, names, kind, system_name, rule, alpaca_system, alpaca_prefix)
-
-
-# --- prompt files ----------------------------------------------------------------------------------------------------
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:

@@ -44,7 +44,7 @@ class Taboo(Game):
 
     def decide(self, task: str, history: History) -> str | None:
         role, text, word = history[-1]["role"], history[-1]["content"].lower(), task.strip().lower()
-        predicts = PREDICTION_BEGINNING in text and PREDICTION.search(text) is not None
+        predicts = PREDICTION.search(text) is not None
         if role == DEFENDER and predicts:
             return DEFENDER_WINS if self._predicts_right(text, word) else ATTACKER_WINS
         if predicts or self._contains(text, word):

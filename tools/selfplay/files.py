@@ -46,13 +46,13 @@ class Episode(TypedDict):
 
 
 class FinishedGames:
-    """Where the finished games stand in the rank files: some bytes a game, so that a million can be merged."""
+    """Counts of the finished games, and where they stand in the rank files: some bytes for each of a million."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
         self.game, self.words, self.paths = game, words, paths
         self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
         self.file_numbers = array("l", [0]) * len(words)
-        self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
+        self.counts = GameCounts(game)
         for number, path in enumerate(paths):
             for where, offset, episode in _whole_lines(path):
                 self._add(where, number, offset, episode)
@@ -72,12 +72,11 @@ class FinishedGames:
         try:
             self.game.check_episode(episode)
             self.game.outcome(episode["outcome"])
-            index, word, length = episode["index"], episode["target_word"], episode["length"]
-            if not (type(index) is type(length) is int and index >= 0):
-                raise ValueError(f"'index' is {index!r}, 'length' is {length!r}")
-            replies = [(reply["tokens"], reply.get("prompt_tokens")) for reply in episode["replies"]]
-            new_tokens = sum(tokens for tokens, _ in replies)
-            server_tokens = sum(tokens + prompt for tokens, prompt in replies if prompt is not None)
+            index, word, replies = episode["index"], episode["target_word"], episode["replies"]
+            numbers = [index, episode["length"], *(reply["tokens"] for reply in replies)]
+            numbers += [reply.get("prompt_tokens", 0) for reply in replies]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"'index', 'length' and tokens of replies are {numbers}; expected whole numbers")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
@@ -87,20 +86,14 @@ class FinishedGames:
         if word != self.words[index]:
             raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
         self.offsets[index], self.file_numbers[index] = offset, file_number
-        self.new_tokens += new_tokens
-        self.server_tokens += server_tokens
+        self.counts.add(episode)
 
 
 class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
     def __init__(
-        self,
-        output_dir: str | Path,
-        stem: str,
-        words: Sequence[str],
-        game: Game,
-        made_of_results: Sequence[str] = (),
+        self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game, made_of_results: Sequence[str] = ()
     ):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
@@ -181,21 +174,14 @@ class EpisodeFiles:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
             logger.info("%s; the rank that ends last writes the results", message)
             return None
-        tokens = games.new_tokens - tokens_before
+        tokens = games.counts.tokens["new_tokens"] - tokens_before
         if not tokens and self.results_path.is_file() and self.summary_path.is_file():
             summary = utils.read_json(self.summary_path)
             if summary["games"] == len(self.words):
                 logger.info("%s: all is there", self.results_path)
                 return summary
-        counts = GameCounts(self.game)
-
-        def counted() -> Iterator[Episode]:
-            for episode in games:
-                counts.add(episode)
-                yield episode
-
-        write_records(self.results_path, counted())
-        summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
+        write_records(self.results_path, games)
+        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
         return summary
 

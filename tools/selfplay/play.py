@@ -17,6 +17,7 @@ from tools.players.budget import Estimator
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.players.server_flags import is_server
+from tools.selfplay.counts import SERVER_COUNTS, GameCounts
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.options import PlayFlags
@@ -24,9 +25,6 @@ from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import from_rank_0, rank, world_size
 
 logger = logging.getLogger(__name__)
-
-
-# --- games -----------------------------------------------------------------------------------------------------------
 
 
 async def play_game(
@@ -49,8 +47,7 @@ async def play_game(
         turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
-        record: dict = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
-        replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
+        replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
     named = {} if game.name == DEFAULT_GAME else {"game": game.name}
     return {
@@ -102,9 +99,6 @@ async def play_games(
         await asyncio.gather(*at_once, return_exceptions=True)
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pairing:
     """Two players who meet, with the seed of their draws; `labels` are stored with each of their games."""
@@ -149,11 +143,11 @@ class Run:
                 logger.info("continues: %d of %d games are there", games - len(missing), games)
             if any(map(is_server, self.names)):
                 logger.info("%s", self.cost(missing))
-            progress = self._play(to_play, server_tokens=finished.server_tokens)
+            progress = self._play(to_play, finished.counts)
             if progress.missing:
                 end_unfinished(self.files, progress)
             seconds = progress.seconds
-        return self.files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+        return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
 
     def _settle_engine(self, settings: dict) -> None:
         """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
@@ -175,22 +169,17 @@ class Run:
         )
         return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
 
-    def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
+    def _play(self, to_play: list[int], before: GameCounts) -> Progress:
         games, lineup = len(self.files.words), Lineup(self.flags, self.game)
         for names in sorted({pairing.names for pairing in self.pairings}):
             lineup.check_openings(names, self.files.words, self.templates)
-        progress = Progress(
-            self.flags,
-            self.files,
-            len(to_play),
-            lineup.budget,
-            report_to=self.report_to,
-            quiet=HUMAN in self.names,
-        )
+        quiet = HUMAN in self.names
+        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, report_to=self.report_to, quiet=quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             task = self.files.words[0]
             likely = max(self.estimator.likely_cost(pairing.names, task).tokens for pairing in self.pairings)
-            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
+            left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
+            lineup.budget.set_limit(left / world_size(), likely)
         try:
             for number, indices in itertools.groupby(to_play, key=self.pairing_of):
                 if not lineup.budget.exhausted:
@@ -200,7 +189,7 @@ class Run:
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            stored = games - len(self.files.finished().missing())
+            stored = self.files.finished().counts.games
             print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
             sys.exit(0)
         finally:

@@ -65,9 +65,6 @@ class OutputFile:
         print(json.dumps(record, ensure_ascii=False))
 
 
-# --- word lists ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class Words(OutputFile):
     """The most frequent English words, the most frequent first, without stop words; needs wordfreq and stop-words."""
@@ -179,9 +176,6 @@ class Tasks(GameChoice, OutputFile):
         write_words(self.output, tasks)
         settings = {"game": game_setting(game), "number": self.number, "seed": self.seed}
         self.write_source(f"tasks of {game.title}", settings=settings, counts={"tasks": len(tasks)})
-
-
-# --- rows and prompts ----------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
