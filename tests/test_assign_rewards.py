@@ -17,8 +17,8 @@ from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
-from tools.selfplay.rewards import Games, message_shares, paid_rows
-from tools.selfplay.rows import judge_records, read_records
+from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
+from tools.selfplay.rows import RowFlags
 from utils import parse_flags, read_json_or_jsonl, run_program
 
 GAME, WORD = Taboo(), "apple"
@@ -45,15 +45,8 @@ def rows_of(episodes, seed=0, **settings):
 
 def rows_by(prompt_fn, episodes, decay_weight=0.8):
     """Rows with queries of one's own."""
-    games = judged(episodes)
-    return list(paid_rows(games, episodes, decay_weight=decay_weight, prompt_fn=prompt_fn))
-
-
-def judged(episodes):
-    games = Games(GAME)
-    for each in episodes:
-        games.add(each)
-    return games
+    games = Games(GAME, in_memory(episodes))
+    return list(paid_rows(games, decay_weight=decay_weight, prompt_fn=prompt_fn))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -154,19 +147,20 @@ def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
 
 
 def test_episodes_that_change_between_the_passes_are_an_error():
-    games = judged(EPISODES)
+    named = [("", each) for each in EPISODES]
+    games = Games(GAME, lambda on_skip=None: named)
+    named.pop()
     with pytest.raises(ValueError):
-        list(paid_rows(games, EPISODES[:-1], decay_weight=0.8, prompt_fn=lambda *game: ""))
+        list(paid_rows(games, decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
-    def open_episodes():
-        return (episode(f"Hello number {i}", "x" * 1000, "So", "An apple") for i in range(2000))
+    def read(on_skip=None):
+        return (("", episode(f"Hello number {i}", "x" * 1000, "So", "An apple")) for i in range(2000))
 
     tracemalloc.start()
     try:
-        games = judged(open_episodes())
-        rows = paid_rows(games, open_episodes(), decay_weight=0.8, prompt_fn=lambda *game: "")
+        rows = paid_rows(Games(GAME, read), decay_weight=0.8, prompt_fn=lambda *game: "")
         assert sum(1 for _ in rows) == 4000
         assert tracemalloc.get_traced_memory()[1] < 200_000  # 2 MB of text went by
     finally:
@@ -261,11 +255,8 @@ def test_the_program_runs_as_a_file_and_as_a_module_without_torch(tmp_path, laun
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("output", ["rows.json", "rows.jsonl"])
-def test_both_formats_hold_the_rows_that_the_function_gives(run, output, kept_bytes, monkeypatch):
-    """Small files are read once, large ones twice."""
-    monkeypatch.setattr(rows_room, "KEPT_BYTES", kept_bytes)
+def test_both_formats_hold_the_rows_that_the_function_gives(run, output):
     rows, _ = run("--seed", 5, "--decay_weight", 0.5, output=output)
     assert rows == rows_of(EPISODES, seed=5, decay_weight=0.5)
 
@@ -491,11 +482,8 @@ def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, 
     last = data.rindex("🎻".encode())
     for cut in range(last, last + 5):
         (tmp_path / "cut").write_bytes(data[:cut])
-        skipped = []
-        read = read_records([tmp_path / "cut"], skip_bad=True, on_skip=skipped.append)
-        found = judge_records(GAME, read, skipped.append)
-        again = (record for _, record in read_records([tmp_path / "cut"], skip_bad=True))
-        assert [game for game, _ in found.verdicts(again)] == games[:-1] and len(skipped) == 1
+        found = RowFlags(skip_bad=True).read_games(GAME, [tmp_path / "cut"])
+        assert [game for game, _ in found.judged()] == games[:-1] and found.skipped == 1
 
 
 def test_an_sft_example_without_texts_is_named(refuse, tmp_path):
@@ -519,7 +507,7 @@ def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, ca
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[!.e]*")}
     assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
     with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "judge_inputs", None)  # no episode is judged again
+        patch.setattr(rows_room, "Games", None)  # no episode is judged again
         program.main()
     again = capsys.readouterr()
     assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err

@@ -208,17 +208,11 @@ def test_settings_record_the_template_and_another_one_is_refused(tmp_path, monke
     assert stored["settings"]["chat_template"] is True
     with pytest.raises(SystemExit):
         play(folder, tmp_path, monkeypatch, chat_template=False)
-    assert "chat_template: True then, None now" in capsys.readouterr().err
+    assert "chat_template: True then, False now" in capsys.readouterr().err
     (tmp_path / "model" / "chat_template.jinja").open("a").write("\n")
     with pytest.raises(SystemExit):
         play(folder, tmp_path, monkeypatch)
     assert "defender_model_name_or_path: " in capsys.readouterr().err
-
-
-def test_play_without_the_flag_does_not_name_it_in_its_settings(tiny_model, tmp_path, monkeypatch):
-    play(tiny_model, tmp_path, monkeypatch, chat_template=False, max_games=1)
-    stored = json.loads((tmp_path / "out" / "m_testing_w_settings.json").read_text(encoding="utf-8"))
-    assert "chat_template" not in stored["settings"]  # so that runs from before the flag go on
 
 
 # --- conversations -------------------------------------------------------------------------------------------------
@@ -251,7 +245,7 @@ def test_random_training_prompts_have_the_rule_texts_of_those_without_a_template
     seen = set()
     for _ in range(40):
         texts = [
-            chat.training_prompt(GAME, HISTORY, "art", 5, rng=drawn, templates=templates),
+            chat.play_prompt(GAME, HISTORY, "art", 5, templates, drawn),
             prompts.training_prompt(GAME, HISTORY, "art", 5, rng=plain, templates=templates),
         ]
         numbers = {re.search(r"Text (\d)\.", prompt)[1] for prompt in texts}

@@ -50,9 +50,8 @@ def test_what_servers_charged_is_told_only_where_they_played():
     assert (summary["server_prompt_tokens"], summary["server_new_tokens"], summary["new_tokens"]) == (40, 3, 22)
 
 
-def test_lengths_go_by_outcome_and_faults_by_role():
+def test_faults_go_by_role():
     counts = counted(GAMES)
-    assert counts.lengths["defender wins"] == 4
     assert counts.messages == {"attacker": 4, "defender": 3}
     assert (counts.empty_replies["attacker"], counts.empty_replies["defender"]) == (0, 1)
     assert (counts.cut_off_replies["attacker"], counts.cut_off_replies["defender"]) == (0, 1)

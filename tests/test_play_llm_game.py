@@ -198,7 +198,7 @@ def episode(index, word, tokens=5):
 def start(folder, words, settings=None, **how):
     files = EpisodeFiles(folder, "run", words, GAME)
     finished = files.start(settings or {"seed": 1}, **how)
-    return files, finished.missing(range(len(words)))
+    return files, finished.missing()
 
 
 def start_elsewhere(folder, settings, **how):
@@ -267,7 +267,7 @@ class TestEpisodeFiles:
         files, _ = start(tmp_path, ["a", "b"])
         half = json.dumps(episode(1, "b"))[:50]
         (tmp_path / "run_rank1.jsonl").write_text(json.dumps(episode(0, "a")) + "\n" + half)
-        assert files.finished().missing([0, 1]) == [1]
+        assert files.finished().missing() == [1]
         assert (tmp_path / "run_rank1.jsonl").read_text().endswith(half)
 
     def test_other_settings_are_refused_and_the_difference_named(self, tmp_path):
@@ -276,7 +276,7 @@ class TestEpisodeFiles:
         files.append(episode(0, "a"))
         close(files)
         close(start(tmp_path, ["a"], {"seed": 1, "model": model | {"path": "/elsewhere/a"}})[0])
-        with pytest.raises(ValueError, match=r"seed: 1 then, 2 now\); use another --data_suffix"):
+        with pytest.raises(ValueError, match=r"seed: 1 then, 2 now\); use another --output_dir"):
             start(tmp_path, ["a"], {"seed": 2, "model": model})
         with pytest.raises(ValueError, match=r"model: /elsewhere/a \(sha256 0000\w*\) then, /models/a \(sha256 1111"):
             start(tmp_path, ["a"], {"seed": 1, "model": model | {"sha256": "1" * 64}})

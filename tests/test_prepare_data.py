@@ -11,7 +11,7 @@ from conftest import ROOT
 from tools import assign_rewards, prepare_data
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay import word_list
+from tools.selfplay import prepare
 from tools.selfplay.rows import read_sft_rows
 from utils import alpaca_to_row, parse_command, read_json_or_jsonl, run_program
 
@@ -73,7 +73,7 @@ def test_the_prompt_file_plays_as_the_released_literals_say(convert):
     "code, complaint",
     [
         (None, "utils.py: no such file"),
-        ("def broken(:\n", "utils.py:1: not Python"),
+        ("def broken(:\n", "utils.py: not Python (invalid syntax"),
         ("x = 1\n", "GAME_RULE_PROMPTS, INSTRUCT_PROMPTS, PLAYER_INSTRUCT_PROMPTS is not set"),
         (
             CODE.replace("GAME_RULE_PROMPTS = [", "GAME_RULE_PROMPTS = list() + ["),
@@ -156,11 +156,11 @@ def read(path):
 def test_words_are_the_most_frequent_ones_that_are_letters_only_and_no_stop_words():
     counts = Counter()
     ranked = ["the", "time", "ox", "don't", "café", "x-ray", "2nd", "otter", "with", "heron", "stork"]
-    words = word_list.frequent_words(ranked, ["the", "with"], number=3, min_letters=3, counts=counts)
+    words = prepare.frequent_words(ranked, ["the", "with"], number=3, min_letters=3, counts=counts)
     assert words == ["time", "otter", "heron"]
     assert counts == {"stop_words": 2, "too_short": 1, "not_alphabetic": 4}
     with pytest.raises(ValueError, match="--number 5: the source has only 4 words"):
-        word_list.frequent_words(ranked, ["the", "with"], number=5, min_letters=3, counts=counts)
+        prepare.frequent_words(ranked, ["the", "with"], number=5, min_letters=3, counts=counts)
 
 
 def test_the_shipped_list_is_what_the_program_makes(call, tmp_path):
@@ -172,18 +172,15 @@ def test_the_shipped_list_is_what_the_program_makes(call, tmp_path):
     assert read(shipped.with_name("target_words_source.json"))["output"]["sha256"] == sha256(shipped)
 
 
-def test_the_overlap_of_two_lists_is_printed_both_ways(call, tmp_path):
+def test_the_overlap_of_two_lists_is_printed(call, tmp_path):
     other = tmp_path / "other.txt"
     call("words", "--number", 10, "--output", tmp_path / "ten.txt")
     other.write_text("\n".join((tmp_path / "ten.txt").read_text().upper().split()[:4] + ["zzyzx"]) + "\n")
     printed = call("words", "--number", 10, "--output", tmp_path / "ten.txt", "--compare", other)
     assert json.loads(printed[1]) == {
         "compared_with": str(other),
-        "words": 10,
         "words_there": 5,
         "shared": 4,
-        "share_of_words": 0.4,
-        "share_of_words_there": 0.8,
     }
 
 
@@ -192,9 +189,9 @@ def test_a_missing_package_names_its_install_command(call, capsys, monkeypatch, 
     def version(name):
         if name == missing:
             raise metadata.PackageNotFoundError(name)
-        return word_list.WORD_PACKAGES[name]
+        return prepare.WORD_PACKAGES[name]
 
-    monkeypatch.setattr(word_list.metadata, "version", version)
+    monkeypatch.setattr(prepare.metadata, "version", version)
     with pytest.raises(SystemExit) as exit_info:
         call("words", "--output", tmp_path / "words.txt")
     lines = capsys.readouterr().err.splitlines()
@@ -203,7 +200,7 @@ def test_a_missing_package_names_its_install_command(call, capsys, monkeypatch, 
 
 
 def test_another_version_of_a_package_is_refused(call, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(word_list.metadata, "version", lambda name: "2025.11.4")
+    monkeypatch.setattr(prepare.metadata, "version", lambda name: "2025.11.4")
     with pytest.raises(SystemExit):
         call("words", "--output", tmp_path / "words.txt")
     assert "words needs wordfreq 3.1.1, not 2025.11.4" in capsys.readouterr().err

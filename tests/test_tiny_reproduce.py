@@ -17,7 +17,7 @@ from conftest import ROOT
 from tools.games import load_game, prompts, taboo
 from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches
-from tools.selfplay.rewards import Games, paid_rows
+from tools.selfplay.rewards import Games, in_memory, paid_rows
 from tools.tiny import controls
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny import table as tiny_table
@@ -37,11 +37,8 @@ def games():
 
 def rows_of(game: Taboo, games: list[dict]) -> list[dict]:
     templates = prompts.load_templates(TABOO.prompts, game)
-    judged = Games(game)
-    for episode in games:
-        judged.add(episode)
     prompt_fn = partial(prompts.play_prompt, game, templates=templates)
-    return list(paid_rows(judged, games, decay_weight=0.8, prompt_fn=prompt_fn))
+    return list(paid_rows(Games(game, in_memory(games)), decay_weight=0.8, prompt_fn=prompt_fn))
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,6 @@ __all__ = ["assign_rewards"]
 
 @dataclass(kw_only=True)
 class Flags(RowFlags):
-    """The flags of this program."""
-
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)

@@ -120,9 +120,7 @@ def main() -> None:
     templates, players = flags.load_templates(game), [player.name for player in flags.players]
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
     schedule = make_schedule(players, lists, flags.seeds, against=flags.against, games_per_word=flags.games_per_word)
-    files = EpisodeFiles(
-        flags.output_dir, STEM, schedule.words, game, apart_by="--output_dir", made_of_results=RESULTS
-    )
+    files = EpisodeFiles(flags.output_dir, STEM, schedule.words, game, made_of_results=RESULTS)
     settings = {
         "players": players,
         "against": flags.against,

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tools.players.human import HUMAN, human_problems
 from tools.selfplay.counts import result_line
-from tools.selfplay.curves import NONE, TRACKERS, report_problems
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
+from tools.selfplay.progress import NONE, TRACKERS, report_problems
 from utils import (
     await_inputs,
     end_with_launcher,
@@ -51,11 +51,9 @@ class Flags(PlayFlags):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The players of both roles."""
         return self.attacker_model_name_or_path, self.defender_model_name_or_path
 
     def check(self) -> None:
-        """Raise one ValueError for all that is wrong with the flags."""
         problems = too_small(self, max_games=1) + self.problems(list(self.names))
         problems += report_problems(self.report_to) + human_problems(self.names, self.concurrent_games)
         for name in ("model_prefix", "data_suffix"):

@@ -84,7 +84,7 @@ def test_damaged_rank_files(tmp_path, trials):
         whole = {line for line in before.split(b"\n")[:-1] if line in lines}
         files = EpisodeFiles(tmp_path, "s", WORDS, GAME)
         try:
-            missing = files.start({"seed": 1}).missing(range(len(WORDS)))
+            missing = files.start({"seed": 1}).missing()
         except ValueError as error:
             assert "\n" not in str(error) and "s_rank0.jsonl" in str(error)
             assert path.read_bytes() in (before, before.rpartition(b"\n")[0] + b"\n")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import utils
 from tools.games import load_game, prompts
-from tools.selfplay.rewards import Games, message_shares, paid_rows
+from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
 
 BATCH = 8  # inputs that hypothesis draws at once: one of them costs a fifth of one drawn alone
 SHORT, LONG = 10, 125  # batches of a trial, in every test run and in a campaign
@@ -94,9 +94,9 @@ def test_judge(drawn):
 @pure(EPISODES, thousands=20)
 def test_points_and_rewards(drawn):
     game, episode = drawn
-    games = Games(game)
-    games.add(episode)
-    rows = list(paid_rows(games, [episode], decay_weight=0.8, prompt_fn=lambda history, task, turns: "q"))
+    rows = list(
+        paid_rows(Games(game, in_memory([episode])), decay_weight=0.8, prompt_fn=lambda history, task, turns: "q")
+    )
     assert all(math.isfinite(row["reward"]) and row["reward"] > 0 for row in rows)
     paid = sum(row["reward"] for row in rows)
     assert math.isclose(paid, round(paid), abs_tol=1e-9)
@@ -147,7 +147,7 @@ HISTORIES = st.lists(records("role", "content", "x"), max_size=3) | ODD
 @pure(st.tuples(records("target_word", "max_turns", "game", "extra"), HISTORIES), thousands=7)
 def test_episodes_that_are_none(drawn):
     record, history = drawn
-    refused(Games(GAMES[0]).add, record | {"history": history})
+    refused(lambda episode: Games(GAMES[0], in_memory([episode])), record | {"history": history})
 
 
 @pure(records("query", "prompt", "target", "answer", "instruction", "input", "output"), thousands=7)

@@ -117,6 +117,7 @@ def load_local_model(
 
     `dtype` None: the one in the model's config. Raises ValueError, with the remedy, if memory does not suffice.
     """
+    use_own_gpu()
     if rank() != 0:
         disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -183,6 +184,6 @@ def own_device() -> torch.device:
 
 
 def use_own_gpu() -> None:
-    """Make this process's GPU the thread's current one: a new thread begins with the first GPU."""
+    """Make this process's GPU the current one of this thread, which began with the first."""
     if (device := own_device()).type == "cuda":
         torch.cuda.set_device(device)

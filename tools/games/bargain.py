@@ -22,8 +22,8 @@ class Bargain(Game):
     roles = (FIRST, SECOND)
     outcomes = (
         Outcome(DEAL),
-        Outcome(UNFIT, breach=True, points=(0.0, 0.0)),
-        Outcome(NO_DEAL, points=(0.0, 0.0)),
+        Outcome(UNFIT, breach=True, points=(0.0, 0.0), why="an offer named goods that are not there"),
+        Outcome(NO_DEAL, points=(0.0, 0.0), why="no offer was accepted in time"),
     )
     example_task = "book:2:4/1 hat:1:2/8"
     likely_messages = 6
@@ -62,12 +62,10 @@ class Bargain(Game):
         return "An offer reads: [I keep: 1 book, 2 hat]. You take the other's offer by [accept]."
 
     def explain(self, task: str, history: History, outcome: str) -> str:
+        if outcome != DEAL:
+            return super().explain(task, history, outcome)
         first, second = self.points(task, history, outcome)
-        return {
-            DEAL: f"{first:.0%} of the worth for the {FIRST}, {second:.0%} for the {SECOND}",
-            UNFIT: "an offer named goods that are not there",
-            NO_DEAL: "no offer was accepted in time",
-        }[outcome]
+        return f"{first:.0%} of the worth for the {FIRST}, {second:.0%} for the {SECOND}"
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         return [(GUESS, *match.span()) for match in OFFER.finditer(text)]

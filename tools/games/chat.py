@@ -1,7 +1,6 @@
 """Prompts through a tokenizer's own chat template, for instruct models: the same texts in play and in training rows.
 
-The texts are complete, with BOS where the template writes it and with the token that ends a reply: nothing is added to
-them. No torch.
+The texts are complete: BOS, where the template writes it, and the token that ends a reply are in them. No torch.
 """
 
 import hashlib
@@ -21,6 +20,7 @@ from utils import alpaca_to_row, shown
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 PROBES = ("ProbeSystemText", "ProbeFirstText", "ProbeSecondText", "ProbeThirdText")  # look like nothing in a template
+PROBE = [{"role": r, "content": text} for r, text in zip((SYSTEM, USER, ASSISTANT, USER), PROBES, strict=True)]
 RENDER_SECONDS = 10  # of one prompt, which takes some milliseconds
 DAY = "26 Jul 2024"  # for templates that tell the date: a game gives the same prompt on every day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
@@ -42,12 +42,6 @@ def chat_messages(game: Game, history: History, role: str, rules: str, told: str
     return messages
 
 
-def without_system(messages: Conversation) -> list[dict[str, str]]:
-    """The conversation with the system message at the head of the first user message, for templates that know none."""
-    system, first, *rest = messages
-    return [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-
-
 class ChatTemplate:
     """The chat template of a tokenizer: prompts of the game, and targets as the assistant's messages.
 
@@ -65,6 +59,7 @@ class ChatTemplate:
             ) from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
+        self.has_system = True  # until it is tried
         self.has_system = self._keeps_system()
         self.lead, after = self._frame_of_reply()
         before_end, end = self._end_of_reply(after)
@@ -77,32 +72,20 @@ class ChatTemplate:
         task: str,
         max_turns: float,
         templates: Templates | None = None,
-        rule: int = 0,
+        rng: random.Random | None = None,
     ) -> str:
-        """The prompt of play, up to where the reply begins; `rule` is the number of its rule text."""
+        """The prompt up to where the reply begins: of play or, with `rng`, under a rule text drawn for training.
+
+        It is the one that `prompts.training_prompt` draws; the layout is always the template's.
+        """
         templates = templates or prompts.default_templates(game)
         role = game.next_role(history)
+        rule = prompts.draw_layout(game, role, rng, len(templates[prompts.RULES])).rule if rng else 0
         told = prompts.instruction(templates, role, game.secrets(role, task), max_turns)
         return self.join_play_prompt(game, history, role, prompts.rule_text(templates, max_turns, rule), told)
 
-    def training_prompt(
-        self,
-        game: Game,
-        history: History,
-        task: str,
-        max_turns: float,
-        *,
-        rng: random.Random,
-        templates: Templates | None = None,
-    ) -> str:
-        """The same with the rule text that `prompts.training_prompt` draws; the layout is always the template's."""
-        templates = templates or prompts.default_templates(game)
-        layout = prompts.draw_layout(game, game.next_role(history), rng, len(templates[prompts.RULES]))
-        return self.play_prompt(game, history, task, max_turns, templates, layout.rule)
-
     def join_play_prompt(self, game: Game, history: History, role: str, rules: str, told: str) -> str:
-        """The prompt of play, of its parts."""
-        return self._prompt(chat_messages(game, history, role, rules, told))
+        return self._render(chat_messages(game, history, role, rules, told))
 
     def target(self, text: str) -> str:
         """A reply as the model is to produce it after the prompt: with what the template puts around it."""
@@ -119,13 +102,13 @@ class ChatTemplate:
         for row in rows:
             query = row["query"]
             if row.get("type") == "sft":
-                query = self._render([{"role": USER, "content": query}], reply_follows=True)
+                query = self._render([{"role": USER, "content": query}])
             yield row | {"query": query, "target": self.target(row["target"]), "chat_template": True}
 
-    def _prompt(self, messages: Conversation) -> str:
-        return self._render(messages if self.has_system else without_system(messages), reply_follows=True)
-
-    def _render(self, messages: Conversation, *, reply_follows: bool) -> str:
+    def _render(self, messages: Conversation, *, reply_follows: bool = True) -> str:
+        if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes before that of the first user
+            system, first, *rest = messages
+            messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
         try:
             with time_limit(RENDER_SECONDS):
                 prompt = self.tokenizer.apply_chat_template(
@@ -143,26 +126,19 @@ class ChatTemplate:
 
     def _keeps_system(self) -> bool:
         """Whether the template takes a system message and shows it: some raise an error, some leave it out."""
-        system, first, *_ = PROBES
-        messages = [{"role": SYSTEM, "content": system}, {"role": USER, "content": first}]
         try:
-            return system in self._render(messages, reply_follows=True)
+            return PROBES[0] in self._render(PROBE[:2])
         except ValueError:
             return False
 
     def _frame_of_reply(self) -> tuple[str, str]:
         """What the template writes between the prompt and a reply, and all that it writes after the reply."""
-        roles = (SYSTEM, USER, ASSISTANT, USER)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, PROBES, strict=True)]
-        prompt = self._prompt(messages)
+        prompt = self._render(PROBE)
         if missing := [text for text in PROBES if text not in prompt]:
             raise ValueError(f"{self.name}: its chat template leaves out messages ({', '.join(missing)} of a trial)")
         reply = {"role": ASSISTANT, "content": "ProbeReplyText"}
-        answered = [*(messages if self.has_system else without_system(messages)), reply]
-        whole = self._render(answered, reply_follows=False)
-        before, _, after = whole.rpartition(reply["content"])
-        lead = before[len(prompt) :] if before.startswith(prompt) else ""
-        return lead, after
+        before, _, after = self._render([*PROBE, reply], reply_follows=False).rpartition(reply["content"])
+        return before[len(prompt) :] if before.startswith(prompt) else "", after
 
     def _end_of_reply(self, after: str) -> tuple[str, str]:
         """The first special token in what follows a reply, and the text before it; EOS where the template has none."""

@@ -1,7 +1,6 @@
-"""What a game of two players is: what each game must say of itself, and what follows from that for all of them.
+"""What a game of two players must say of itself, and what follows for all of them. Pure functions; no torch.
 
-A new game is one file with a subclass of `Game` (an example is in README.md) and a prompt file. Everything here is
-pure: nothing is printed or modified. No torch.
+A new game is one file with a subclass of `Game` (an example is in README.md) and a prompt file.
 """
 
 import hashlib
@@ -40,6 +39,7 @@ class Outcome(NamedTuple):
     winner: str | None = None  # the role that gets the point of a match; None: half a point each
     breach: bool = False  # the loser broke the rules: a point for the other, but no reward
     points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: they follow from the winner
+    why: str = ""  # for a person: the rule that decided
 
 
 class Verdict(NamedTuple):
@@ -50,10 +50,7 @@ class Verdict(NamedTuple):
 
 
 class Game:
-    """A game of two roles who speak in turn about a task, a line of the word list. An instance holds its options.
-
-    A game sets the attributes, writes `secrets` and `decide`, and overrides the rest where it differs from the usual.
-    """
+    """A game of two roles who speak in turn about a task, a line of the word list. An instance holds its options."""
 
     name: ClassVar[str]  # as in --game
     title: ClassVar[str]  # as people read it
@@ -103,7 +100,7 @@ class Game:
 
     def explain(self, task: str, history: History, outcome: str) -> str:
         """For a person after the game: which rule decided it. `history` ends with the decisive message."""
-        return ""
+        return self.outcome(outcome).why
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         """Places of a message that the report marks: SECRET or GUESS, from, to."""
@@ -128,13 +125,12 @@ class Game:
         Only the first `2 * max_turns` messages count. Raises ValueError as `check_history` does.
         """
         self.check_history(history, task, max_turns)
-        played = history[: self.message_limit(max_turns)]
         seen: list[Message] = []
-        for message in played:
+        for message in history[: self.message_limit(max_turns)]:
             seen.append(message)
             if decided := self.decide(task, seen):
                 return Verdict(self.outcome(decided).name, len(seen))
-        return Verdict(self.outcomes[-1].name, len(played))
+        return Verdict(self.outcomes[-1].name, len(seen))
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
         """Whether play stops after this message: decided, all turns taken, or stopped by the game."""
@@ -182,9 +178,8 @@ class Game:
 
     def check_kind(self, episode: Mapping) -> None:
         """Raise ValueError for a stored game that lacks a key or is of another kind; its messages are not checked."""
-        for key in EPISODE_KEYS:
-            if key not in episode:
-                raise ValueError(f"'{key}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
+        if missing := [key for key in EPISODE_KEYS if key not in episode]:
+            raise ValueError(f"'{missing[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (played := episode.get("game", DEFAULT_GAME)) != self.name:
             raise ValueError(f"a game of {played!r}, not of {self.name!r}; --game names the one that was played")
 
@@ -193,8 +188,6 @@ class Game:
         self.check_kind(episode)
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
 
-
-# --- finding a game ------------------------------------------------------------------------------------------------
 
 DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")

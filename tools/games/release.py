@@ -17,21 +17,17 @@ def read_literals(path: str, names: tuple[str, ...]) -> dict[str, Any]:
     """
     with open_text(path) as file:
         try:
-            module = ast.parse(file.read())
-        except SyntaxError as error:
-            raise ValueError(f"{path}:{error.lineno}: not Python ({error.msg})") from None
-        except ValueError as error:
+            statements = ast.parse(file.read()).body
+        except (SyntaxError, ValueError) as error:
             raise ValueError(f"{path}: not Python ({error})") from None
     values: dict[str, Any] = {}
-    for statement in module.body:
-        if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for name in {target.id for target in targets if isinstance(target, ast.Name)} & set(names):
-            try:
-                values[name] = ast.literal_eval(statement.value)
-            except (ValueError, TypeError):
-                raise ValueError(f"{path}:{statement.lineno}: {name} is computed; only literals are read") from None
+    for statement in statements:
+        match statement:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in names:
+                try:
+                    values[name] = ast.literal_eval(value)
+                except (ValueError, TypeError):
+                    raise ValueError(f"{path}:{value.lineno}: {name} is computed; only literals are read") from None
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"{path}: {', '.join(missing)} is not set; is this the utils.py of the released code?")
     return values
@@ -56,7 +52,7 @@ def release_templates(path: str) -> prompts.Templates:
             )
     rules = literals[RULES]
     templates = {
-        "rules": list(rules) if isinstance(rules, (list, tuple)) else rules,
+        "rules": list(rules) if isinstance(rules, tuple) else rules,
         **{f"{role}_instruction": literals[INSTRUCTIONS][role] for role in game.roles},
     }
     if problems := prompts.template_problems(templates, game):

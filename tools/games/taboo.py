@@ -27,9 +27,9 @@ class Taboo(Game):
     roles = (ATTACKER, DEFENDER)
     outcomes = (
         Outcome(ATTACKER_WINS, winner=ATTACKER),
-        Outcome(DEFENDER_WINS, winner=DEFENDER),
+        Outcome(DEFENDER_WINS, winner=DEFENDER, why="the guess was right"),
         Outcome(ATTACKER_BREAKS, winner=DEFENDER, breach=True),
-        Outcome(TIED),
+        Outcome(TIED, why="nobody said the word or guessed it in time"),
     )
     example_task = "word"
     likely_messages = 6  # games won by GPT-4 had 2.9 messages of the winner
@@ -44,7 +44,7 @@ class Taboo(Game):
 
     def decide(self, task: str, history: History) -> str | None:
         role, text, word = history[-1]["role"], history[-1]["content"].lower(), task.strip().lower()
-        predicts = PREDICTION_BEGINNING in text and PREDICTION.search(text) is not None
+        predicts = PREDICTION.search(text) is not None
         if role == DEFENDER and predicts:
             return DEFENDER_WINS if self._predicts_right(text, word) else ATTACKER_WINS
         if predicts or self._contains(text, word):
@@ -61,11 +61,9 @@ class Taboo(Game):
         predicts = bool(history) and PREDICTION.search(history[-1]["content"].lower()) is not None
         if outcome == ATTACKER_BREAKS:
             return "the attacker may not " + ("guess" if predicts else "say the target word or a form of it")
-        if outcome == TIED:
-            return "nobody said the word or guessed it in time"
-        if outcome == DEFENDER_WINS:
-            return "the guess was right"
-        return "the guess was wrong" if predicts else "the defender said the target word or a form of it"
+        if outcome == ATTACKER_WINS:
+            return "the guess was wrong" if predicts else "the defender said the target word or a form of it"
+        return super().explain(task, history, outcome)
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         said = [
@@ -77,28 +75,24 @@ class Taboo(Game):
 
     def _predicts_right(self, text: str, word: str) -> bool:
         """Whether one to MAX_GAP characters of the line after a prediction's "it" lead to a derivative."""
+        forms = derivatives(word)
         for prediction in PREDICTION.finditer(text):
-            first = prediction.end() + 1
-            gap = text[prediction.end() : prediction.end() + MAX_GAP].partition("\n")[0]
-            if any(self._is_said(text, form, first, prediction.end() + len(gap)) for form in derivatives(word)):
-                return True
+            end = prediction.end()
+            gap = text[end : end + MAX_GAP].partition("\n")[0]
+            for start in range(end + 1, end + 1 + len(gap)):
+                found = (form for form in forms if text.startswith(form, start))
+                if any(self.match == SUBSTRING or _stands_alone(text, start, form) for form in found):
+                    return True
         return False
 
     def _contains(self, text: str, word: str) -> bool:
         """Whether any derivative is in the text. All but the plural contain the word itself, so two look-ups do."""
         if self.match == SUBSTRING:
-            plural = _plural(word)
-            return word in text or (word not in plural and plural in text)
-        # In quotes, forms stand alone too.
-        return any(self._is_said(text, form, 0, len(text)) for form in derivatives(word)[:4])
-
-    def _is_said(self, text: str, form: str, first: int, last: int) -> bool:
-        """Whether the form begins in the text between places `first` and `last`, as the kind of match has it."""
-        start = text.find(form, first, last + len(form))
-        while start >= 0:
-            if self.match == SUBSTRING or _stands_alone(text, start, form):
+            return word in text or _plural(word) in text
+        for form in derivatives(word)[:4]:  # in quotes, forms stand alone too
+            places = re.finditer(f"(?={re.escape(form)})", text)
+            if any(_stands_alone(text, place.start(), form) for place in places):
                 return True
-            start = text.find(form, start + 1, last + len(form))
         return False
 
 

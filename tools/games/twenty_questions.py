@@ -15,10 +15,10 @@ class TwentyQuestions(Game):
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
     outcomes = (
-        Outcome(FOUND, points=(1.0, 1.0)),
-        Outcome(SAID, breach=True, points=(0.0, 0.0)),
-        Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0)),
-        Outcome(NOT_FOUND, points=(0.0, 0.0)),
+        Outcome(FOUND, points=(1.0, 1.0), why="the guesser named the word, and both win"),
+        Outcome(SAID, breach=True, points=(0.0, 0.0), why="the answerer may not say the word"),
+        Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0), why="each answer must begin with Yes or No"),
+        Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the word in time"),
     )
     example_task = "word"
     likely_messages = 24
@@ -40,14 +40,6 @@ class TwentyQuestions(Game):
 
     def hint(self, role: str) -> str:
         return "A guess reads: Is it `word`?" if role == GUESSER else "Begin each answer with Yes or No."
-
-    def explain(self, task: str, history: History, outcome: str) -> str:
-        return {
-            FOUND: "the guesser named the word, and both win",
-            SAID: "the answerer may not say the word",
-            NO_ANSWER: "each answer must begin with Yes or No",
-            NOT_FOUND: "the guesser did not name the word in time",
-        }[outcome]
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         said, guesses = whole_word(task).finditer(text), QUESTION.finditer(text)

@@ -13,13 +13,11 @@ SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 
 
 class GameCounts:
-    """Counts over games of one kind."""
-
     def __init__(self, game: Game):
         self.game = game
         self.outcomes: Counter[str] = Counter()
-        self.lengths: Counter[str] = Counter()  # by outcome, sums of messages up to the decisive one
-        self.messages: Counter[str] = Counter()  # by role
+        self.length = 0  # of all games together, in messages up to the decisive one
+        self.messages: Counter[str] = Counter()  # by role, as the next two
         self.empty_replies: Counter[str] = Counter()
         self.cut_off_replies: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()  # "cut_prompts", "new_tokens" and, of servers, SERVER_COUNTS
@@ -32,29 +30,25 @@ class GameCounts:
     @property
     def mean_length(self) -> float | None:
         """Messages up to the decisive one; None without games."""
-        return self.lengths.total() / self.games if self.games else None
+        return self.length / self.games if self.games else None
 
     def add(self, episode: Mapping, verdict: Verdict | None = None) -> None:
         """Count one game; `verdict` is how it ended, if the episode does not say so itself."""
         outcome, length = verdict or (episode["outcome"], episode["length"])
         self.outcomes[outcome] += 1
-        self.lengths[outcome] += length
+        self.length += length
         for message in episode["history"]:
             self.messages[message["role"]] += 1
-            if not message["content"].strip():
-                self.empty_replies[message["role"]] += 1
+            self.empty_replies[message["role"]] += not message["content"].strip()
         for message, reply in zip(episode["history"], episode.get("replies") or (), strict=False):
-            self._add_reply(message["role"], reply)
-
-    def _add_reply(self, role: str, reply: Mapping) -> None:
-        self.tells_replies = True
-        new_tokens = reply.get("tokens", 0)
-        self.cut_off_replies[role] += reply.get("finish_reason") == LENGTH
-        self.tokens["cut_prompts"] += reply.get("prompt_cut", False)
-        self.tokens["new_tokens"] += new_tokens
-        if "prompt_tokens" in reply:
-            self.tokens["server_prompt_tokens"] += reply["prompt_tokens"]
-            self.tokens["server_new_tokens"] += new_tokens
+            self.tells_replies = True
+            new_tokens = reply.get("tokens", 0)
+            self.cut_off_replies[message["role"]] += reply.get("finish_reason") == LENGTH
+            self.tokens["cut_prompts"] += reply.get("prompt_cut", False)
+            self.tokens["new_tokens"] += new_tokens
+            if "prompt_tokens" in reply:
+                self.tokens["server_prompt_tokens"] += reply["prompt_tokens"]
+                self.tokens["server_new_tokens"] += new_tokens
 
     def as_dict(self) -> dict:
         """What was counted; `mean_length` in messages up to the decisive one."""

@@ -46,20 +46,19 @@ class Episode(TypedDict):
 
 
 class FinishedGames:
-    """Where the finished games stand in the rank files: some bytes a game, so that a million can be merged."""
+    """Counts of the finished games, and where they stand in the rank files: some bytes for each of a million."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
         self.game, self.words, self.paths = game, words, paths
         self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
         self.file_numbers = array("l", [0]) * len(words)
-        self.new_tokens = self.server_tokens = 0  # the latter: of prompts too, and only where servers played
+        self.counts = GameCounts(game)
         for number, path in enumerate(paths):
             for where, offset, episode in _whole_lines(path):
                 self._add(where, number, offset, episode)
 
-    def missing(self, indices: Sequence[int]) -> list[int]:
-        """Those games among `indices` that are not there."""
-        return [index for index in indices if self.offsets[index] < 0]
+    def missing(self) -> list[int]:
+        return [index for index, offset in enumerate(self.offsets) if offset < 0]
 
     def __iter__(self) -> Iterator[Episode]:
         """The games, in the order of the word list; none may be missing."""
@@ -73,12 +72,11 @@ class FinishedGames:
         try:
             self.game.check_episode(episode)
             self.game.outcome(episode["outcome"])
-            index, word, length = episode["index"], episode["target_word"], episode["length"]
-            if not (type(index) is type(length) is int and index >= 0):
-                raise ValueError(f"'index' is {index!r}, 'length' is {length!r}")
-            replies = [(reply["tokens"], reply.get("prompt_tokens")) for reply in episode["replies"]]
-            new_tokens = sum(tokens for tokens, _ in replies)
-            server_tokens = sum(tokens + prompt for tokens, prompt in replies if prompt is not None)
+            index, word, replies = episode["index"], episode["target_word"], episode["replies"]
+            numbers = [index, episode["length"], *(reply["tokens"] for reply in replies)]
+            numbers += [reply.get("prompt_tokens", 0) for reply in replies]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"'index', 'length' and tokens of replies are {numbers}; expected whole numbers")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
@@ -88,21 +86,14 @@ class FinishedGames:
         if word != self.words[index]:
             raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
         self.offsets[index], self.file_numbers[index] = offset, file_number
-        self.new_tokens += new_tokens
-        self.server_tokens += server_tokens
+        self.counts.add(episode)
 
 
 class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
     def __init__(
-        self,
-        output_dir: str | Path,
-        stem: str,
-        words: Sequence[str],
-        game: Game,
-        apart_by: str = "--data_suffix or --output_dir",
-        made_of_results: Sequence[str] = (),
+        self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game, made_of_results: Sequence[str] = ()
     ):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
@@ -110,7 +101,7 @@ class EpisodeFiles:
         self.settings = utils.RunSettings(
             self.folder / f"{stem}_settings.json",
             results=self._bound,
-            remedy=f"use another {apart_by}, or --overwrite True to start anew",  # flags that tell runs apart
+            remedy="use another --output_dir, or --overwrite True to start anew",
         )
         self.own_path = self._rank_path(rank())
         self.shared = True  # whether all ranks of the launch are known to use this folder
@@ -136,7 +127,7 @@ class EpisodeFiles:
             utils.lock(_lock_of(self.own_path))
             self.own_file = _open_to_append(self.own_path)
         finished = self.finished()
-        if finished.missing(range(len(self.words))):
+        if finished.missing():
             for path in self.made_of_results:  # of fewer games, or of those overwritten
                 path.unlink(missing_ok=True)
         return finished
@@ -172,21 +163,25 @@ class EpisodeFiles:
         Raises ValueError, naming what is missing, if nobody can be counted on to bring it.
         """
         games = self.finished()
-        if missing := games.missing(range(len(self.words))):
-            message = self._describe(missing)
+        if missing := games.missing():
+            ranks, words = (
+                sorted({index % world_size() for index in missing}),
+                [self.words[i] for i in missing[:NAMED]],
+            )
+            named = ", ".join(words) + (", ..." if len(missing) > NAMED else "")
+            message = f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named})"
             if not self.shared:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
             logger.info("%s; the rank that ends last writes the results", message)
             return None
-        tokens = games.new_tokens - tokens_before
+        tokens = games.counts.tokens["new_tokens"] - tokens_before
         if not tokens and self.results_path.is_file() and self.summary_path.is_file():
-            summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+            summary = utils.read_json(self.summary_path)
             if summary["games"] == len(self.words):
                 logger.info("%s: all is there", self.results_path)
                 return summary
-        counts = GameCounts(self.game)
-        write_records(self.results_path, _counted(games, counts))
-        summary = counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
+        write_records(self.results_path, games)
+        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
         write_json(self.summary_path, summary)
         return summary
 
@@ -197,29 +192,20 @@ class EpisodeFiles:
         while self.shared and any(map(utils.is_locked, self._rank_locks())):
             time.sleep(0.5)
 
-    def _describe(self, missing: list[int]) -> str:
-        ranks = sorted({index % world_size() for index in missing})
-        named = ", ".join(self.words[index] for index in missing[:NAMED])
-        more = ", ..." if len(missing) > NAMED else ""
-        return f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named}{more})"
-
     def _bound(self) -> Path | None:
         """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
         files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
         return next(files, next(filter(utils.is_locked, self._rank_locks()), None))
 
     def _rank_locks(self) -> list[Path]:
-        """The locks of ranks, held or not."""
         return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
 
     def _rank_path(self, number: int) -> Path:
         return self.folder / f"{self.stem}_rank{number}.jsonl"
 
     def _rank_paths(self) -> list[Path]:
-        """The rank files that are there, by rank."""
-        pattern = re.compile(re.escape(self.stem) + r"_rank(\d+)\.jsonl")
-        found = {int(match[1]): path for path in self.folder.glob("*") if (match := pattern.fullmatch(path.name))}
-        return [found[number] for number in sorted(found) if found[number].is_file()]
+        pattern = re.compile(re.escape(self.stem) + r"_rank\d+\.jsonl")
+        return sorted(path for path in self.folder.glob("*") if pattern.fullmatch(path.name) and path.is_file())
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
@@ -249,9 +235,3 @@ def _open_to_append(path: Path) -> BinaryIO:
 
 def _lock_of(rank_path: Path) -> Path:
     return rank_path.with_name(f".{rank_path.stem}.lock")
-
-
-def _counted(episodes: FinishedGames, counts: GameCounts) -> Iterator[Episode]:
-    for episode in episodes:
-        counts.add(episode)
-        yield episode

@@ -13,15 +13,18 @@ from tools.engine.local_player import ENGINE_THREAD, Batcher, Engine, LocalPlaye
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
+from tools.games import prompts
 from tools.games.game import Game
 from tools.players.budget import TokenBudget
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import Player
+from tools.players.player import Player, Turn
 from tools.players.server_flags import is_server
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import model_fingerprint
+from utils import model_fingerprint, warn_on_rank_0
 
 VLLM_GAMES = 256  # at once, unless a flag says otherwise
+MOST_CUT = 0.5  # of the opening prompts
+LOOKED_AT = 200  # tasks at most, spread over the list
 ENGINES: dict[str, Callable[..., Engine]] = {SLOTS: SlotEngine, GENERATE: BatchEngine}
 logger = logging.getLogger(__name__)
 
@@ -56,24 +59,39 @@ class Lineup:
             of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names, on_batch).result()
         games = self._games_at_once(names)
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
-        if servers := set(filter(is_server, names)):
-            players |= self._server_players(servers, on_batch, seed)
+        if any(map(is_server, names)):
+            from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
+
+            servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
+            for name in filter(is_server, names):
+                players[name] = ServerPlayer(name, servers, tokens=self._tokens_of(name), seed=seed)
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
 
-    def tokens_of(self, names: Sequence[str]) -> dict[str, models.ModelTokens]:
-        """The tokenizers of these players, as far as they are known, by role."""
-        known = {}
+    def check_openings(self, names: Sequence[str], tasks: Sequence[str], templates: prompts.Templates) -> None:
+        """Warn of opening prompts that lose their rules to --max_length; ValueError for most, without --allow_cuts.
+
+        The second role opens with an empty message before it, the shortest there is. Players whose tokenizer is not
+        known are passed over.
+        """
+        looked_at, cuts = tasks[:: -(-len(tasks) // LOOKED_AT)], []
         for role, name in zip(self.game.roles, names, strict=True):
-            if name == HUMAN or is_server(name) and not self.flags.openai_tokenizer:
-                continue
-            own = self.flags.openai_tokenizer if is_server(name) else str(models.model_folder(name).resolve())
-            known[role] = self._tokens(own)
-        return known
+            history = () if role == self.game.roles[0] else ({"role": self.game.roles[0], "content": ""},)
+            if tokens := self._tokens_of(name):
+                for task in looked_at:
+                    secrets = self.game.secrets(role, task)
+                    turn = Turn(self.game, role, history, self.flags.turns(self.game), 0, secrets, templates)
+                    cuts.append(tokens.encode_turn(turn)[1])
+        if not any(cuts):
+            return
+        share = sum(cuts) / len(cuts)
+        message = f"{share:.0%} of the opening prompts lose the beginning of the rules to --max_length"
+        if share > MOST_CUT and not self.flags.allow_cuts:
+            raise ValueError(f"{message}; use a larger one, or --allow_cuts True")
+        warn_on_rank_0("%s", message)
 
     def end(self) -> None:
-        """End the servers of this process."""
         while self.vllms:
             self.vllms.popitem()[1].end()
 
@@ -93,7 +111,6 @@ class Lineup:
     def _local_players(
         self, folders: set[Path], names: Sequence[str], on_batch: Callable[[], None]
     ) -> dict[Path, Player]:
-        models.use_own_gpu()
         self._load(folders)
         batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
         players: dict[Path, Player] = {}
@@ -101,13 +118,6 @@ class Lineup:
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
             players[folder] = LocalPlayer(engine, batcher, local.chat)
         return players
-
-    def _server_players(self, names: set[str], on_batch: Callable[[], None], seed: int | str) -> dict[str, Player]:
-        from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
-
-        tokens = self._tokens(self.flags.openai_tokenizer) if self.flags.openai_tokenizer else None
-        servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
-        return {name: ServerPlayer(name, servers, tokens=tokens, seed=seed) for name in names}
 
     def _vllm_players(self, folders: set[Path], on_batch: Callable[[], None], seed: int | str) -> dict[Path, Player]:
         """Players by model folder; servers of earlier players end, unless they go on playing."""
@@ -131,6 +141,13 @@ class Lineup:
             folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed, on_batch=on_batch)
             for (folder, _), server in self.vllms.items()
         }
+
+    def _tokens_of(self, name: str) -> models.ModelTokens | None:
+        """The tokenizer of a player; None for a person, and for a server's where --openai_tokenizer is not set."""
+        if name == HUMAN:
+            return None
+        own = self.flags.openai_tokenizer if is_server(name) else str(models.model_folder(name).resolve())
+        return self._tokens(own) if own else None
 
     def _tokens(self, name: str) -> models.ModelTokens:
         if name not in self.tokens:

@@ -55,7 +55,6 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     overwrite: bool = flag("True: delete the games of an earlier run in this place", default=False)
 
     def turns(self, game: Game) -> int:
-        """Turns of a game."""
         return game.max_turns if self.max_turns is None else self.max_turns
 
     def problems(self, names: list[str]) -> list[str]:
@@ -77,16 +76,13 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             problems.append("--bf16 and --fp16 exclude each other")
         if self.engine == VLLM and self.device_map:
             problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
-        return (
-            problems
-            + self.vllm_problems(self.engine)
-            + self.server_problems(names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens)
+        problems += self.vllm_problems(self.engine)
+        return problems + self.server_problems(
+            names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
         )
 
     def sampling(self) -> Sampling:
-        """How replies are drawn."""
-        same = {name: getattr(self, name) for name in DRAWS}
-        return Sampling(**same, do_sample=self.task_type == SAMPLING)
+        return Sampling(**{name: getattr(self, name) for name in DRAWS}, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> torch.dtype | None:
         """Of local models; None: as their configs say."""
@@ -94,18 +90,11 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """What games depend on besides players, words and seed, as runs are compared by it."""
-        names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine")
-        return {
-            **self.game_settings(game, templates),
-            "max_turns": self.turns(game),
-            **{name: getattr(self, name) for name in names},
-            # Not named when it is off: runs that were begun before there was such a flag go on.
-            **({"chat_template": True} if self.chat_template else {}),
-            **({"vllm_args": self.vllm_args} if self.vllm_args else {}),
-        }
+        names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine", "chat_template", "vllm_args")
+        own = {name: getattr(self, name) for name in names}
+        return self.game_settings(game, templates) | {"max_turns": self.turns(game)} | own
 
     def set_precision(self) -> None:
-        """Use TF32 for float32 products if the flags say so."""
         if self.tf32 and not torch.cuda.is_available():
             warn_on_rank_0("--tf32 True has no effect: there is no GPU")
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")

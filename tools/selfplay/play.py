@@ -17,18 +17,14 @@ from tools.players.budget import Estimator
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.players.server_flags import is_server
-from tools.selfplay.curves import PlayLog
+from tools.selfplay.counts import SERVER_COUNTS, GameCounts
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup
-from tools.selfplay.openings import check_openings
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
 from utils import from_rank_0, rank, world_size
 
 logger = logging.getLogger(__name__)
-
-
-# --- games -----------------------------------------------------------------------------------------------------------
 
 
 async def play_game(
@@ -51,8 +47,7 @@ async def play_game(
         turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
-        record: dict = {"finish_reason": reply.finish_reason, "tokens": reply.tokens, "prompt_cut": reply.prompt_cut}
-        replies.append(record if reply.prompt_tokens is None else record | {"prompt_tokens": reply.prompt_tokens})
+        replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
     named = {} if game.name == DEFAULT_GAME else {"game": game.name}
     return {
@@ -67,11 +62,6 @@ async def play_game(
     }
 
 
-def fail(index: int, task: str, error: Exception) -> None:
-    """What `play_games` does about a game whose reply cannot be had, unless it is told otherwise."""
-    raise error
-
-
 async def play_games(
     game: Game,
     tasks: Iterable[tuple[int, str]],
@@ -81,9 +71,12 @@ async def play_games(
     templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[int, str, ReplyUnavailable], None] = fail,
+    on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, so many at a time. Both callbacks may raise."""
+    """Play (index, task) pairs, so many at a time. Both callbacks may raise.
+
+    `on_lost` is told of a game whose reply cannot be had; without it, that ends all games.
+    """
     to_play = iter(tasks)
 
     async def keep_playing() -> None:
@@ -91,6 +84,8 @@ async def play_games(
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
+                if on_lost is None:
+                    raise
                 on_lost(index, task, error)
             else:
                 on_episode(episode)
@@ -102,9 +97,6 @@ async def play_games(
         for each in at_once:
             each.cancel()
         await asyncio.gather(*at_once, return_exceptions=True)
-
-
-# --- a run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,32 +122,32 @@ class Run:
 
     def __post_init__(self):
         self.names = {name for pairing in self.pairings for name in pairing.names}
-        turns, tokens = self.flags.turns(self.game), self.flags.max_new_tokens
-        self.estimator = Estimator(self.game, self.templates, turns, tokens)
+        self.max_turns = self.flags.turns(self.game)
+        self.estimator = Estimator(self.game, self.templates, self.max_turns, self.flags.max_new_tokens)
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
 
         `settings` are what the games depend on. Ends the program with status UNFINISHED where games had to be left.
         """
-        everything = range(len(self.files.words))
+        games = len(self.files.words)
         if self.flags.dry_run:
-            print(self.cost(everything if self.flags.overwrite else self.files.finished().missing(everything)))
+            print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
             return None
         self._settle_engine(settings)
         self.flags.set_precision()
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
-        seconds, to_play = 0.0, finished.missing(everything[rank() :: world_size()])
-        if to_play:
-            if there := len(everything) - len(finished.missing(everything)):
-                logger.info("continues: %d of %d games are there", there, len(everything))
+        seconds, missing = 0.0, finished.missing()
+        if to_play := [index for index in missing if index % world_size() == rank()]:
+            if len(missing) < games:
+                logger.info("continues: %d of %d games are there", games - len(missing), games)
             if any(map(is_server, self.names)):
-                logger.info("%s", self.cost(finished.missing(everything)))
-            progress = self._play(to_play, server_tokens=finished.server_tokens)
+                logger.info("%s", self.cost(missing))
+            progress = self._play(to_play, finished.counts)
             if progress.missing:
                 end_unfinished(self.files, progress)
             seconds = progress.seconds
-        return self.files.merge(seconds=seconds, tokens_before=finished.new_tokens)
+        return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
 
     def _settle_engine(self, settings: dict) -> None:
         """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
@@ -171,32 +163,24 @@ class Run:
         self.flags.engine = settings["engine"] = from_rank_0(choose)
 
     def cost(self, games: Sequence[int]) -> str:
-        """What these games will cost."""
         matches = (
             (self.pairings[number].names, [self.files.words[index] for index in indices])
             for number, indices in itertools.groupby(games, key=self.pairing_of)
         )
         return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
 
-    def _play(self, to_play: list[int], *, server_tokens: float) -> Progress:
-        """Play these games; returns what became of them."""
-        lineup = Lineup(self.flags, self.game)
+    def _play(self, to_play: list[int], before: GameCounts) -> Progress:
+        games, lineup = len(self.files.words), Lineup(self.flags, self.game)
         for names in sorted({pairing.names for pairing in self.pairings}):
-            check_openings(
-                self.game,
-                self.files.words,
-                lineup.tokens_of(names),
-                max_turns=self.flags.turns(self.game),
-                templates=self.templates,
-                allow_cuts=self.flags.allow_cuts,
-            )
-        before = len(range(rank(), len(self.files.words), world_size())) - len(to_play)
-        log = PlayLog(self.flags, self.report_to, self.files, games_before=before)
-        progress = Progress(self.game, len(to_play), self.flags, lineup.budget, log=log, quiet=HUMAN in self.names)
+            lineup.check_openings(names, self.files.words, self.templates)
+        quiet = HUMAN in self.names
+        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, report_to=self.report_to, quiet=quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             task = self.files.words[0]
-            likely = max(self.estimator.cost(each.names, task, self.estimator.likely).tokens for each in self.pairings)
-            lineup.budget.set_limit((self.flags.max_total_tokens - server_tokens) / world_size(), likely)
+            estimator = self.estimator
+            likely = max(estimator.cost(each.names, task, estimator.likely).tokens for each in self.pairings)
+            left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
+            lineup.budget.set_limit(left / world_size(), likely)
         try:
             for number, indices in itertools.groupby(to_play, key=self.pairing_of):
                 if not lineup.budget.exhausted:
@@ -206,8 +190,7 @@ class Run:
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            games = len(self.files.words)
-            stored = games - len(self.files.finished().missing(range(games)))
+            stored = self.files.finished().counts.games
             print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
             sys.exit(0)
         finally:
@@ -239,7 +222,7 @@ class Run:
             self.game,
             lineup.budget.deal((index, self.files.words[index]) for index in indices),
             players,
-            max_turns=self.flags.turns(self.game),
+            max_turns=self.max_turns,
             templates=self.templates,
             concurrent_games=concurrent_games,
             on_episode=on_episode,

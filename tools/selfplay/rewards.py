@@ -2,52 +2,61 @@
 
 import math
 import random
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
+from utils import BadRecordError, log_skipped
 
-SKIPPED = 255  # in the place of an outcome
 PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
+Reader = Callable[..., Iterable[tuple[str, dict]]]  # what messages call a record, and the record; takes `on_skip`
 
 
 class Games:
-    """Verdicts of many games in five bytes each, in the order of their episodes, and how many games paid each role."""
+    """Episodes that are read twice: first to judge them all and see how many games paid each role, then for rows.
 
-    def __init__(self, game: Game):
-        self.game, self.names = game, [outcome.name for outcome in game.outcomes]
+    What is no game of this kind, or has rewards that are none, is a BadRecordError or, with `skip_bad`, passed over.
+    """
+
+    def __init__(self, game: Game, read: Reader, *, skip_bad: bool = False):
+        self.game, self.skipped, self._read = game, 0, read
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
-        self._outcomes, self._lengths = bytearray(), array("I")
+        self._verdicts: list[Verdict | None] = []  # None: no episode; equal ones are one object, 8 bytes a game
+        known: dict[Verdict, Verdict] = {}
+        for where, record in read(on_skip=self._skip):
+            try:
+                verdict = self._judge(record)
+                self._verdicts.append(known.setdefault(verdict, verdict))
+            except ValueError as error:
+                if not skip_bad:
+                    raise BadRecordError(f"{where}: {error}") from None
+                self._skip(f"{where}: {error}")
+                self._verdicts.append(None)
 
-    def add(self, episode: dict) -> None:
-        """Judge an episode. Raises ValueError if it is no game of this kind, or its rewards are none."""
+    def _judge(self, episode: dict) -> Verdict:
         self.game.check_kind(episode)
         verdict = self.game.judge(*(episode[key] for key in EPISODE_KEYS))
         for role in rewards_of(self.game, episode, verdict):
             self.paid[role] += 1
-        self._outcomes.append(self.names.index(verdict.outcome))
-        self._lengths.append(verdict.length)
+        return verdict
 
-    def skip(self) -> None:
-        """Note a record that is no episode; it has no verdict."""
-        self._outcomes.append(SKIPPED)
-        self._lengths.append(0)
+    def _skip(self, message: str) -> None:
+        log_skipped(message)
+        self.skipped += 1
 
-    def __len__(self) -> int:
-        return len(self._outcomes) - self._outcomes.count(SKIPPED)
-
-    def verdicts(self, records: Iterable[dict]) -> Iterator[tuple[dict, Verdict]]:
-        """The same records again, those that are episodes, with their verdicts."""
-        for record, code, length in zip(records, self._outcomes, self._lengths, strict=True):
-            if code != SKIPPED:
-                yield record, Verdict(self.names[code], length)
+    def judged(self) -> Iterator[tuple[dict, Verdict]]:
+        """The episodes, read once more, with their verdicts."""
+        for (_, record), verdict in zip(self._read(), self._verdicts, strict=True):
+            if verdict:
+                yield record, verdict
 
     def counts(self) -> dict[str, int]:
-        """How many games had each outcome."""
-        return {name: self._outcomes.count(code) for code, name in enumerate(self.names)}
+        """How many episodes there are, how many had each outcome, and how many records were passed over."""
+        found = Counter(verdict.outcome for verdict in self._verdicts if verdict)
+        outcomes = {outcome.name: found[outcome.name] for outcome in self.game.outcomes}
+        return {"episodes": found.total(), **outcomes, "skipped": self.skipped}
 
     def role_weights(self) -> dict[str, float]:
         """What rows of each role weigh, so that all roles count the same in sum: N / (2 N_role), or 0 without games.
@@ -82,24 +91,24 @@ def assign_rewards(
     Raises ValueError for a decay_weight outside (0, 1] and for an episode that is no game, naming its index.
     """
     check_decay(decay_weight)
-    episodes, game = list(episodes), game or load_game()
-    games = Games(game)
-    for index, episode in enumerate(episodes):
-        try:
-            games.add(episode)
-        except ValueError as error:
-            raise ValueError(f"episode {index}: {error}") from None
+    game = game or load_game()
     prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    return list(paid_rows(games, episodes, decay_weight=decay_weight, prompt_fn=prompt_fn))
+    return list(paid_rows(Games(game, in_memory(episodes)), decay_weight=decay_weight, prompt_fn=prompt_fn))
 
 
-def paid_rows(games: Games, episodes: Iterable[dict], *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
+def in_memory(episodes: Iterable[dict]) -> Reader:
+    """How `Games` reads episodes that are no file."""
+    named = [(f"episode {index}", episode) for index, episode in enumerate(episodes)]
+    return lambda on_skip=None: named
+
+
+def paid_rows(games: Games, *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
     """A row for each message of the roles that a game pays, up to its decisive message.
 
-    A row's reward is that of the role times the message's share of it; `games` has judged these episodes.
+    A row's reward is that of the role times the message's share of it.
     """
     weights = games.role_weights()
-    for episode, verdict in games.verdicts(episodes):
+    for episode, verdict in games.judged():
         rewards = rewards_of(games.game, episode, verdict)
         played = [message["role"] for message in episode["history"][: verdict.length]] if rewards else []
         shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in rewards}
@@ -110,7 +119,6 @@ def paid_rows(games: Games, episodes: Iterable[dict], *, decay_weight: float, pr
 
 
 def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float, weight: float) -> dict:
-    """The training row of one message of an episode."""
     message = episode["history"][index]
     return {
         "query": prompt_fn(episode["history"][:index], episode["target_word"], episode["max_turns"]),
@@ -137,6 +145,5 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
 
 
 def check_decay(decay_weight: float) -> None:
-    """Raise ValueError unless 0 < decay_weight <= 1."""
     if not 0 < decay_weight <= 1:
         raise ValueError(f"decay_weight is {decay_weight}; it must be above 0 and at most 1")

@@ -23,7 +23,6 @@ from utils import (
     files_setting,
     flag,
     iter_records,
-    log_skipped,
     open_text,
     row_texts,
     write_records,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
-KEPT_BYTES = 1 << 26  # of episodes that are not read a second time
+SFT = "sft"  # counts and type of rows that are no messages
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +59,42 @@ class RowFlags(GameFlags):
         tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
         return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
 
+    def load_chat_template(self) -> "ChatTemplate | None":
+        """The chat template of --tokenizer, if the flags ask for it."""
+        if self.chat_template != (self.tokenizer is not None):
+            raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+        if not self.chat_template:
+            return None
+        from tools.games.chat import load_chat_template  # brings transformers, which rows do without
+
+        return load_chat_template(self.tokenizer)
+
+    def prompt_fn(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> PromptFn:
+        """How queries are made: the prompt of play, or a training prompt drawn at random."""
+        rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
+        if chat:
+            return partial(chat.play_prompt, game, templates=templates, rng=rng)
+        if rng:
+            return partial(prompts.training_prompt, game, rng=rng, templates=templates)
+        return partial(prompts.play_prompt, game, templates=templates)
+
+    def read_games(self, game: Game, paths: list[str]) -> Games:
+        """The episodes of these files, judged."""
+        return Games(game, partial(read_records, paths, skip_bad=self.skip_bad), skip_bad=self.skip_bad)
+
+    def game_rows(self, games: Games, prompt_fn: PromptFn) -> Iterator[dict]:
+        """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
+
+        The latter is for imitation of players whose lost games are worth learning from too.
+        """
+        if self.messages == WINNER:
+            return paid_rows(games, decay_weight=self.decay_weight, prompt_fn=prompt_fn)
+        return (
+            message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
+            for episode, verdict in games.judged()
+            for index in range(verdict.length)
+        )
+
 
 def read_records(
     paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
@@ -70,22 +105,6 @@ def read_records(
             yield f"{where}: episode {index} of the file, counted from 0", record
 
 
-def judge_records(
-    game: Game, records: Iterable[tuple[str, dict]], on_skip: Callable[[str], None] | None = None
-) -> Games:
-    """Judge the episodes of `read_records`; `on_skip` is told what is none, which is then passed over."""
-    games = Games(game)
-    for where, record in records:
-        try:
-            games.add(record)
-        except ValueError as error:
-            if on_skip is None:
-                raise BadRecordError(f"{where}: {error}") from None
-            on_skip(f"{where}: {error}")
-            games.skip()
-    return games
-
-
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
     """Yield the SFT rows of a file with query and target, prompt and answer, or raw Alpaca records."""
     for where, record in iter_records(path):
@@ -93,7 +112,7 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
             query, target, _ = row_texts(record, from_alpaca)
         except ValueError as error:
             raise BadRecordError(f"{where}: {error}") from None
-        yield {"query": query, "target": target, "type": "sft", "weight": 1.0}
+        yield {"query": query, "target": target, "type": SFT, "weight": 1.0}
 
 
 def make_rows(
@@ -110,7 +129,7 @@ def make_rows(
     template_file = flags.prompt_templates or game.prompt_file
     read, written = [*inputs, *([sft] if sft else []), template_file], [output, *([outcomes] if outcomes else [])]
     refuse_overwriting(read, [*written, settings_path(output)])
-    templates, chat = flags.load_templates(game), open_chat_template(flags)
+    templates, chat = flags.load_templates(game), flags.load_chat_template()
     made_with = RunSettings(
         settings_path(output),
         results=lambda: Path(output) if os.path.exists(output) else None,
@@ -123,63 +142,40 @@ def make_rows(
     with made_with.claimed(settings, overwrite=flags.overwrite):
         if not flags.overwrite and all(map(os.path.exists, written)):
             results = {name: made_with.read(name) for name in ("games", "rows", "weights", "mean_rewards")}
-            check_number(flags, game, results["rows"], lambda: judge_inputs(flags, game, inputs)[:2])
+            check_number(flags, game, results["rows"], inputs)
             logger.info("%s: all is there: %s", output, rows_line(game, results))
             return results
-        counts = Counter(dict.fromkeys((*game.roles, "sft", "empty", "dropped"), 0))
-        games, episodes, results = judge_inputs(flags, game, inputs)
-        rows = game_rows(flags, games, episodes(), choose_prompt_fn(flags, game, templates, chat))
+        games = flags.read_games(game, inputs)
+        results = {"games": games.counts()}
+        rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        rows = counted(chain(rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
+        counts, paid = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0)), Counter[str]()
+        rows = counted(chain(rows, sft_rows), counts, paid, drop_empty=flags.drop_empty_targets)
 
         def rows_then_settings() -> Iterator[dict]:
-            paid: Counter[str] = Counter()
-            for row in chat.rows(rows) if chat else rows:
-                paid[row.get("role", "")] += row.get("reward", 0)
-                yield row
+            yield from chat.rows(rows) if chat else rows
             results.update(rows=dict(counts), weights=games.role_weights())
             results["mean_rewards"] = {role: paid[role] / counts[role] for role in game.roles if counts[role]}
-            check_number(flags, game, counts, lambda: (games, episodes))
+            check_number(flags, game, counts, inputs)
             Path(output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
             made_with.write(settings, **results)
 
         if outcomes:
-            write_records(outcomes, outcome_records(games, episodes()))
+            words = (
+                {"target_word": episode["target_word"]} | verdict._asdict() for episode, verdict in games.judged()
+            )
+            write_records(outcomes, words)
         write_records(output, rows_then_settings())  # takes its place last: what is there is whole
         logger.info("%s: %s", output, rows_line(game, results))
         return results
 
 
-def judge_inputs(flags: RowFlags, game: Game, paths: list[str]) -> tuple[Games, Callable[[], Iterator[dict]], dict]:
-    """Judge the episodes of these files; also gives what reads them once more, and the counts of games."""
-    skipped = 0
-
-    def on_skip(message: str) -> None:
-        nonlocal skipped
-        log_skipped(message)
-        skipped += 1
-
-    records: Iterable = read_records(paths, skip_bad=flags.skip_bad, on_skip=on_skip)
-    if keep := sum(map(os.path.getsize, paths)) <= KEPT_BYTES:
-        records = list(records)
-    games = judge_records(game, records, on_skip if flags.skip_bad else None)
-
-    def again() -> Iterator[dict]:
-        return (record for _, record in (records if keep else read_records(paths, skip_bad=flags.skip_bad)))
-
-    return games, again, {"games": {"episodes": len(games), **games.counts(), "skipped": skipped}}
-
-
-def check_number(flags: RowFlags, game: Game, rows: Mapping[str, int], judge: Callable[[], tuple]) -> None:
-    """Raise ValueError, with the outcomes and likely causes, for fewer game rows than --min_game_rows.
-
-    `judge` gives the judged games, and what reads their episodes.
-    """
+def check_number(flags: RowFlags, game: Game, rows: Mapping[str, int], paths: list[str]) -> None:
+    """Raise ValueError, with the outcomes and likely causes, for fewer game rows than --min_game_rows."""
     if (number := sum(rows[role] for role in game.roles)) >= flags.min_game_rows:
         return
     counts = GameCounts(game)
-    games, episodes = judge()
-    for episode, verdict in games.verdicts(episodes()):
+    for episode, verdict in flags.read_games(game, paths).judged():
         counts.add(episode, verdict)
     raise ValueError(
         f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({result_line(counts.as_dict())})."
@@ -196,21 +192,7 @@ def rows_line(game: Game, results: Mapping) -> str:
         for role in game.roles
         if rows[role]
     ]
-    return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows['sft']:,} SFT rows"
-
-
-def game_rows(flags: RowFlags, games: Games, episodes: Iterable[dict], prompt_fn: PromptFn) -> Iterator[dict]:
-    """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
-
-    The latter is for imitation of players whose lost games are worth learning from too.
-    """
-    if flags.messages == WINNER:
-        return paid_rows(games, episodes, decay_weight=flags.decay_weight, prompt_fn=prompt_fn)
-    return (
-        message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
-        for episode, verdict in games.verdicts(episodes)
-        for index in range(verdict.length)
-    )
+    return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows[SFT]:,} SFT rows"
 
 
 def settings_path(output: str) -> Path:
@@ -230,40 +212,15 @@ def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Pat
         taken.add(Path(path).resolve())
 
 
-def open_chat_template(flags: RowFlags) -> "ChatTemplate | None":
-    """The chat template of --tokenizer, if the flags ask for it."""
-    if flags.chat_template != (flags.tokenizer is not None):
-        raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
-    if not flags.chat_template:
-        return None
-    from tools.games.chat import load_chat_template  # brings transformers, which rows do without
-
-    return load_chat_template(flags.tokenizer)
-
-
-def choose_prompt_fn(
-    flags: RowFlags, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None"
-) -> PromptFn:
-    """How queries are made: the prompt of play, or a training prompt drawn at random."""
-    source = chat or prompts
-    if flags.training_prompt == PLAY:
-        return partial(source.play_prompt, game, templates=templates)
-    return partial(source.training_prompt, game, rng=random.Random(flags.seed), templates=templates)
-
-
-def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:
-    """Pass rows on, counting them by role (or "sft"), those with an empty target, and those dropped for it."""
+def counted(rows: Iterable[dict], counts: Counter, paid: Counter, *, drop_empty: bool) -> Iterator[dict]:
+    """Pass rows on and count, by role or as SFT rows, them and their rewards; targets that are empty, and dropped."""
     for row in rows:
         empty = not row["target"].strip()
         if empty and drop_empty:
             counts["dropped"] += 1
             continue
+        role = row.get("role", SFT)
         counts["empty"] += empty
-        counts[row.get("role", "sft")] += 1
+        counts[role] += 1
+        paid[role] += row.get("reward", 0)
         yield row
-
-
-def outcome_records(games: Games, episodes: Iterable[dict]) -> Iterator[dict]:
-    """One record per episode: its target word, outcome and length in messages."""
-    for episode, (outcome, length) in games.verdicts(episodes):
-        yield {"target_word": episode["target_word"], "outcome": outcome, "length": length}
