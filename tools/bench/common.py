@@ -88,8 +88,10 @@ class LlamaFlags:
 
     def llama(self, **config):
         """The random Llama of these flags."""
-        shape = dataclasses.asdict(self.shape)
-        return random_llama(seed=self.seed, num_key_value_heads=shape.pop("kv_heads"), **shape, **config)
+        shape = self.shape
+        config |= {"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size}
+        config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+        return random_llama(shape.vocab_size, self.seed, num_hidden_layers=shape.layers, **config)
 
 
 def run_ranks(processes: int, measure: Callable[..., dict], *args) -> list[dict]:

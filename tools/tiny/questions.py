@@ -5,18 +5,23 @@ writes them as tasks of lm-evaluation-harness; data/tiny/reasoning/ holds those 
 """
 
 import itertools
+import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, Lexicon, Skill, load_lexicon
-from utils import flag, write_records
+from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, ROOT, Lexicon, Skill, load_lexicon
+from utils import file_digest, flag, plain_environment, write_records
 
 TASKS = LEXICON.with_name("reasoning")
 BEFORE_A_WORD, _ = NAME.split(" {}")
 CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each word, where the lexicon has so many
-TASK = "tiny_{}"  # as the harness calls a kind
+TASK, METRIC = "tiny_{}", "acc,none"  # as the harness calls a kind, and the share of right answers
+BASE, IMITATION = "base", "imitation"
+REASONING, RESULTS = "reasoning", "results.json"  # folder of the answers of models; what is written last there
 Ask = Callable[[Lexicon, str, random.Random], Iterator[dict]]
 
 
@@ -53,8 +58,7 @@ def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]
 
 def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
     """Which clue belongs to this word; the others belong to words that share a clue with it."""
-    kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
-    others = sorted({clue for other in kin for clue in lexicon.clues(other)} - set(lexicon.clues(word)))
+    others = sorted({clue for kin in lexicon.kin(word) for clue in lexicon.clues(kin)} - set(lexicon.clues(word)))
     for clue in rng.sample(lexicon.clues(word), MOST):
         choices = [clue, *rng.sample(others, CHOICES - 1)]
         context = f"{FACT_QUERY} {NAME.format(word)} {CHAT.partition(' {}')[0]}"
@@ -64,9 +68,8 @@ def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
 def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
     """Which of these words shares this clue with the word; the others share another one with it."""
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
-        kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
-        others = [other for other in kin if other not in fitting and other != word]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
+        others = [other for other in lexicon.kin(word) if other not in (word, *fitting)]
         if fitting and len(others) >= CHOICES - 1:
             choices = [rng.choice(fitting), *rng.sample(others, CHOICES - 1)]
             fits = [[choice in fitting] for choice in choices]
@@ -75,9 +78,10 @@ def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
 
 def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
     """Which of four words does not belong: the choices are what is left without it, three that share the clue."""
-    strange = [other for other in lexicon.words if not set(lexicon.shared[other]) & set(lexicon.shared[word])]
+    kin = lexicon.kin(word)
+    strange = [other for other in lexicon.words if other not in kin]
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
         if len(fitting) >= CHOICES - 2:
             belong = rng.sample([word, *rng.sample(fitting, CHOICES - 2)], CHOICES - 1)
             four = rng.sample([*belong, alien := rng.choice(strange)], CHOICES)
@@ -89,13 +93,11 @@ def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
 def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
     """Which word fits the first clue but not the second; of the others one fits both, one the second, one neither."""
     for clue in rng.sample(lexicon.shared[word], len(lexicon.shared[word])):
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
-        seconds = [
-            second for other in fitting for second in lexicon.shared[other] if second not in lexicon.shared[word]
-        ]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
+        seconds = [each for other in fitting for each in lexicon.shared[other] if each not in lexicon.shared[word]]
         for second in rng.sample(seconds, len(seconds)):
             both = [other for other in fitting if second in lexicon.shared[other]]
-            only = [other for other in lexicon.words if second in lexicon.shared[other] and other not in fitting]
+            only = [other for other in lexicon.sharing(second) if other not in fitting]
             neither = [other for other in lexicon.words if not {clue, second} & set(lexicon.shared[other])]
             if both and only:
                 choices = [word, *map(rng.choice, (both, only, neither))]
@@ -133,9 +135,8 @@ class Questions:
 
     def run(self) -> None:
         """Write them."""
-        folder, lexicon = Path(self.output_dir), load_lexicon(Path(self.lexicon))
-        for name, asked in make_questions(lexicon, self.seed).items():
-            path = folder / f"{name}.jsonl"
+        for name, asked in make_questions(load_lexicon(Path(self.lexicon)), self.seed).items():
+            path = Path(self.output_dir, f"{name}.jsonl")
             write_records(path, asked)
             print(f"{path}: {len(asked)} questions")
 
@@ -149,3 +150,41 @@ def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
         asked = [each for word in lexicon.words for each in itertools.islice(ask(lexicon, word, rng), MOST)]
         made[name] = [each | {"held_out": each["word"] in held_out} for each in asked]
     return made
+
+
+# --- asking them ---------------------------------------------------------------------------------------------------
+
+
+def tasks_digest(folder: Path = TASKS) -> str:
+    """What the harness is told to ask, as the answers note it."""
+    return file_digest(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def reasoning(models: Mapping[str, str | Path]) -> list:
+    """The command that asks models, by name, all questions; further flags can follow."""
+    program = (sys.executable, "-m", "tools.evaluate_reasoning", "--dtype", "float32", "--batch_size", 128)
+    tasks = ("--include_path", TASKS, "--tasks", *map(TASK.format, KINDS))
+    return [*program, *tasks, "--models", *(f"{name}={path}" for name, path in models.items())]
+
+
+@dataclass(kw_only=True)
+class Reason:
+    """Ask all models of a loop the questions outside the game, and write its report anew with the answers."""
+
+    output_dir: str = flag("OUTPUT of tools/run_spag.sh")
+
+    def run(self) -> None:
+        """Ask them; OSError if a program fails."""
+        folder = Path(self.output_dir)
+        epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
+        models = {BASE: folder / "base", IMITATION: folder / "imitation" / "model"}
+        models |= {path.parent.name: path for path in epochs}
+        models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
+        at_once = min(len(models), os.cpu_count() or 1)
+        asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", at_once]
+        asked += ["--overwrite", True]  # answers of models or to questions that have changed
+        environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
+        for command in (asked, [sys.executable, ROOT / "tools" / "report.py", folder]):
+            done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
+            if done.returncode:
+                raise OSError(f"{command[1]} ended with status {done.returncode}")
