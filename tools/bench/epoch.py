@@ -18,7 +18,8 @@ training, h: with gradient checkpointing, 8 operations a parameter and token, pa
   HOST.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import utils
 from tools.bench.common import SHAPES, Shape, print_table
@@ -36,8 +37,7 @@ LINK, PCIE, HOST = 200e9, 25e9, 200e9  # bytes/s: between GPUs, from a GPU to RA
 ROWS, GPUS_A_MACHINE = 2, 8  # rows of a micro-batch
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """By the vendor's data sheet: memory, bandwidth, dense bf16 rate."""
 
     gib: float
@@ -58,8 +58,9 @@ PUBLISHED = {  # new tokens/s by vLLM on so many GPUs, of a model of about this 
     ("13b", "A100-80"): (3004, 1),  # DeepSeek-R1-Distill-Qwen-14B: the same page
     ("70b", "A100-80"): (756, 4),  # Llama 3.3 70B, 200 ShareGPT prompts: vllm-project/vllm issue 12315
 }
-COLUMNS = ("model", "GPU", "games at once", "slots, h (computed)", "vLLM, h (published rate)", "training by")
-COLUMNS += ("GiB (computed)", "training, h (computed)")
+COLUMNS = {"model": "{}", "GPU": "{}", "games at once": "{}", "slots, h (computed)": "{:.2g}"}
+COLUMNS |= {"vLLM, h (published rate)": "{:.2g}", "training by": "{}", "GiB (computed)": "{:.0f}"}
+COLUMNS |= {"training, h (computed)": "{:.2g}"}
 
 
 @dataclass
@@ -78,13 +79,6 @@ class Settings:
     padding: float = flag("share of a micro-batch that is padding; 0.03 with batch_rebalance", default=0.3)
     step_rows: int = flag("rows of an optimizer step", default=128)
 
-    def __post_init__(self):
-        problems = [f"--{name} must be above 0, got {value}" for name, value in asdict(self).items() if value <= 0]
-        if self.padding >= 1:
-            problems.append(f"--padding must be below 1, got {self.padding}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
     @property
     def new_tokens(self) -> float:
         return self.games * self.messages * self.reply_tokens
@@ -93,9 +87,6 @@ class Settings:
     def seen(self) -> float:
         """Tokens beyond the rules that a new token attends to, on average."""
         return self.messages / 2 * (self.reply_tokens + 5) + self.instruction_tokens
-
-
-# --- play ----------------------------------------------------------------------------------------------------------
 
 
 def games_at_once(args: Settings, model: Shape, gpu: GPU, spread: int) -> int:
@@ -125,9 +116,6 @@ def vllm_hours(args: Settings, name: str, card: str) -> float | None:
     return args.new_tokens / rate / (args.gpus / gpus) / 3600 if 0 < gpus <= args.gpus else None
 
 
-# --- training ------------------------------------------------------------------------------------------------------
-
-
 def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) -> float:
     """Hours of training this way, the reference pass included."""
     row = args.rule_tokens + args.seen + args.reply_tokens
@@ -154,25 +142,21 @@ def moving_seconds(model: Shape, gpus: int, way: str, lora: bool) -> float:
     return max(over_link, over_pcie)
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
-
-
-def table_line(args: Settings, name: str, card: str, lora: bool) -> dict[str, str]:
-    """One model on one kind of GPU; empty cells where it does not fit."""
+def table_line(args: Settings, name: str, card: str, lora: bool) -> dict:
+    """One model on one kind of GPU; no hours where it does not fit."""
     model, gpu = SHAPES[name], GPUS[card]
     spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
     way, needed = fit.choose(model.parameters, args.gpus, gpu.gib * GIB, rows=ROWS, lora=lora)
     fits = needed[way] <= (1 - fit.FREE) * gpu.gib * GIB
-    by_vllm = vllm_hours(args, name, card)
     cells = [
         name,
         card,
         f"{games_at_once(args, model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
-        f"{slots_hours(args, model, gpu, spread):.2g}" if spread <= args.gpus else "",
-        f"{by_vllm:.2g}" if by_vllm else "",
+        slots_hours(args, model, gpu, spread) if spread <= args.gpus else None,
+        vllm_hours(args, name, card),
         f"LoRA, {way}" if lora else way,
-        f"{needed[way] / GIB:.0f}",
-        f"{train_hours(args, model, gpu, way, lora):.2g}" if fits else "",
+        needed[way] / GIB,
+        train_hours(args, model, gpu, way, lora) if fits else None,
     ]
     return dict(zip(COLUMNS, cells, strict=True))
 
@@ -182,7 +166,7 @@ def main() -> None:
     print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
     ways = (True, False) if args.gpus == 1 else (False,)
     lines = [table_line(args, name, card, lora) for name in MODELS for card in GPUS for lora in ways]
-    print_table(dict.fromkeys(COLUMNS, "{}"), lines)
+    print_table(COLUMNS, lines)
 
 
 if __name__ == "__main__":
