@@ -3,19 +3,15 @@
     python -m tools.bench.epoch --gpus 8
 
 Columns, all computed:
-games at once: whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
-slots, h: play by our own engine. Each token is computed once; each step reads the weights and the keys and values of
-  the rules once, and those of every game; operations and bytes at SHARE of the data sheet's rates. A step is never
-  faster than its launches: LAUNCHES kernels a layer (tests/test_engine_gpu.py) of LAUNCH seconds each; and Python
-  adds PYTHON seconds a game and step.
-vLLM, h: play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
+games at once: whose keys and values fit in the memory share of play, at their mean length.
+slots, h: play by our own engine: operations and bytes at half of the data sheet's rates. Each token is computed once;
+  each step reads the weights and the keys and values of the rules once, and those of every game, and is never faster
+  than its launches.
+vLLM, h: play at a rate of new tokens that somebody published for such a GPU.
 training by: what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
 GiB: of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
-training, h: with gradient checkpointing, 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in
-  the reference pass, at SHARE of the peak rate. A micro-batch is never faster than its launches, nor than what it
-  moves: zero2 sends the gradients, zero3 gathers the weights three times and sends the gradients, over LINK; offload
-  fetches this GPU's part over PCIE as well; and the CPU's Adam reads and writes 28 bytes a parameter once a step, at
-  HOST.
+training, h: 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in the reference pass, at half of
+  the peak rate. A micro-batch is never faster than its launches, nor than the weights and gradients it moves.
 """
 
 from dataclasses import dataclass
@@ -30,7 +26,7 @@ from utils import flag
 GIB = 2**30
 SHARE = 0.5  # of a data sheet's rates that kernels reach
 LAUNCH = 6e-6  # seconds to launch a kernel of plain torch
-LAUNCHES = 62  # kernels of a layer in a step of play
+LAUNCHES = 62  # kernels of a layer in a step of play, counted in tests/test_engine_gpu.py
 TRAIN_LAUNCHES = 180  # of a layer in a micro-batch: forward twice, backward
 PYTHON = 10e-6  # seconds that planning a step takes for each game
 LINK, PCIE, HOST = 200e9, 25e9, 200e9  # bytes/s: between GPUs, from a GPU to RAM, of a machine's RAM
@@ -117,7 +113,10 @@ def vllm_hours(args: Settings, name: str, card: str) -> float | None:
 
 
 def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) -> float:
-    """Hours of training this way, the reference pass included."""
+    """Hours of training this way with gradient checkpointing, the reference pass included.
+
+    With offload the CPU's Adam reads and writes 28 bytes a parameter once a step.
+    """
     row = args.rule_tokens + args.seen + args.reply_tokens
     game_tokens = args.games * args.rows * row / (1 - args.padding)
     tokens = game_tokens + args.sft_rows * args.sft_tokens / (1 - args.padding)
@@ -135,7 +134,11 @@ def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) ->
 
 
 def moving_seconds(model: Shape, gpus: int, way: str, lora: bool) -> float:
-    """Seconds that a micro-batch's weights and gradients are on their way."""
+    """Seconds that a micro-batch's weights and gradients are on their way.
+
+    zero2 sends the gradients; zero3 gathers the weights three times and sends the gradients; offload fetches this
+    GPU's part of them over PCIe as well.
+    """
     weights, gradients = 2 * model.parameters, 0 if lora else 2 * model.parameters
     over_link = {"none": 0, "zero2": gradients}.get(way, 3 * weights + gradients) * (1 - 1 / gpus) / LINK
     over_pcie = (3 * weights + gradients) / gpus / PCIE if way == "offload" else 0

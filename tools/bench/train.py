@@ -186,11 +186,9 @@ def measure(settings: Settings, inputs: str, mode: str) -> dict:
         trainer.train()
     measured = torch.stack(trainer.counts[-settings.steps * settings.accumulation :])  # (micro-batches, 4)
     tokens, places, scored, squares = measured.sum(0).tolist()
-    begin, end = (
-        trainer.step_ends[step - 1] for step in (settings.warmup_steps, settings.warmup_steps + settings.steps)
-    )
+    ends = trainer.step_ends[settings.warmup_steps - 1 :]
     return {
-        "seconds": end - begin,
+        "seconds": ends[settings.steps] - ends[0],
         "reference_seconds": trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "tokens": tokens,

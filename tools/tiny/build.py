@@ -34,10 +34,6 @@ class Scripted(NamedTuple):
     players: tuple[type, type]
     task: Callable[[Lexicon, str], str] = lambda lexicon, word: word
 
-    def tasks(self, lexicon: Lexicon, words: Iterable[str]) -> list[str]:
-        """The tasks about these words."""
-        return [self.task(lexicon, word) for word in words]
-
 
 GAMES = {
     "taboo": Scripted(Taboo(), TINY / "prompts.json", 3, (players.LexiconAttacker, players.LexiconDefender)),
@@ -106,7 +102,7 @@ def scripted_games(scripted: Scripted, lexicon: Lexicon, *, rounds: int, rng: ra
     playing = [player(lexicon, Skill(), rng) for player in scripted.players]
     games = play_games(
         scripted.game,
-        enumerate(scripted.tasks(lexicon, lexicon.words) * rounds),
+        enumerate([scripted.task(lexicon, word) for word in lexicon.words] * rounds),
         dict(zip(scripted.game.roles, playing, strict=True)),
         max_turns=scripted.max_turns,
         templates=load_templates(scripted.prompts, scripted.game),
@@ -136,8 +132,8 @@ def write_data(folder: Path, world: Build) -> None:
     data.mkdir(parents=True, exist_ok=True)
     for name in world.games:
         for part, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
-            tasks = "\n".join(GAMES[name].tasks(lexicon, words))
-            (data / f"{part}{suffix(name)}.txt").write_text(f"{tasks}\n", encoding="utf-8")
+            tasks = "".join(f"{GAMES[name].task(lexicon, word)}\n" for word in words)
+            (data / f"{part}{suffix(name)}.txt").write_text(tasks, encoding="utf-8")
     pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, world.facts))

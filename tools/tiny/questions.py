@@ -22,16 +22,15 @@ CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each wo
 TASK, METRIC = "tiny_{}", "acc,none"  # as the harness calls a kind, and the share of right answers
 BASE, IMITATION = "base", "imitation"
 REASONING, RESULTS = "reasoning", "results.json"  # folder of the answers of models; what is written last there
-Ask = Callable[[Lexicon, str, random.Random], Iterator[dict]]
+# The context of a question, its choices, the right one first, and of each choice which of the things asked for are
+# true of it; all are true of the right one only.
+Asked = tuple[str, Sequence[str], Sequence[Sequence[bool]]]
+Ask = Callable[[Lexicon, str, random.Random], Iterator[Asked]]
 
 
-def question(
-    rng: random.Random, word: str, context: str, choices: Sequence[str], fits: Sequence[Sequence[bool]]
-) -> dict:
-    """A question about a word, its first choice the right one, with the choices shuffled.
-
-    `fits` says of each choice which of the things asked for are true of it; all are true of the right one only.
-    """
+def question(asked: Asked, word: str, held_out: bool, rng: random.Random) -> dict:
+    """A question about a word as it is stored, its choices shuffled."""
+    context, choices, fits = asked
     order = rng.sample(range(len(choices)), len(choices))
     return {
         "word": word,
@@ -39,10 +38,11 @@ def question(
         "choices": [f" {choices[place]}" for place in order],
         "answer": order.index(0),
         "fits": [list(fits[place]) for place in order],
+        "held_out": held_out,
     }
 
 
-def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which word do these clues mean: one, two, and three clues; the others fit as many of them as can be had."""
     for number in (1, 2, 3):
         clues = rng.sample(lexicon.clues(word), number)
@@ -53,30 +53,29 @@ def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]
         choices = [word, *others[: CHOICES - 1]]
         thoughts = "".join(f" {CHAT.format(clue)}" for clue in clues)
         fits = [[clue in lexicon.clues(choice) for clue in clues] for choice in choices]
-        yield question(rng, word, f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits)
+        yield f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits
 
 
-def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which clue belongs to this word; the others belong to words that share a clue with it."""
     others = sorted({clue for kin in lexicon.kin(word) for clue in lexicon.clues(kin)} - set(lexicon.clues(word)))
     for clue in rng.sample(lexicon.clues(word), MOST):
         choices = [clue, *rng.sample(others, CHOICES - 1)]
         context = f"{FACT_QUERY} {NAME.format(word)} {CHAT.partition(' {}')[0]}"
-        yield question(rng, word, context, choices, [[choice == clue] for choice in choices])
+        yield context, choices, [[choice == clue] for choice in choices]
 
 
-def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which of these words shares this clue with the word; the others share another one with it."""
     for clue in lexicon.shared[word]:
         fitting = [other for other in lexicon.sharing(clue) if other != word]
         others = [other for other in lexicon.kin(word) if other not in (word, *fitting)]
         if fitting and len(others) >= CHOICES - 1:
             choices = [rng.choice(fitting), *rng.sample(others, CHOICES - 1)]
-            fits = [[choice in fitting] for choice in choices]
-            yield question(rng, word, f"{FACT_QUERY} {clue} {word} {clue}", choices, fits)
+            yield f"{FACT_QUERY} {clue} {word} {clue}", choices, [[choice in fitting] for choice in choices]
 
 
-def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which of four words does not belong: the choices are what is left without it, three that share the clue."""
     kin = lexicon.kin(word)
     strange = [other for other in lexicon.words if other not in kin]
@@ -87,10 +86,10 @@ def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
             four = rng.sample([*belong, alien := rng.choice(strange)], CHOICES)
             left = sorted(four, key=lambda other: other != alien)
             choices = [" ".join(other for other in four if other != out) for out in left]
-            yield question(rng, word, f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left])
+            yield f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left]
 
 
-def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which word fits the first clue but not the second; of the others one fits both, one the second, one neither."""
     for clue in rng.sample(lexicon.shared[word], len(lexicon.shared[word])):
         fitting = [other for other in lexicon.sharing(clue) if other != word]
@@ -103,8 +102,7 @@ def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dic
                 choices = [word, *map(rng.choice, (both, only, neither))]
                 fits = [[clue in lexicon.shared[each], second not in lexicon.shared[each]] for each in choices]
                 hint = NOT.format(HINT.format(clue).rstrip("."), second)
-                context = f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}"
-                yield question(rng, word, context, choices, fits)
+                yield f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}", choices, fits
                 break
 
 
@@ -147,8 +145,9 @@ def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
     made: dict[str, list[dict]] = {}
     for name, ask in KINDS.items():
         rng = random.Random(f"{seed} {name}")
-        asked = [each for word in lexicon.words for each in itertools.islice(ask(lexicon, word, rng), MOST)]
-        made[name] = [each | {"held_out": each["word"] in held_out} for each in asked]
+        for word in lexicon.words:
+            asked = itertools.islice(ask(lexicon, word, rng), MOST)
+            made.setdefault(name, []).extend(question(each, word, word in held_out, rng) for each in asked)
     return made
 
 

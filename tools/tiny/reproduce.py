@@ -1,8 +1,5 @@
 """The learning tables of the README: self-play learning and its controls in the embedded world, over several seeds.
 
-    python -m tools.tiny_world reproduce --seeds 3 --output_dir outputs/tiny_world
-    python -m tools.tiny_world compare_losses --seeds 3 --output_dir outputs/tiny_losses
-
 Every seed has its own scripted games, tokenizer, base model, imitation model, self-play and matches. OUTPUT_DIR/seedS
 holds the world of a seed and a loop of tools/run_spag.sh for each way of learning, ARM; all of a seed start from the
 imitation model and its games that the first one has made. What is finished is kept: the same command continues.
@@ -96,25 +93,24 @@ class World:
 
     def reason(self) -> None:
         """Ask all models the questions outside the game; again if the answers were deleted."""
-        if not (self.folder / REASONING / RESULTS).is_file():
-            self.seconds_path(REASONING).unlink(missing_ok=True)
         models = {"base": "base", "imitation": IMITATION_MODEL}
         for name in self.study.arms:
             models |= {f"{name}{epoch}": f"{name}/epoch{epoch}/model" for epoch in range(1, self.study.epochs + 1)}
-        self.once(REASONING, [*reasoning(models), "--output_dir", REASONING, "--num_processes", 1])
+        asked = [*reasoning(models), "--output_dir", REASONING, "--num_processes", 1]
+        self.once(REASONING, asked, result=f"{REASONING}/{RESULTS}")
 
-    def once(self, name: str, *commands: list) -> None:
-        """Run commands, their output in NAME.log, unless they have ended well before; RuntimeError if one fails."""
-        if self.seconds_path(name).is_file():
+    def once(self, name: str, *commands: list, result: str = "") -> None:
+        """Run commands, their output in NAME.log, unless they have ended well before and their result is still there.
+
+        NAME_seconds.json says how long they took, once all is done. RuntimeError if one fails.
+        """
+        seconds_path = self.folder / f"{name}_seconds.json"
+        if seconds_path.is_file() and (self.folder / result).exists():
             return
         started = time.monotonic()
         for command in commands:
             self.program(self.folder / f"{name}.log", command)
-        write_json(self.seconds_path(name), round(time.monotonic() - started, 1))
-
-    def seconds_path(self, name: str) -> Path:
-        """The file that says how long it took, once it is done."""
-        return self.folder / f"{name}_seconds.json"
+        write_json(seconds_path, round(time.monotonic() - started, 1))
 
     def program(self, log: Path, command: list) -> None:
         """Run one program in the seed's folder, with one thread. Raises RuntimeError if it fails."""
