@@ -99,8 +99,8 @@ def build_llama(seed: int, vocab_size: int, **changes):
     """A random Llama of some ten thousand parameters, its weights large enough that logits differ clearly."""
     from tools.tiny.models import random_llama
 
-    shape = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 64}
-    config = {"max_position_embeddings": 2048, "initializer_range": 0.1}
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"intermediate_size": 64, "max_position_embeddings": 2048, "initializer_range": 0.1}
     return random_llama(vocab_size, seed, **(shape | config | changes))
 
 

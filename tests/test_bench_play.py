@@ -111,8 +111,8 @@ def test_two_processes_share_the_games():
 
 
 def test_the_program_prints_the_table(monkeypatch, capsys):
-    rank = {"matmul_rate": 2e11, "bandwidth": 4e10, "device": "CPU"}
-    line = {"lengths": "forced", "mode": "default", "new tokens/s": 123.45, "prefill": 0.216, "ranks": [rank]}
+    machine = [{"matmul_rate": 2e11, "bandwidth": 4e10, "device": "CPU"}]
+    line = {"lengths": "forced", "mode": "default", "new tokens/s": 123.45, "prefill": 0.216, "machine": machine}
     monkeypatch.setattr(bench_play, "compare", lambda settings: [line])
     monkeypatch.setattr("sys.argv", ["play"])
     bench_play.main()
@@ -127,12 +127,13 @@ def test_the_program_prints_the_table(monkeypatch, capsys):
 def test_the_limit_is_that_of_operations_and_bytes():
     """By hand: 2 layers of hidden size 4 and intermediate size 6, 10 tokens, in bf16; two processes."""
     shape = Shape(hidden_size=4, layers=2, heads=1, kv_heads=1, intermediate_size=6, vocab_size=300)
-    rank = {"at_once": 2, "prefix_tokens": 20, "matmul_rate": 500.0, "bandwidth": 50.0}
+    machine = [{"matmul_rate": 500.0, "bandwidth": 50.0}] * 2
+    rank = {"at_once": 2, "prefix_tokens": 20}
     ranks = [
         rank | {"prompt_tokens": 60, "prompts": 2, "prefill_tokens": 30, "reply_tokens": [2, 4]},
         rank | {"prompt_tokens": 30, "prompts": 1, "prefill_tokens": 10, "reply_tokens": [4]},
     ]
-    seconds = bench_play.limit_seconds(shape, ranks, number_bytes=2)
+    seconds = bench_play.limit_seconds(shape, machine, ranks, number_bytes=2)
     layer_weights = 2 * (4 * 4 * 4 + 3 * 4 * 6)  # 272
     seen = 10 * 30 + (4 + 16 + 16) / 2  # 318: prompts of 30 tokens on average, and replies so far
     operations = 2 * layer_weights * (40 + 10) + 2 * 4 * 300 * 10 + 4 * 2 * 4 * seen
@@ -140,9 +141,3 @@ def test_the_limit_is_that_of_operations_and_bytes():
     weights = 2 * (layer_weights + 2 * 4 * 300)
     read = 5 * (weights + 20 * cache) + (318 - 10 * 20) * cache
     assert seconds == {"operations": pytest.approx(operations / 1000), "bytes": pytest.approx(read / 100)}
-
-
-def test_bad_flags_are_told_all_at_once():
-    with pytest.raises(ValueError) as caught:
-        bench_play.Settings(games=0, mean_tokens=1, vocab_size=100)
-    assert [line.split()[0] for line in str(caught.value).split("\n")] == ["--vocab_size", "--games", "--mean_tokens"]

@@ -12,8 +12,8 @@ from forks import python
 
 from tools.tiny.build import GAMES, corpus, scripted_games
 from tools.tiny.players import FACT_QUERY, fact_rows, load_lexicon
-from tools.tiny.questions import CHOICES, KINDS, TASK, TASKS, ceiling, make_questions
-from tools.tiny.reasoning_table import METRIC, Reasoning
+from tools.tiny.questions import CHOICES, KINDS, METRIC, TASK, TASKS, ceiling, make_questions, tasks_digest
+from tools.tiny.table import Reasoning
 from utils import read_json_or_jsonl, write_json, write_records
 
 LEXICON = load_lexicon()
@@ -104,7 +104,7 @@ def small(tmp_path):
         rest = {"fits": [[True], [False], [False], [False]], "answer": 0}
         write_records(tmp_path / "asked" / f"{kind}.jsonl", [each | rest for each in asked])
         for seed, scores in (("0", [1.0, 0.0]), ("1", [1.0, 1.0])):
-            for model, own in (("imitation", scores), ("epoch1", [1.0, 1.0])):
+            for model, own in (("base", scores), ("imitation", scores), ("epoch1", [1.0, 1.0])):
                 path = tmp_path / seed / model / f"{TASK.format(kind)}.json"
                 write_json(path, {"scores": {METRIC: own}})
     scores = Reasoning([tmp_path / "0", tmp_path / "1"], tmp_path / "asked")
@@ -114,13 +114,13 @@ def small(tmp_path):
 
 
 def test_accuracies_and_differences_are_over_words_and_seeds(small):
-    line = dict(zip(small.head(["imitation"]), small.line("title", "imitation", [None]), strict=True))
-    assert line["model"] == "title" and line["minus imitation"] == ""
+    head, chance, scripted, _, imitation, last = small.lines(["imitation"], [("title", "epoch1", ["imitation"])])
+    line = dict(zip(head, imitation, strict=True))
+    assert line["model"] == "imitation" and line["minus imitation"] == ""
     assert line["all"].startswith("0.750 [") and line["recall"].startswith("0.750 [")
     assert line["played words"].startswith("1.000 [") and line["held-out words"].startswith("0.500 [")
     # Of 20 answers 5 more are right, all about one of two words: +0.25, standard error 0.25, t(1) = 12.706.
-    assert small.difference("epoch1", "imitation") == "+0.250 [-2.927, +3.427]"
-    chance, scripted = small.yardsticks(1)
+    assert last[0] == "title" and last[-1] == "+0.250 [-2.927, +3.427]"
     assert chance[1] == "0.250" and scripted[1] == "0.925"
     assert len(chance) == len(scripted) == len(line)
 
@@ -129,7 +129,7 @@ def test_answers_to_other_questions_are_refused(small):
     path = small.folders[0] / "imitation" / f"{TASK.format('odd')}.json"
     write_json(path, json.loads(path.read_text()) | {"settings": {"own_tasks": "0" * 64}})
     with pytest.raises(ValueError, match="tiny_odd.json: answers to other questions; delete .*, and ask again"):
-        small.accuracy("imitation")
+        small.words("imitation")
 
 
 def test_the_harness_asks_them(tmp_path, tiny_model):
@@ -141,4 +141,4 @@ def test_the_harness_asks_them(tmp_path, tiny_model):
     for task in tasks:
         result = json.loads((tmp_path / "base" / f"{task}.json").read_text())
         assert set(result["scores"]) == {METRIC} and len(result["scores"][METRIC]) == 12
-        assert result["settings"]["own_tasks"] == Reasoning([]).digest
+        assert result["settings"]["own_tasks"] == tasks_digest()

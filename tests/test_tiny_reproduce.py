@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -23,8 +22,7 @@ from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny import table as tiny_table
 from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
-from tools.tiny.questions import KINDS, TASK, TASKS
-from tools.tiny.reasoning_table import METRIC, Reasoning
+from tools.tiny.questions import KINDS, METRIC, TASK, TASKS, tasks_digest
 from utils import read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
@@ -138,9 +136,6 @@ class Programs:
             return
         if log.stem == "reasoning":
             return answer(world.folder / "reasoning", command)
-        if "tools.evaluate_games" in command:
-            write_records(world.folder / flags["output_dir"] / "games_results.json", match("epoch2", world.seed))
-            return
         output, epochs = world.folder / flags["output"], int(flags["epochs"])
         for epoch in range(1, epochs + 1):
             played = load_game(flags.get("game", "taboo")).outcomes
@@ -164,7 +159,7 @@ def answer(folder: Path, command: list[str]) -> None:
             number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
             path = folder / name / f"{TASK.format(kind)}.json"
             scores = {METRIC: [float(place % 2) for place in range(number)]}
-            write_json(path, {"scores": scores, "settings": {"own_tasks": Reasoning([]).digest}})
+            write_json(path, {"scores": scores, "settings": {"own_tasks": tasks_digest()}})
     (folder / "results.json").touch()
 
 
@@ -239,8 +234,7 @@ def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
     """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
     reproduce(tmp_path)
     names = [name for name, _ in programs.calls]
-    twice = ("world", "questions", "cities")  # a world's loop comes after its build, a match after the loop
-    assert Counter(names) == {name: 1 + name.endswith(twice) for name in names}  # nothing ran twice
+    assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # its loop comes after its build
     return {name: flags for name, flags in programs.calls if "output" in flags}
 
 
@@ -280,23 +274,16 @@ def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
     assert loops["seed0/sft"]["games"] == loops["seed0/sft"]["games_per_word"] == "1"
 
 
-def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(programs, loops):
-    settings = loops["seed1/cities"]
+def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(loops, tmp_path):
+    settings, released = loops["seed1/cities"], loops["seed1/released"]
     assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
-    assert settings["first_episodes"] == settings["eval_words"] == ""
+    assert settings["first_episodes"] == "" and settings["eval_words"] == released["eval_words"]
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
-    _, matched = [flags for name, flags in programs.calls if name == "seed1/cities"]
-    assert matched["players"] == "imitation=released/imitation/model"
-    tiny = shell_defaults(ROOT / "configs" / "tiny.sh")
-    renamed = {"eval_games_per_word": "games_per_word", "play_batch": "per_device_eval_batch_size"}
-    for name in ("max_turns", "max_length", "max_new_tokens", "temperature", *renamed):
-        assert matched[renamed.get(name, name)] == tiny[name]
-
-
-def shell_defaults(path: Path) -> dict[str, str]:
-    """The settings of a file for the loop."""
-    found = re.findall(r'^: "\$\{(\w+):=([^}]*)\}"', path.read_text(), flags=re.MULTILINE)
-    return {name.lower(): value for name, value in found}
+    flags = settings["eval_args"].removeprefix(released["eval_args"]).split()
+    assert flags[:3] == ["--game", "taboo", "--prompt_templates"] and flags[4:] == ["--max_turns", "3"]
+    assert (tmp_path / "seed1" / flags[3]).samefile(ROOT / "data" / "tiny" / "prompts.json")
+    tiny = (ROOT / "configs" / "tiny.sh").read_text()
+    assert ': "${MAX_TURNS:=3}"' in tiny and ': "${PROMPTS:=$root/data/tiny/prompts.json}"' in tiny
 
 
 def test_the_larger_world_compares_losses_prompts_and_references(programs, tmp_path, capsys):
@@ -346,8 +333,7 @@ def test_results_of_other_settings_and_of_the_version_before_are_refused(program
     with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
         reproduce(tmp_path, epochs=3)
     with monkeypatch.context() as patched:
-        other = replace(tiny_reproduce.STANDARD, build=["--imitation_rounds", 21])
-        patched.setattr(tiny_reproduce.Reproduce, "study", other)
+        patched.setattr(tiny_reproduce.Reproduce, "build", ["--imitation_rounds", 21])
         with pytest.raises(ValueError, match=r"made with other settings \(build: "):
             reproduce(tmp_path)
     (tmp_path / "settings.json").write_text('{"epochs": 2}')

@@ -19,23 +19,26 @@ from tools.games.prompts import load_templates, play_prompt
 from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
-from tools.tiny import reasoning_table
+from tools.tiny import questions
 from tools.tiny.build import GAMES, scripted_games, suffix
-from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
 from tools.tiny.players import (
     CHAT,
     GUESS,
     HINT,
     NAME,
+    CityAnswerer,
+    CityGuesser,
     Lexicon,
+    LexiconAnswerer,
     LexiconAttacker,
     LexiconDefender,
+    LexiconGuesser,
     Skill,
+    city_task,
     fact_rows,
     load_lexicon,
 )
-from tools.tiny.questions import KINDS, TASK, TASKS
-from tools.tiny.reasoning_table import METRIC
+from tools.tiny.questions import KINDS, METRIC, TASK, TASKS, tasks_digest
 from tools.tiny.reproduce import LARGER_LEXICON
 from utils import parse_command, parse_flags, read_json_or_jsonl, write_json
 
@@ -338,7 +341,7 @@ def write_answers(folder, model: str, share: float) -> None:
     for kind in KINDS:
         number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
         scores = [float(place < share * number) for place in range(number)]
-        settings = {"own_tasks": reasoning_table.Reasoning([]).digest}
+        settings = {"own_tasks": tasks_digest()}
         write_json(folder / model / f"{TASK.format(kind)}.json", {"scores": {METRIC: scores}, "settings": settings})
 
 
@@ -367,9 +370,9 @@ def test_reason_asks_all_models_of_a_loop_and_writes_its_report_anew(tmp_path, m
         ran.append(command)
         return subprocess.CompletedProcess(command, 3 * ("tools.evaluate_reasoning" not in command))
 
-    monkeypatch.setattr(reasoning_table.subprocess, "run", run)
+    monkeypatch.setattr(questions.subprocess, "run", run)
     with pytest.raises(OSError, match="report.py ended with status 3"):
-        reasoning_table.Reason(output_dir=str(tmp_path)).run()
+        questions.Reason(output_dir=str(tmp_path)).run()
     asked, report = ran
     start = asked.index("--models") + 1
     assert [name.partition("=")[0] for name in asked[start : start + 4]] == ["base", "imitation", "epoch2", "epoch10"]

@@ -12,8 +12,7 @@ players) and for Alpaca (the facts), so that the whole method can be seen at wor
 hub. What it learns says something about the method and its code, little about large models.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +22,10 @@ from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.progress import describe
 from tools.tiny.build import Build
-from tools.tiny.questions import KINDS, Questions
-from tools.tiny.reasoning_table import REASONING, RESULTS, Reason, Reasoning
+from tools.tiny.questions import IMITATION, KINDS, REASONING, RESULTS, Questions, Reason
 from tools.tiny.reproduce import CompareLosses, Reproduce
-from tools.tiny.table import BASE, IMITATION
-from utils import flag, iter_records, parse_command, run_program
+from tools.tiny.table import Reasoning
+from utils import flag, iter_records, parse_command, read_json, run_program
 
 
 @dataclass(kw_only=True)
@@ -48,7 +46,10 @@ class Show:
             print("  ".join(cell.ljust(width) for cell, width in zip(cells, (8, 6, 20, 20, 20, 20), strict=True)))
         self.show_reasoning([path.parts[-3] for path in matches])
         print("\nGames of the last model, one for each outcome:\n")
-        for episode in one_of_each(matches[-1].with_name("games_results.json")):
+        games: dict[str, Episode] = {}
+        for _, episode in iter_records(matches[-1].with_name("games_results.json")):
+            games.setdefault(episode["outcome"], episode)
+        for episode in (games[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in games):
             print(f"{episode['attacker']} attacks, {episode['defender']} defends\n{describe(episode)}\n")
         print(f"Report, to open in a browser: {Path(self.output_dir) / 'report.html'}")
 
@@ -57,36 +58,25 @@ class Show:
         folder = Path(self.output_dir) / REASONING
         if not (folder / RESULTS).is_file():
             return
-        scores, own = Reasoning([folder]), 1 + len(KINDS)
-        lines = [scores.head([IMITATION]), *scores.yardsticks(1), scores.line(BASE, BASE, [None])]
-        lines.append(scores.line(IMITATION, IMITATION, [None]))
-        lines += [scores.line(name, name, [IMITATION]) for name in epochs if (folder / name).is_dir()]
+        models = [(name, name, [IMITATION]) for name in epochs if (folder / name).is_dir()]
         print("\nQuestions outside the game, share of right answers, with 95% intervals over words for all kinds:\n")
-        for line in lines:
-            shown = [line[0], *(cell.partition(" ")[0] for cell in line[1:own]), line[own], line[-1]]
+        for name, *shares, whole, _, _, minus in Reasoning([folder]).lines([IMITATION], models):
+            cells = [name, *(share.partition(" ")[0] for share in shares), whole, minus]
             widths = (16, *[12] * len(KINDS), 21, 0)
-            print("".join(cell.ljust(width) for cell, width in zip(shown, widths, strict=True)).rstrip())
+            print("".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def points_cells(path: Path) -> list[str]:
     """One epoch's points, of both roles, each role, and on the held-out words; ValueError for other results."""
     player = path.parts[-3]
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+        rows = read_json(path)["results"]
         chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
         shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
         points = [with_interval(row["points"], row["points_interval"]) for row in shown]
         return [player, str(shown[0]["games"]), *points]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
-
-
-def one_of_each(path: Path) -> Iterator[Episode]:
-    """The first game won by the attacker, won by the defender, and tied, as far as there are such."""
-    found: dict[str, Episode] = {}
-    for _, episode in iter_records(path):
-        found.setdefault(episode["outcome"], episode)
-    return (found[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in found)
 
 
 COMMANDS = {

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import torch
 from torch.multiprocessing.spawn import start_processes
+from torch.utils.benchmark import Timer
 
 import utils
-from tools.engine.generate import now
+from tools.engine.model import own_device
 from tools.tiny.models import random_llama
 from utils import flag
 
 PACKAGES = ("torch", "transformers", "accelerate")
-MATMUL_SIZE = {"cpu": 2048, "mps": 4096, "cuda": 8192}
-BANDWIDTH_BYTES = {"cpu": 2**28, "mps": 2**30, "cuda": 2**32}
 
 
 @dataclass(frozen=True)
@@ -66,30 +65,24 @@ SHAPES = {
 
 @dataclass
 class LlamaFlags:
-    """What the benchmarks of a random Llama are told. ValueError lists all problems."""
+    """What the benchmarks of a random Llama are told."""
 
     preset: str = flag("shape of the Llama", default="30m", choices=list(SHAPES))
     vocab_size: int | None = flag("the Llama's vocabulary, at least 300, instead of the shape's", default=None)
     processes: int = flag("processes that share the work, as torchrun would start them", default=1)
     seed: int = flag("of everything random", default=42)
 
-    def __post_init__(self):
-        if problems := self.problems():
-            raise ValueError("\n".join(problems))
-
     @property
     def shape(self) -> Shape:
         shape = SHAPES[self.preset]
         return dataclasses.replace(shape, vocab_size=self.vocab_size or shape.vocab_size)
 
-    def problems(self) -> list[str]:
-        """What is wrong with the flags, a phrase each."""
-        return utils.too_small(self, vocab_size=300, processes=1)
-
     def llama(self, **config):
         """The random Llama of these flags."""
-        shape = dataclasses.asdict(self.shape)
-        return random_llama(seed=self.seed, num_key_value_heads=shape.pop("kv_heads"), **shape, **config)
+        shape = self.shape
+        config |= {"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size}
+        config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+        return random_llama(shape.vocab_size, self.seed, num_hidden_layers=shape.layers, **config)
 
 
 def run_ranks(processes: int, measure: Callable[..., dict], *args) -> list[dict]:
@@ -121,7 +114,19 @@ def _run_rank(
         torch.distributed.destroy_process_group()
 
 
-# --- what is printed -----------------------------------------------------------------------------------------------
+def word_of(game: int) -> str:
+    """A game's word, which no reply holds by chance."""
+    return "zq" + f"{game:05}".translate(str.maketrans("0123456789", "abcdefghij"))
+
+
+def print_results(columns: dict[str, str], lines: list[dict]) -> None:
+    """Lines as a table, and what they were measured with: what `measure_machine` found, and packages."""
+    print_table(columns, lines)
+    machine = lines[0]["machine"]
+    operations, read = (max(rank[name] for rank in machine) for name in ("matmul_rate", "bandwidth"))
+    rates = f"matrix product {operations / 1e12:.3f} TFLOP/s, memory {read / 1e9:.0f} GB/s"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    print(f"{len(machine)} x {machine[0]['device']}; {rates}; {versions}")
 
 
 def print_table(columns: dict[str, str], lines: Iterable[dict]) -> None:
@@ -135,39 +140,21 @@ def print_table(columns: dict[str, str], lines: Iterable[dict]) -> None:
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
 
 
-def print_machine(processes: int, device: str, rates: str) -> None:
-    """The last line below a table: what it was measured with."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    print(f"{processes} x {device}; {rates}; {versions}")
+def measure_machine(bf16: bool) -> dict:
+    """Of this process, at its fastest: operations/s of a square matrix product, bytes/s at which a tensor is read."""
+    device = own_device()
+    on_gpu = device.type == "cuda"
+    size, numbers = (8192, 2**30) if on_gpu else (2048, 2**26)
+    left, right = torch.ones(2, size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    tensor = torch.ones(numbers, device=device)
+    cpu = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu,
+        "matmul_rate": 2 * size**3 / _least_seconds(lambda: torch.matmul(left, right)),
+        "bandwidth": tensor.nbytes / _least_seconds(tensor.sum),
+    }
 
 
-# --- what the machine can do ---------------------------------------------------------------------------------------
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a square matrix product, at its fastest."""
-    size = MATMUL_SIZE[device.type]
-    left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    return 2 * size**3 / _least_seconds(device, lambda: torch.matmul(left, right))
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second at which a large tensor is read, at its fastest."""
-    tensor = torch.ones(BANDWIDTH_BYTES[device.type] // 4, device=device)
-    return tensor.nbytes / _least_seconds(device, tensor.sum)
-
-
-def _least_seconds(device: torch.device, work: Callable) -> float:
-    """The shortest of at least 3 calls and a tenth of a second."""
-    seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < 0.1:
-        start = now(device)
-        work()
-        seconds.append(now(device) - start)
-    return min(seconds)
+def _least_seconds(work: Callable) -> float:
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.3).times)

@@ -3,22 +3,19 @@
     python -m tools.bench.epoch --gpus 8
 
 Columns, all computed:
-games at once: whose keys and values fit in the memory share of play, at their mean length; at most MOST_GAMES.
-slots, h: play by our own engine. Each token is computed once; each step reads the weights and the keys and values of
-  the rules once, and those of every game; operations and bytes at SHARE of the data sheet's rates. A step is never
-  faster than its launches: LAUNCHES kernels a layer (tests/test_engine_gpu.py) of LAUNCH seconds each; and Python
-  adds PYTHON seconds a game and step.
-vLLM, h: play at a published rate of new tokens (PUBLISHED says whose), where there is one for such a GPU.
+games at once: whose keys and values fit in the memory share of play, at their mean length.
+slots, h: play by our own engine: operations and bytes at half of the data sheet's rates. Each token is computed once;
+  each step reads the weights and the keys and values of the rules once, and those of every game, and is never faster
+  than its launches.
+vLLM, h: play at a rate of new tokens that somebody published for such a GPU.
 training by: what DEEPSPEED=auto of the loop chooses for micro-batches of 2 rows; on one GPU also LoRA.
 GiB: of each GPU in training (tools/loop/fit.py): states, DeepSpeed's buffers, activations, logits.
-training, h: with gradient checkpointing, 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in
-  the reference pass, at SHARE of the peak rate. A micro-batch is never faster than its launches, nor than what it
-  moves: zero2 sends the gradients, zero3 gathers the weights three times and sends the gradients, over LINK; offload
-  fetches this GPU's part over PCIE as well; and the CPU's Adam reads and writes 28 bytes a parameter once a step, at
-  HOST.
+training, h: 8 operations a parameter and token, padding included, 6 with LoRA, and 2 in the reference pass, at half of
+  the peak rate. A micro-batch is never faster than its launches, nor than the weights and gradients it moves.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import utils
 from tools.bench.common import SHAPES, Shape, print_table
@@ -29,15 +26,14 @@ from utils import flag
 GIB = 2**30
 SHARE = 0.5  # of a data sheet's rates that kernels reach
 LAUNCH = 6e-6  # seconds to launch a kernel of plain torch
-LAUNCHES = 62  # kernels of a layer in a step of play
+LAUNCHES = 62  # kernels of a layer in a step of play, counted in tests/test_engine_gpu.py
 TRAIN_LAUNCHES = 180  # of a layer in a micro-batch: forward twice, backward
 PYTHON = 10e-6  # seconds that planning a step takes for each game
 LINK, PCIE, HOST = 200e9, 25e9, 200e9  # bytes/s: between GPUs, from a GPU to RAM, of a machine's RAM
 ROWS, GPUS_A_MACHINE = 2, 8  # rows of a micro-batch
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """By the vendor's data sheet: memory, bandwidth, dense bf16 rate."""
 
     gib: float
@@ -58,8 +54,9 @@ PUBLISHED = {  # new tokens/s by vLLM on so many GPUs, of a model of about this 
     ("13b", "A100-80"): (3004, 1),  # DeepSeek-R1-Distill-Qwen-14B: the same page
     ("70b", "A100-80"): (756, 4),  # Llama 3.3 70B, 200 ShareGPT prompts: vllm-project/vllm issue 12315
 }
-COLUMNS = ("model", "GPU", "games at once", "slots, h (computed)", "vLLM, h (published rate)", "training by")
-COLUMNS += ("GiB (computed)", "training, h (computed)")
+COLUMNS = {"model": "{}", "GPU": "{}", "games at once": "{}", "slots, h (computed)": "{:.2g}"}
+COLUMNS |= {"vLLM, h (published rate)": "{:.2g}", "training by": "{}", "GiB (computed)": "{:.0f}"}
+COLUMNS |= {"training, h (computed)": "{:.2g}"}
 
 
 @dataclass
@@ -78,13 +75,6 @@ class Settings:
     padding: float = flag("share of a micro-batch that is padding; 0.03 with batch_rebalance", default=0.3)
     step_rows: int = flag("rows of an optimizer step", default=128)
 
-    def __post_init__(self):
-        problems = [f"--{name} must be above 0, got {value}" for name, value in asdict(self).items() if value <= 0]
-        if self.padding >= 1:
-            problems.append(f"--padding must be below 1, got {self.padding}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
     @property
     def new_tokens(self) -> float:
         return self.games * self.messages * self.reply_tokens
@@ -93,9 +83,6 @@ class Settings:
     def seen(self) -> float:
         """Tokens beyond the rules that a new token attends to, on average."""
         return self.messages / 2 * (self.reply_tokens + 5) + self.instruction_tokens
-
-
-# --- play ----------------------------------------------------------------------------------------------------------
 
 
 def games_at_once(args: Settings, model: Shape, gpu: GPU, spread: int) -> int:
@@ -125,11 +112,11 @@ def vllm_hours(args: Settings, name: str, card: str) -> float | None:
     return args.new_tokens / rate / (args.gpus / gpus) / 3600 if 0 < gpus <= args.gpus else None
 
 
-# --- training ------------------------------------------------------------------------------------------------------
-
-
 def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) -> float:
-    """Hours of training this way, the reference pass included."""
+    """Hours of training this way with gradient checkpointing, the reference pass included.
+
+    With offload the CPU's Adam reads and writes 28 bytes a parameter once a step.
+    """
     row = args.rule_tokens + args.seen + args.reply_tokens
     game_tokens = args.games * args.rows * row / (1 - args.padding)
     tokens = game_tokens + args.sft_rows * args.sft_tokens / (1 - args.padding)
@@ -147,32 +134,32 @@ def train_hours(args: Settings, model: Shape, gpu: GPU, way: str, lora: bool) ->
 
 
 def moving_seconds(model: Shape, gpus: int, way: str, lora: bool) -> float:
-    """Seconds that a micro-batch's weights and gradients are on their way."""
+    """Seconds that a micro-batch's weights and gradients are on their way.
+
+    zero2 sends the gradients; zero3 gathers the weights three times and sends the gradients; offload fetches this
+    GPU's part of them over PCIe as well.
+    """
     weights, gradients = 2 * model.parameters, 0 if lora else 2 * model.parameters
     over_link = {"none": 0, "zero2": gradients}.get(way, 3 * weights + gradients) * (1 - 1 / gpus) / LINK
     over_pcie = (3 * weights + gradients) / gpus / PCIE if way == "offload" else 0
     return max(over_link, over_pcie)
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
-
-
-def table_line(args: Settings, name: str, card: str, lora: bool) -> dict[str, str]:
-    """One model on one kind of GPU; empty cells where it does not fit."""
+def table_line(args: Settings, name: str, card: str, lora: bool) -> dict:
+    """One model on one kind of GPU; no hours where it does not fit."""
     model, gpu = SHAPES[name], GPUS[card]
     spread = next(n for n in (1, 2, 4, 8, 16, 32) if 2 * model.parameters < 0.8 * n * gpu.gib * GIB)
     way, needed = fit.choose(model.parameters, args.gpus, gpu.gib * GIB, rows=ROWS, lora=lora)
     fits = needed[way] <= (1 - fit.FREE) * gpu.gib * GIB
-    by_vllm = vllm_hours(args, name, card)
     cells = [
         name,
         card,
         f"{games_at_once(args, model, gpu, spread)}" + (f" on {spread} GPUs" if spread > 1 else ""),
-        f"{slots_hours(args, model, gpu, spread):.2g}" if spread <= args.gpus else "",
-        f"{by_vllm:.2g}" if by_vllm else "",
+        slots_hours(args, model, gpu, spread) if spread <= args.gpus else None,
+        vllm_hours(args, name, card),
         f"LoRA, {way}" if lora else way,
-        f"{needed[way] / GIB:.0f}",
-        f"{train_hours(args, model, gpu, way, lora):.2g}" if fits else "",
+        needed[way] / GIB,
+        train_hours(args, model, gpu, way, lora) if fits else None,
     ]
     return dict(zip(COLUMNS, cells, strict=True))
 
@@ -182,7 +169,7 @@ def main() -> None:
     print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
     ways = (True, False) if args.gpus == 1 else (False,)
     lines = [table_line(args, name, card, lora) for name in MODELS for card in GPUS for lora in ways]
-    print_table(dict.fromkeys(COLUMNS, "{}"), lines)
+    print_table(COLUMNS, lines)
 
 
 if __name__ == "__main__":

@@ -11,47 +11,31 @@ release     one game at a time, the whole prompt computed at every turn: as the 
 batched     whole batches by plain `generate`;
 default     the program's defaults where there is no vLLM: none of its flags that concern speed is set;
 vllm        --engine vllm: a server that is started for the run, which is not counted;
-server      players behind the server at --openai_base_url, which serves FOLDER/model; any other mode with --folder
-            FOLDER writes that.
+server      players behind the server at --openai_base_url, which serves FOLDER/model under that name; any other mode
+            with --folder FOLDER writes that.
 Replies are `forced` to --forced_tokens each, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens. The
 draw is by seed, game and message, so that all modes play the same lengths.
 
-Columns: "prefill" is the share of the prompts' tokens that was computed, padding counted; "in prefill" and "in decode"
-are shares of the time; "peak GiB" is the sum over processes. "limit" is the share of the computed limit that was
-reached: what the machine's measured rate of a matrix product and its bandwidth of memory allow if every token is
-computed once and, with as many games at a time as here, weights and caches are read once a step; of the two the slower
-one counts. "ratio" is new tokens per second over those of the first mode. Of several --rounds, each of which plays all
-modes in turn, the run of median speed is shown, and the least, median and largest ratio within a round.
+tools/bench/README.md explains the columns. Of several --rounds, each of which plays all modes in turn, the run of
+median speed is shown, and the least, median and largest ratio within a round.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import gc
-import json
 import math
 import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import utils
-from tools.bench.common import (
-    LlamaFlags,
-    Shape,
-    bandwidth,
-    device_name,
-    matmul_rate,
-    print_machine,
-    print_table,
-    run_ranks,
-)
+from tools.bench.common import LlamaFlags, Shape, measure_machine, print_results, run_ranks, word_of
 from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
 from tools.games import load_game
@@ -61,6 +45,7 @@ from tools.selfplay.lineup import Lineup
 from tools.selfplay.options import GENERATE, PlayFlags
 from tools.selfplay.play import play_games, seed_draws
 from tools.tiny.models import train_tokenizer
+from tools.tiny.players import ROOT
 from trainers import peak_memory_gib
 from utils import flag
 
@@ -87,7 +72,6 @@ COLUMNS = {  # of the table, and how they are printed
     "limit": "{:.0%}",
     "ratio": "{}",
 }
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -108,13 +92,9 @@ class Settings(LlamaFlags):
     folder: str | None = flag("where model and words are written; unset: nowhere for long", default=None)
     openai_base_url: str | None = flag("of the server of mode server", default=None)
 
-    def problems(self) -> list[str]:
-        """What is wrong with the flags, a phrase each."""
-        counts = ("games", "slow_games", "release_games", "turns", "forced_tokens", "most_tokens", "rounds")
-        problems = super().problems() + utils.too_small(self, **dict.fromkeys(counts, 1), mean_tokens=2)
+    def __post_init__(self):
         if SERVER in self.modes and not (self.openai_base_url and self.folder):
-            problems.append(f"--modes {SERVER} needs --openai_base_url, and --folder with the model that is served")
-        return problems
+            raise ValueError(f"--modes {SERVER} needs --openai_base_url, and --folder with the model that is served")
 
     def num_games(self, mode: str) -> int:
         """How many games a mode plays."""
@@ -141,19 +121,16 @@ def make_inputs(folder: Path, settings: Settings) -> None:
     Replies are plain text that never ends by itself: with --top_k 50 the model draws words and letters only.
     """
     rules = default_templates(load_game())["rules"]
-    tokenizer = train_tokenizer(
-        utils.read_words(ROOT / "data/target_words.txt") + 20 * rules, settings.shape.vocab_size
-    )
+    texts = utils.read_words(ROOT / "data/target_words.txt") + 20 * rules
+    tokenizer = train_tokenizer(texts, settings.shape.vocab_size)
     tokenizer.save_pretrained(folder / "model")
     model = settings.llama(max_position_embeddings=4096, dtype=torch.bfloat16 if settings.bf16 else torch.float32)
     texts = [tokenizer.decode(token, skip_special_tokens=True) for token in range(len(model.lm_head.weight))]
     others = [token for token, text in enumerate(texts) if not (text.isascii() and text.strip().isalpha())]
     model.lm_head.weight.data[others] = 0  # less likely than the likeliest 50, half of which are above 0
     model.save_pretrained(folder / "model")
-    letters = "abcdefghijklmnopqrstuvwxyz"  # words that no reply holds by chance
     most = max(map(settings.num_games, settings.modes))
-    names = ["zq" + "".join(letters[number // 26**place % 26] for place in range(3)) for number in range(most)]
-    (folder / "words.txt").write_text("\n".join(names), encoding="utf-8")
+    (folder / "words.txt").write_text("\n".join(map(word_of, range(most))), encoding="utf-8")
 
 
 # --- a run ---------------------------------------------------------------------------------------------------------
@@ -175,15 +152,11 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     """Play this rank's share of a mode's games as tools/play_llm_game.py does; what it took."""
     games = list(enumerate(utils.read_words(f"{folder}/words.txt")[: settings.num_games(mode)]))
     games = games[utils.rank() :: utils.world_size()]
-    model = f"{folder}/model"
-    flags = settings.play_flags(mode, model)
+    flags = settings.play_flags(mode, f"{folder}/model")
     game = flags.load_game()
-    name = f"openai:{served_model(settings.openai_base_url)}" if mode == SERVER else model
+    name = f"openai:{folder}/model" if mode == SERVER else f"{folder}/model"
+    tokens = partial(settings.reply_tokens, lengths)
     episodes: list[dict] = []
-
-    def tokens(index: int, message: int) -> int:
-        return settings.reply_tokens(lengths, index, message)
-
     lineup = Lineup(flags, game)
     try:
         players, at_once = lineup.build_players([name] * 2, on_batch=lambda: None, seed=settings.seed)
@@ -202,45 +175,29 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
         seconds = time.monotonic() - start
     finally:
         lineup.end()
-    device, replies = own_device(), [reply for episode in episodes for reply in episode["replies"]]
-    noted = {
-        "seconds": seconds,
-        "at_once": min(at_once, len(games)),
-        "reply_tokens": [reply["tokens"] for reply in replies],
-        "device": device_name(device),
-    }
-    if mode not in (VLLM, SERVER):
-        engine = players[game.roles[0]].engine
-        noted |= dataclasses.asdict(engine.counts) | {"engine": type(engine).__name__}
-        noted["peak_gib"] = peak_memory_gib(device)
-        del engine
-    del players, lineup
-    if device.type == "cuda":  # room to measure with
-        gc.collect()
-        torch.cuda.empty_cache()
-    dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return noted | {"matmul_rate": matmul_rate(device, dtype), "bandwidth": bandwidth(device)}
-
-
-def served_model(base_url: str) -> str:
-    """What a server calls its model."""
-    with urllib.request.urlopen(f"{base_url}/models", timeout=10) as answer:
-        return json.load(answer)["data"][0]["id"]
+    replies = [reply["tokens"] for episode in episodes for reply in episode["replies"]]
+    noted = {"seconds": seconds, "at_once": min(at_once, len(games)), "reply_tokens": replies}
+    if mode in (VLLM, SERVER):
+        return noted
+    engine = players[game.roles[0]].engine
+    noted |= {"engine": type(engine).__name__, "peak_gib": peak_memory_gib(own_device())}
+    return noted | dataclasses.asdict(engine.counts)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
 def compare(settings: Settings) -> list[dict]:
-    """Measure all modes and lengths: the lines of the table."""
+    """Measure the machine, then all modes and lengths: the lines of the table."""
     lines = []
-    with contextlib.ExitStack() as stack:
-        folder = Path(settings.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+    machine = run_ranks(settings.processes, measure_machine, settings.bf16)
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(settings.folder or own)
         if SERVER not in settings.modes or not (folder / "words.txt").exists():
             make_inputs(folder, settings)
         for lengths in settings.lengths:
             rounds = [
-                [measure_mode(settings, str(folder), mode, lengths) for mode in settings.modes]
+                [measure_mode(settings, machine, str(folder), mode, lengths) for mode in settings.modes]
                 for _ in range(settings.rounds)
             ]
             first_mode = [runs[0] for runs in rounds]
@@ -256,7 +213,7 @@ def middle_run(runs: Sequence[dict], first_mode: Sequence[dict]) -> dict:
     return line | {"ratio": f"{statistics.median(ratios):.2f}{spread}"}
 
 
-def measure_mode(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
+def measure_mode(settings: Settings, machine: list[dict], folder: str, mode: str, lengths: str) -> dict:
     """One line of the table."""
     ranks = run_ranks(settings.processes, measure, settings, folder, mode, lengths)
     games, seconds = settings.num_games(mode), max(rank["seconds"] for rank in ranks)
@@ -269,13 +226,14 @@ def measure_mode(settings: Settings, folder: str, mode: str, lengths: str) -> di
         "games/min": 60 * games / seconds,
         "new tokens/s": new_tokens / seconds,
         "ranks": ranks,
+        "machine": machine,
     }
     if mode in (VLLM, SERVER):
         return line
     line["prefill"] = sum_of(ranks, "prefill_tokens") / sum_of(ranks, "prompt_tokens")
     line["peak GiB"] = sum_of(ranks, "peak_gib")
     if mode == DEFAULT:
-        limit = limit_seconds(settings.shape, ranks, 2 if settings.bf16 else 4)
+        limit = limit_seconds(settings.shape, machine, ranks, 2 if settings.bf16 else 4)
         return line | {"limit": max(limit.values()) / seconds}
     return line | {f"in {part}": ranks[0][f"{part}_seconds"] / seconds for part in ("prefill", "decode")}
 
@@ -284,7 +242,7 @@ def sum_of(ranks: list[dict], name: str) -> float:
     return sum(rank[name] for rank in ranks)
 
 
-def limit_seconds(shape: Shape, ranks: list[dict], number_bytes: int) -> dict[str, float]:
+def limit_seconds(shape: Shape, machine: list[dict], ranks: list[dict], number_bytes: int) -> dict[str, float]:
     """Seconds that these games, so many at a time in each process, take at the machine's rate and bandwidth.
 
     Operations: 2 for each weight of the layers and token, computed once; the output layer's for new tokens; attention,
@@ -299,18 +257,13 @@ def limit_seconds(shape: Shape, ranks: list[dict], number_bytes: int) -> dict[st
     steps, prefix = new / ranks[0]["at_once"], ranks[0]["prefix_tokens"]  # steps of all processes together
     numbers = steps * (shape.parameters + prefix * shape.cache_numbers) + (seen - new * prefix) * shape.cache_numbers
     return {
-        "operations": operations / sum_of(ranks, "matmul_rate"),
-        "bytes": numbers * number_bytes / sum_of(ranks, "bandwidth"),
+        "operations": operations / sum_of(machine, "matmul_rate"),
+        "bytes": numbers * number_bytes / sum_of(machine, "bandwidth"),
     }
 
 
 def main() -> None:
-    settings = utils.parse_flags(Settings, description=__doc__)
-    lines = compare(settings)
-    print_table(COLUMNS, lines)
-    best = {name: max(line["ranks"][0][name] for line in lines) for name in ("matmul_rate", "bandwidth")}
-    rates = f"matrix product {best['matmul_rate'] / 1e12:.3f} TFLOP/s, memory {best['bandwidth'] / 1e9:.0f} GB/s"
-    print_machine(settings.processes, lines[0]["ranks"][0]["device"], rates)
+    print_results(COLUMNS, compare(utils.parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

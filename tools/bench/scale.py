@@ -8,7 +8,6 @@ games show. The files of a million games take 10 GB for a while.
 """
 
 import contextlib
-import json
 import random
 import subprocess
 import sys
@@ -20,26 +19,24 @@ from pathlib import Path
 import psutil
 
 import utils
-from tools.bench.common import print_table
+from tools.bench.common import print_table, word_of
 from tools.games.taboo import Taboo
 from tools.players.player import STOP
 from tools.selfplay.files import EpisodeFiles
 from utils import flag
 
 GAME, STEM, PROCESSES = Taboo(), "bench", 2
+PROGRAMS = ("merge", "assign_rewards", "report")
 INTERVAL = 0.02  # seconds between looks at a program's memory
-COLUMNS = {
-    "games": "{:,}",
-    **{f"{program}, s": "{:.1f}" for program in ("merge", "assign_rewards", "report")},
-    **{f"{program}, GiB": "{:.3f}" for program in ("merge", "assign_rewards", "report")},
-}
+COLUMNS = {"games": "{:,}"}
+COLUMNS |= {f"{program}, s": "{:.1f}" for program in PROGRAMS} | {f"{program}, GiB": "{:.3f}" for program in PROGRAMS}
 ROOT = Path(__file__).resolve().parents[2]
 TALK = "well maybe they often say that it was long ago and nobody there could tell us what to think of it".split()
 
 
 def make_episode(index: int, rng: random.Random) -> dict:
-    """A game of 6 to 10 messages about a word of its own: guessed, guessed wrongly, said, or undecided."""
-    word = "zq" + "".join(chr(ord("a") + int(digit)) for digit in str(index))
+    """A game of 6 to 10 messages: guessed, guessed wrongly, said, or undecided."""
+    word = word_of(index)
     texts = [" ".join(rng.choices(TALK, k=20)) for _ in range(rng.choice((6, 8, 10)))]
     guesses = [f"I know the word! It is `{guess}`!" for guess in (word, "something")]
     texts[-1] = rng.choice([*guesses, f"{texts[-1]} {word}", texts[-1]])
@@ -58,14 +55,10 @@ def make_episode(index: int, rng: random.Random) -> dict:
 
 def write_games(folder: Path, count: int) -> None:
     """The word list and the rank files of so many finished games."""
-    rng = random.Random(0)
-    with contextlib.ExitStack() as stack:
-        names = ["words.txt", *(f"{STEM}_rank{rank}.jsonl" for rank in range(PROCESSES))]
-        words, *ranks = (stack.enter_context(open(folder / name, "w", encoding="utf-8")) for name in names)
-        for index in range(count):
-            episode = make_episode(index, rng)
-            ranks[index % PROCESSES].write(json.dumps(episode) + "\n")
-            words.write(episode["target_word"] + "\n")
+    (folder / "words.txt").write_text("\n".join(map(word_of, range(count))), encoding="utf-8")
+    for rank in range(PROCESSES):
+        rng, own = random.Random(rank), range(rank, count, PROCESSES)
+        utils.write_records(folder / f"{STEM}_rank{rank}.jsonl", (make_episode(index, rng) for index in own))
 
 
 def merge(folder: str) -> None:
@@ -93,14 +86,15 @@ def compare(count: int) -> dict:
         folder = Path(name)
         write_games(folder, count)
         results, rows = folder / f"{STEM}_results.json", folder / "rows.json"
-        programs = {
+        commands = {
             "merge": ("-c", f"from tools.bench import scale; scale.merge({name!r})"),
             "assign_rewards": ("-m", "tools.assign_rewards", "--input_data_path", results, "--output_data_path", rows),
             "report": ("-m", "tools.report", "--episodes", results, "--output", folder / "report.html"),
         }
-        measured = {program: measure(*arguments) for program, arguments in programs.items()}
-    line = {f"{program}, s": seconds for program, (seconds, _) in measured.items()}
-    return {"games": count} | line | {f"{program}, GiB": peak for program, (_, peak) in measured.items()}
+        line = {"games": count}
+        for program in PROGRAMS:
+            line[f"{program}, s"], line[f"{program}, GiB"] = measure(*commands[program])
+    return line
 
 
 @dataclass
@@ -112,8 +106,6 @@ class Settings:
 
 def main() -> None:
     settings = utils.parse_flags(Settings, description=__doc__)
-    if min(settings.games) < 1:
-        raise ValueError("--games must be at least 1")
     print_table(COLUMNS, [compare(count) for count in settings.games])
 
 

@@ -12,13 +12,8 @@ plain       a second, frozen model runs at every step, and logits are (batch, se
 `rebalanced` is measured where a step has several micro-batches; all run under --loss_normalization step and have the
 same losses but for the order of the rows. Only `plain` passes an attention mask, as is usual.
 
-Rows have lengths as the method has them: two game rows of any turn to one SFT row. Columns: tokens are those of the
-rows, without padding. "with reference" adds the pass over the rows before the first step, spread over one epoch.
-With several processes tokens, memory and operations are sums over them.
-MFU is useful operations over those of a matrix product in the same precision, measured in the same run. Useful are
-6 x (parameters of the layers x tokens + parameters of the output layer x scored tokens), and for causal attention
-6 x layers x hidden size x length^2 a row: neither the reference nor logits that nothing scores nor recomputation.
-"x plain" is the ratio of tokens/s, "with reference" and "peak GiB" to those of `plain`.
+Rows have lengths as the method has them: two game rows of any turn to one SFT row. tools/bench/README.md explains the
+columns.
 """
 
 import random
@@ -28,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
 
 import train
 import trainers
 import utils
 from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, SPAGCollator
-from tools.bench.common import LlamaFlags, Shape, device_name, matmul_rate, print_machine, print_table, run_ranks
+from tools.bench.common import LlamaFlags, Shape, measure_machine, print_results, run_ranks
 from tools.engine.generate import now
 from tools.tiny.models import byte_tokenizer
 from utils import flag
@@ -73,11 +67,6 @@ class Settings(LlamaFlags):
     gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
     deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
 
-    def problems(self) -> list[str]:
-        """What is wrong with the flags, a phrase each."""
-        least = dict.fromkeys(("batch_size", "accumulation", "steps", "warmup_steps"), 1)
-        return super().problems() + utils.too_small(self, row_tokens=MEAN_TARGET + 3, **least)
-
     @property
     def modes(self) -> list[str]:
         """What is measured: rows can only be dealt out by length where a step has several micro-batches."""
@@ -110,9 +99,24 @@ def make_inputs(folder: Path, settings: Settings) -> None:
 
 
 class TimedTrainer(trainers.OfflinePOTrainer):
-    """Times the pass over the rows that precomputes the reference."""
+    """Times the pass over the rows that precomputes the reference, and steps; counts what each micro-batch holds."""
 
     reference_seconds = 0.0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.counts: list[torch.Tensor] = []  # tokens, places, scored tokens, and the sum of squared lengths
+        self.step_ends: list[float] = []
+
+    def log(self, logs, *args):
+        self.step_ends.append(now(self.args.device))
+        super().log(logs, *args)
+
+    def training_step(self, model, inputs, *args):
+        lengths, scored = inputs["attention_mask"].sum(1), (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
+        places = torch.full_like(scored, inputs["input_ids"].numel())
+        self.counts.append(torch.stack([lengths.sum(), places, scored, lengths.square().sum()]))
+        return super().training_step(model, inputs, *args)
 
     def _reference_pass(self, *args):
         super()._reference_pass(*args)  # warms up
@@ -138,32 +142,6 @@ class PlainTrainer(TimedTrainer):
     def _logprob(self, model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return trainers.sequence_logprob(logits, batch["labels"])
-
-
-class StepClock(TrainerCallback):
-    """The time at the end of each step."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.times.append(now(args.device))
-
-
-class CountingCollator(SPAGCollator):
-    """Counts what each batch holds: tokens, places, scored tokens, and the sum of squared lengths."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer)
-        self.counts: list[tuple[int, int, int, int]] = []
-
-    def __call__(self, examples):
-        batch = super().__call__(examples)
-        lengths = batch["attention_mask"].sum(1)
-        scored = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        places = batch["input_ids"].numel()
-        self.counts.append((lengths.sum().item(), places, scored.item(), lengths.square().sum().item()))
-        return batch
 
 
 # --- a run ---------------------------------------------------------------------------------------------------------
@@ -196,38 +174,36 @@ def measure(settings: Settings, inputs: str, mode: str) -> dict:
             save_strategy="no",
             disable_tqdm=True,
         )
-        rate = matmul_rate(args.device, torch.bfloat16 if args.bf16 else torch.float32)
         tokenizer = train.load_tokenizer(args)
-        clock, collator = StepClock(), CountingCollator(tokenizer)
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         trainer = (PlainTrainer if mode == PLAIN else TimedTrainer)(
             model=train.load_model(inputs, args),
             args=args,
             load_reference=lambda: train.load_model(inputs, args),
             train_dataset=train.load_dataset(args.train_data_path, tokenizer, args),
-            data_collator=collator,
+            data_collator=SPAGCollator(tokenizer),
             processing_class=tokenizer,
-            callbacks=[clock],
         )
         trainer.train()
-    measured = torch.tensor(collator.counts[-settings.steps * settings.accumulation :])  # (micro-batches, 4)
+    measured = torch.stack(trainer.counts[-settings.steps * settings.accumulation :])  # (micro-batches, 4)
     tokens, places, scored, squares = measured.sum(0).tolist()
+    ends = trainer.step_ends[settings.warmup_steps - 1 :]
     return {
-        "device": device_name(args.device),
-        "seconds": clock.times[-1] - clock.times[settings.warmup_steps - 1],
+        "seconds": ends[settings.steps] - ends[0],
         "reference_seconds": trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "tokens": tokens,
         "places": places,
         "operations": useful_operations(settings.shape, tokens, scored, squares),
-        "matmul_rate": rate,
         "peak_gib": trainers.peak_memory_gib(args.device),
     }
 
 
 def useful_operations(shape: Shape, tokens: int, scored: int, squares: int) -> int:
-    """Operations that the loss and its gradient need; `squares` is the sum of the rows' squared lengths."""
+    """Operations that the loss and its gradient need; `squares` is the sum of the rows' squared lengths.
+
+    6 x (parameters of the layers x tokens + parameters of the output layer x scored tokens), and for causal attention
+    6 x layers x hidden size x length^2 a row: neither the reference nor logits that nothing scores nor recomputation.
+    """
     norms = (2 * shape.layers + 1) * shape.hidden_size
     output, attention = shape.hidden_size * shape.vocab_size, shape.layers * shape.hidden_size
     return 6 * ((shape.layer_weights + norms) * tokens + output * scored + attention * squares)
@@ -237,21 +213,22 @@ def useful_operations(shape: Shape, tokens: int, scored: int, squares: int) -> i
 
 
 def compare(settings: Settings) -> list[dict]:
-    """Measure all modes: the lines of the table."""
+    """Measure the machine, then all modes: the lines of the table."""
+    machine = run_ranks(settings.processes, measure_machine, settings.bf16)
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), settings)
-        lines = [measure_mode(settings, folder, mode) for mode in settings.modes]
+        lines = [measure_mode(settings, machine, folder, mode) for mode in settings.modes]
     for line in lines:
         ratios = (line[name] / lines[-1][name] for name in ("tokens/s", "with reference", "peak GiB"))
         line["x plain"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     return lines
 
 
-def measure_mode(settings: Settings, folder: str, mode: str) -> dict:
+def measure_mode(settings: Settings, machine: list[dict], folder: str, mode: str) -> dict:
     """One line of the table."""
     ranks = run_ranks(settings.processes, measure, settings, folder, mode)
-    names = ("tokens", "places", "operations", "matmul_rate", "peak_gib")
-    tokens, places, operations, rate, peak = (sum(rank[name] for rank in ranks) for name in names)
+    names = ("tokens", "places", "operations", "peak_gib")
+    tokens, places, operations, peak = (sum(rank[name] for rank in ranks) for name in names)
     seconds, reference = (max(rank[name] for rank in ranks) for name in ("seconds", "reference_seconds"))
     return {
         "mode": mode,
@@ -260,19 +237,15 @@ def measure_mode(settings: Settings, folder: str, mode: str) -> dict:
         "s/step": seconds / settings.steps,
         "peak GiB": peak,
         "last loss": ranks[0]["losses"][-1],
-        "MFU": operations / seconds / rate,
+        "MFU": operations / seconds / sum(rank["matmul_rate"] for rank in machine),
         "padding": 1 - tokens / places,
-        "matmul rate": rate,
         "ranks": ranks,
+        "machine": machine,
     }
 
 
 def main() -> None:
-    settings = utils.parse_flags(Settings, description=__doc__)
-    lines = compare(settings)
-    print_table(COLUMNS, lines)
-    rate = max(line["matmul rate"] for line in lines)
-    print_machine(settings.processes, lines[0]["ranks"][0]["device"], f"matrix product {rate / 1e12:.3f} TFLOP/s")
+    print_results(COLUMNS, compare(utils.parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
-"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts.
-
-Guess My City is played about the same words as the others; partners.py tells how.
-"""
+"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
@@ -13,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.games.game import DEFAULT_GAME, Game
+from tools.games.game import DEFAULT_GAME, EPISODE_KEYS, Game
 from tools.games.guess_my_city import GuessMyCity
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
@@ -21,13 +17,12 @@ from tools.games.twenty_questions import TwentyQuestions
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
+from tools.tiny import players
 from tools.tiny.models import random_llama, train_tokenizer
-from tools.tiny.partners import CityAnswerer, CityGuesser, LexiconAnswerer, LexiconGuesser, city_task
-from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
-from utils import RunSettings, files_setting, flag, read_json_or_jsonl, read_words, write_records
+from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
+from utils import RunSettings, files_setting, flag, read_json, read_json_or_jsonl, read_words, write_records
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "data" / "tiny"
+TINY = LEXICON.parent
 
 
 class Scripted(NamedTuple):
@@ -39,18 +34,15 @@ class Scripted(NamedTuple):
     players: tuple[type, type]
     task: Callable[[Lexicon, str], str] = lambda lexicon, word: word
 
-    def tasks(self, lexicon: Lexicon, words: Iterable[str]) -> list[str]:
-        """The tasks about these words."""
-        return [self.task(lexicon, word) for word in words]
-
 
 GAMES = {
-    scripted.game.name: scripted
-    for scripted in (
-        Scripted(Taboo(), TINY / "prompts.json", 3, (LexiconAttacker, LexiconDefender)),
-        Scripted(TwentyQuestions(), TINY / "twenty_questions.json", 4, (LexiconGuesser, LexiconAnswerer)),
-        Scripted(GuessMyCity(), TINY / "guess_my_city.json", 3, (CityGuesser, CityAnswerer), city_task),
-    )
+    "taboo": Scripted(Taboo(), TINY / "prompts.json", 3, (players.LexiconAttacker, players.LexiconDefender)),
+    "twenty_questions": Scripted(
+        TwentyQuestions(), TINY / "twenty_questions.json", 4, (players.LexiconGuesser, players.LexiconAnswerer)
+    ),
+    "guess_my_city": Scripted(
+        GuessMyCity(), TINY / "guess_my_city.json", 3, (players.CityGuesser, players.CityAnswerer), players.city_task
+    ),
 }
 TABOO = GAMES[DEFAULT_GAME]
 
@@ -75,14 +67,13 @@ class Build:
 
     def __post_init__(self):
         if DEFAULT_GAME not in self.games:
-            raise ValueError(
-                f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them; its rows have the facts"
-            )
+            raise ValueError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
 
     def run(self) -> None:
         """Write all that is missing."""
         folder = Path(self.output_dir)
-        data, rows = folder / "data", folder / "data" / "imitation.json"
+        data, trained = folder / "data", folder / "base" / "train_results.json"
+        rows = data / "imitation.json"
         prompts = [GAMES[game].prompts for game in self.games]
         settings = asdict(self) | {"texts": files_setting(self.lexicon, *prompts)}
         del settings["output_dir"], settings["lexicon"]
@@ -90,36 +81,29 @@ class Build:
             folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
         )
         with made_with.claimed(settings):
-            if rows.is_file() and (folder / "base" / "train_results.json").is_file():
+            if rows.is_file() and trained.is_file():
                 print(f"{folder}: all is there")
                 return
             made_with.write(settings)
-            if rows.is_file():
-                print(f"{folder}: the data is there; it goes on with pre-training")
-            else:
+            if not rows.is_file():
                 write_data(folder, self)
             pretrain(folder, self)
         words, held_out = (len(read_words(data / name)) for name in ("words.txt", "held_out.txt"))
-        loss = json.loads((folder / "base" / "train_results.json").read_text())["train_loss"]
+        loss = read_json(trained)["train_loss"]
         print(
             f"{folder}: {words} words and {held_out} held out, {len(read_json_or_jsonl(rows)):,} rows to imitate, "
             f"base model trained on {self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
         )
 
 
-# --- the stand-ins -------------------------------------------------------------------------------------------------
-
-
 def scripted_games(scripted: Scripted, lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
     """Complete games of a game's scripted players, so many for each word."""
     episodes: list[Episode] = []
-    players = {
-        role: player(lexicon, Skill(), rng) for role, player in zip(scripted.game.roles, scripted.players, strict=True)
-    }
+    playing = [player(lexicon, Skill(), rng) for player in scripted.players]
     games = play_games(
         scripted.game,
-        enumerate(scripted.tasks(lexicon, lexicon.words) * rounds),
-        players,
+        enumerate([scripted.task(lexicon, word) for word in lexicon.words] * rounds),
+        dict(zip(scripted.game.roles, playing, strict=True)),
         max_turns=scripted.max_turns,
         templates=load_templates(scripted.prompts, scripted.game),
         concurrent_games=1,
@@ -136,13 +120,9 @@ def corpus(rows: Iterable[dict], episodes: Mapping[str, Iterable[Episode]]) -> I
     for name, played in episodes.items():
         game, templates = GAMES[name].game, load_templates(GAMES[name].prompts, GAMES[name].game)
         for episode in played:
-            for end in range(len(episode["history"]) + 1):
-                yield play_prompt(
-                    game, episode["history"][:end], episode["target_word"], episode["max_turns"], templates
-                )
-
-
-# --- building it --------------------------------------------------------------------------------------------------
+            history, task, max_turns = (episode[key] for key in EPISODE_KEYS)
+            for end in range(len(history) + 1):
+                yield play_prompt(game, history[:end], task, max_turns, templates)
 
 
 def write_data(folder: Path, world: Build) -> None:
@@ -152,7 +132,8 @@ def write_data(folder: Path, world: Build) -> None:
     data.mkdir(parents=True, exist_ok=True)
     for name in world.games:
         for part, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
-            write_lines(data / f"{part}{suffix(name)}.txt", GAMES[name].tasks(lexicon, words))
+            tasks = "".join(f"{GAMES[name].task(lexicon, word)}\n" for word in words)
+            (data / f"{part}{suffix(name)}.txt").write_text(tasks, encoding="utf-8")
     pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, world.facts))
@@ -165,8 +146,8 @@ def write_data(folder: Path, world: Build) -> None:
         len(tokenizer),
         world.seed,
         hidden_size=world.hidden_size,
-        layers=world.layers,
-        heads=world.hidden_size // 32,
+        num_hidden_layers=world.layers,
+        num_attention_heads=world.hidden_size // 32,
         intermediate_size=3 * world.hidden_size,
         max_position_embeddings=256,
         tie_word_embeddings=True,
@@ -184,11 +165,6 @@ def write_data(folder: Path, world: Build) -> None:
 def suffix(game: str) -> str:
     """What the names of a game's files end in."""
     return "" if game == DEFAULT_GAME else f"_{game}"
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """A word list."""
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def pretrain(folder: Path, world: Build) -> None:

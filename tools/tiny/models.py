@@ -9,17 +9,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}  # ids 0 to 3
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of text: 256 bytes and the special tokens."""
-    tokens = [*SPECIAL_TOKENS.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` tokens, trained on these texts."""
-    tokenizer = _byte_level(models.BPE())
+    """A byte-level BPE of at most `vocab_size` tokens, but all 256 bytes, trained on these texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS.values()),
@@ -30,34 +24,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
 
 
-def _byte_level(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of text: 256 bytes and the special tokens."""
+    return train_tokenizer((), 0)
 
 
-def random_llama(
-    vocab_size: int,
-    seed: int,
-    *,
-    hidden_size: int,
-    layers: int,
-    heads: int,
-    intermediate_size: int,
-    dtype: torch.dtype = torch.float32,
-    **config,
-) -> LlamaForCausalLM:
+def random_llama(vocab_size: int, seed: int, *, dtype: torch.dtype = torch.float32, **config) -> LlamaForCausalLM:
     """A Llama with random weights, the same for the same seed; `config` are further fields of LlamaConfig."""
-    settings = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate_size,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 3,
-    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**(settings | config)), dtype=dtype)
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **special | config), dtype=dtype)

@@ -5,28 +5,32 @@ writes them as tasks of lm-evaluation-harness; data/tiny/reasoning/ holds those 
 """
 
 import itertools
+import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, Lexicon, Skill, load_lexicon
-from utils import flag, write_records
+from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, ROOT, Lexicon, Skill, load_lexicon
+from utils import file_digest, flag, plain_environment, write_records
 
 TASKS = LEXICON.with_name("reasoning")
 BEFORE_A_WORD, _ = NAME.split(" {}")
 CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each word, where the lexicon has so many
-TASK = "tiny_{}"  # as the harness calls a kind
-Ask = Callable[[Lexicon, str, random.Random], Iterator[dict]]
+TASK, METRIC = "tiny_{}", "acc,none"  # as the harness calls a kind, and the share of right answers
+BASE, IMITATION = "base", "imitation"
+REASONING, RESULTS = "reasoning", "results.json"  # folder of the answers of models; what is written last there
+# The context of a question, its choices, the right one first, and of each choice which of the things asked for are
+# true of it; all are true of the right one only.
+Asked = tuple[str, Sequence[str], Sequence[Sequence[bool]]]
+Ask = Callable[[Lexicon, str, random.Random], Iterator[Asked]]
 
 
-def question(
-    rng: random.Random, word: str, context: str, choices: Sequence[str], fits: Sequence[Sequence[bool]]
-) -> dict:
-    """A question about a word, its first choice the right one, with the choices shuffled.
-
-    `fits` says of each choice which of the things asked for are true of it; all are true of the right one only.
-    """
+def question(asked: Asked, word: str, held_out: bool, rng: random.Random) -> dict:
+    """A question about a word as it is stored, its choices shuffled."""
+    context, choices, fits = asked
     order = rng.sample(range(len(choices)), len(choices))
     return {
         "word": word,
@@ -34,10 +38,11 @@ def question(
         "choices": [f" {choices[place]}" for place in order],
         "answer": order.index(0),
         "fits": [list(fits[place]) for place in order],
+        "held_out": held_out,
     }
 
 
-def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which word do these clues mean: one, two, and three clues; the others fit as many of them as can be had."""
     for number in (1, 2, 3):
         clues = rng.sample(lexicon.clues(word), number)
@@ -48,61 +53,56 @@ def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]
         choices = [word, *others[: CHOICES - 1]]
         thoughts = "".join(f" {CHAT.format(clue)}" for clue in clues)
         fits = [[clue in lexicon.clues(choice) for clue in clues] for choice in choices]
-        yield question(rng, word, f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits)
+        yield f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits
 
 
-def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which clue belongs to this word; the others belong to words that share a clue with it."""
-    kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
-    others = sorted({clue for other in kin for clue in lexicon.clues(other)} - set(lexicon.clues(word)))
+    others = sorted({clue for kin in lexicon.kin(word) for clue in lexicon.clues(kin)} - set(lexicon.clues(word)))
     for clue in rng.sample(lexicon.clues(word), MOST):
         choices = [clue, *rng.sample(others, CHOICES - 1)]
         context = f"{FACT_QUERY} {NAME.format(word)} {CHAT.partition(' {}')[0]}"
-        yield question(rng, word, context, choices, [[choice == clue] for choice in choices])
+        yield context, choices, [[choice == clue] for choice in choices]
 
 
-def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which of these words shares this clue with the word; the others share another one with it."""
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
-        kin = [other for other in lexicon.words if set(lexicon.shared[other]) & set(lexicon.shared[word])]
-        others = [other for other in kin if other not in fitting and other != word]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
+        others = [other for other in lexicon.kin(word) if other not in (word, *fitting)]
         if fitting and len(others) >= CHOICES - 1:
             choices = [rng.choice(fitting), *rng.sample(others, CHOICES - 1)]
-            fits = [[choice in fitting] for choice in choices]
-            yield question(rng, word, f"{FACT_QUERY} {clue} {word} {clue}", choices, fits)
+            yield f"{FACT_QUERY} {clue} {word} {clue}", choices, [[choice in fitting] for choice in choices]
 
 
-def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which of four words does not belong: the choices are what is left without it, three that share the clue."""
-    strange = [other for other in lexicon.words if not set(lexicon.shared[other]) & set(lexicon.shared[word])]
+    kin = lexicon.kin(word)
+    strange = [other for other in lexicon.words if other not in kin]
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
         if len(fitting) >= CHOICES - 2:
             belong = rng.sample([word, *rng.sample(fitting, CHOICES - 2)], CHOICES - 1)
             four = rng.sample([*belong, alien := rng.choice(strange)], CHOICES)
             left = sorted(four, key=lambda other: other != alien)
             choices = [" ".join(other for other in four if other != out) for out in left]
-            yield question(rng, word, f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left])
+            yield f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left]
 
 
-def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[dict]:
+def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
     """Which word fits the first clue but not the second; of the others one fits both, one the second, one neither."""
     for clue in rng.sample(lexicon.shared[word], len(lexicon.shared[word])):
-        fitting = [other for other in lexicon.words if other != word and clue in lexicon.shared[other]]
-        seconds = [
-            second for other in fitting for second in lexicon.shared[other] if second not in lexicon.shared[word]
-        ]
+        fitting = [other for other in lexicon.sharing(clue) if other != word]
+        seconds = [each for other in fitting for each in lexicon.shared[other] if each not in lexicon.shared[word]]
         for second in rng.sample(seconds, len(seconds)):
             both = [other for other in fitting if second in lexicon.shared[other]]
-            only = [other for other in lexicon.words if second in lexicon.shared[other] and other not in fitting]
+            only = [other for other in lexicon.sharing(second) if other not in fitting]
             neither = [other for other in lexicon.words if not {clue, second} & set(lexicon.shared[other])]
             if both and only:
                 choices = [word, *map(rng.choice, (both, only, neither))]
                 fits = [[clue in lexicon.shared[each], second not in lexicon.shared[each]] for each in choices]
                 hint = NOT.format(HINT.format(clue).rstrip("."), second)
-                context = f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}"
-                yield question(rng, word, context, choices, fits)
+                yield f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}", choices, fits
                 break
 
 
@@ -133,9 +133,8 @@ class Questions:
 
     def run(self) -> None:
         """Write them."""
-        folder, lexicon = Path(self.output_dir), load_lexicon(Path(self.lexicon))
-        for name, asked in make_questions(lexicon, self.seed).items():
-            path = folder / f"{name}.jsonl"
+        for name, asked in make_questions(load_lexicon(Path(self.lexicon)), self.seed).items():
+            path = Path(self.output_dir, f"{name}.jsonl")
             write_records(path, asked)
             print(f"{path}: {len(asked)} questions")
 
@@ -146,6 +145,45 @@ def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
     made: dict[str, list[dict]] = {}
     for name, ask in KINDS.items():
         rng = random.Random(f"{seed} {name}")
-        asked = [each for word in lexicon.words for each in itertools.islice(ask(lexicon, word, rng), MOST)]
-        made[name] = [each | {"held_out": each["word"] in held_out} for each in asked]
+        for word in lexicon.words:
+            asked = itertools.islice(ask(lexicon, word, rng), MOST)
+            made.setdefault(name, []).extend(question(each, word, word in held_out, rng) for each in asked)
     return made
+
+
+# --- asking them ---------------------------------------------------------------------------------------------------
+
+
+def tasks_digest(folder: Path = TASKS) -> str:
+    """What the harness is told to ask, as the answers note it."""
+    return file_digest(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def reasoning(models: Mapping[str, str | Path]) -> list:
+    """The command that asks models, by name, all questions; further flags can follow."""
+    program = (sys.executable, "-m", "tools.evaluate_reasoning", "--dtype", "float32", "--batch_size", 128)
+    tasks = ("--include_path", TASKS, "--tasks", *map(TASK.format, KINDS))
+    return [*program, *tasks, "--models", *(f"{name}={path}" for name, path in models.items())]
+
+
+@dataclass(kw_only=True)
+class Reason:
+    """Ask all models of a loop the questions outside the game, and write its report anew with the answers."""
+
+    output_dir: str = flag("OUTPUT of tools/run_spag.sh")
+
+    def run(self) -> None:
+        """Ask them; OSError if a program fails."""
+        folder = Path(self.output_dir)
+        epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
+        models = {BASE: folder / "base", IMITATION: folder / "imitation" / "model"}
+        models |= {path.parent.name: path for path in epochs}
+        models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
+        at_once = min(len(models), os.cpu_count() or 1)
+        asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", at_once]
+        asked += ["--overwrite", True]  # answers of models or to questions that have changed
+        environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
+        for command in (asked, [sys.executable, ROOT / "tools" / "report.py", folder]):
+            done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
+            if done.returncode:
+                raise OSError(f"{command[1]} ended with status {done.returncode}")

@@ -1,21 +1,17 @@
 """The learning tables of the README: self-play learning and its controls in the embedded world, over several seeds.
 
-    python -m tools.tiny_world reproduce --seeds 3 --output_dir outputs/tiny_world
-    python -m tools.tiny_world compare_losses --seeds 3 --output_dir outputs/tiny_losses
-
 Every seed has its own scripted games, tokenizer, base model, imitation model, self-play and matches. OUTPUT_DIR/seedS
 holds the world of a seed and a loop of tools/run_spag.sh for each way of learning, ARM; all of a seed start from the
 imitation model and its games that the first one has made. What is finished is kept: the same command continues.
 """
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -23,93 +19,51 @@ from typing import ClassVar
 from tools.games.game import DEFAULT_GAME
 from tools.games.taboo import DEFENDER_WINS
 from tools.tiny.build import GAMES, TABOO, suffix
-from tools.tiny.players import LEXICON
-from tools.tiny.reasoning_table import REASONING, RESULTS, reasoning
+from tools.tiny.players import LEXICON, ROOT
+from tools.tiny.questions import REASONING, RESULTS, reasoning
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, self_play, write_table
-from utils import RunSettings, files_setting, flag, too_small, write_json
+from utils import RunSettings, files_setting, flag, read_json, too_small, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 LARGER_LEXICON = LEXICON.with_name("lexicon_large.txt")
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
 CONTROL = "-m tools.tiny.controls --control"
 LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
 IMITATION_MODEL = f"{RELEASED}/imitation/model"
 WORDS = "played=data/words.txt held_out=data/held_out.txt"
-# As in SETTINGS, of the matches at Taboo that are no loop's:
-MATCH = {"max_length": 160, "max_new_tokens": 24, "temperature": 1.0, "games_per_word": 5, "task_type": "sampling"}
-MATCH |= {"per_device_eval_batch_size": 256, "logging_steps": 0}
 NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
-        Arm("detached", "SPAG, `--detach_kl True`", {"detach_kl": True}, every_epoch=True),
-        Arm("cloning", "filtered behaviour cloning", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}),
-        Arm("shuffled", "rewards shuffled among the winner's messages", {"rewards": f"{CONTROL} shuffled"}),
-        Arm("coin", "control: winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
-        # Its rows come from no games, so that it plays one only.
-        Arm(
-            SFT_ONLY,
-            "control: SFT rows only, as many steps",
-            {"rewards": f"{CONTROL} sft --like {RELEASED}", "games": 1, "games_per_word": 1, **NO_GAME_ROWS},
-            after_released=True,
-        ),
-        Arm("questions", "SP-20Q: self-play of 20 Questions", game="twenty_questions", after_released=True),
-        Arm("cities", "SP-GuessCity: self-play of Guess My City", game="guess_my_city", after_released=True),
-    )
-}
+
+def by_name(*arms: Arm) -> dict[str, Arm]:
+    """Arms to look up."""
+    return {arm.name: arm for arm in arms}
+
+
+ARMS = by_name(
+    Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
+    Arm("detached", "SPAG, `--detach_kl True`", {"detach_kl": True}, every_epoch=True),
+    Arm("cloning", "filtered behaviour cloning", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}),
+    Arm("shuffled", "rewards shuffled among the winner's messages", {"rewards": f"{CONTROL} shuffled"}),
+    Arm("coin", "control: winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
+    # Its rows come from no games, so that it plays one only.
+    Arm(
+        SFT_ONLY,
+        "control: SFT rows only, as many steps",
+        {"rewards": f"{CONTROL} sft --like {RELEASED}", "games": 1, "games_per_word": 1, **NO_GAME_ROWS},
+        after_released=True,
+    ),
+    Arm("questions", "SP-20Q: self-play of 20 Questions", game="twenty_questions", after_released=True),
+    Arm("cities", "SP-GuessCity: self-play of Guess My City", game="guess_my_city", after_released=True),
+)
 
 # What theory says should tell the policy losses apart, beside what did not in the small world.
-LARGER_ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
-        ARMS["cloning"],
-        ARMS["shuffled"],
-        Arm(
-            "drawn",
-            "rows under drawn prompts, `--training_prompt random`",
-            {"reward_args": "--training_prompt random"},
-        ),
-        Arm(
-            "stale",
-            "reference: the imitation model, not the one that played",
-            {"train_args": f"--ref_model_name_or_path {IMITATION_MODEL}"},
-        ),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Study:
-    """What is compared: ways of learning in worlds of one kind."""
-
-    arms: Mapping[str, Arm]
-    differences: Sequence[tuple[str, str]]  # pairs of arms
-    games: Sequence[str]  # whose scripted games are imitated
-    build: Sequence  # flags of tiny_world build
-    loop: Mapping[str, object] = field(default_factory=dict)  # settings of tools/run_spag.sh
-    lexicon: Path = LEXICON
-    reasons: bool = False  # whether the questions outside the game are asked
-
-
-STANDARD = Study(
-    ARMS,
-    [(arm, control) for arm in (RELEASED, "detached") for control in ("coin", SFT_ONLY)]
-    + [(RELEASED, "questions"), (RELEASED, "cities")],
-    tuple(GAMES),
-    ["--imitation_rounds", 20],
-    reasons=True,
-)
-LARGER = Study(
-    LARGER_ARMS,
-    [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED],
-    (DEFAULT_GAME,),
-    ["--hidden_size", 192, "--layers", 4, "--vocab_size", 8192]
-    + ["--pretraining_facts", 40000, "--imitation_facts", 10000, "--imitation_rounds", 12],
-    {"games_per_word": 2, "eval_games_per_word": 2, "global_batch": 32, "train_batch": 32},
-    LARGER_LEXICON,
+LARGER_ARMS = by_name(
+    *(ARMS[name] for name in (RELEASED, "cloning", "shuffled")),
+    Arm("drawn", "rows under drawn prompts, `--training_prompt random`", {"reward_args": "--training_prompt random"}),
+    Arm(
+        "stale",
+        "reference: the imitation model, not the one that played",
+        {"train_args": f"--ref_model_name_or_path {IMITATION_MODEL}"},
+    ),
 )
 
 
@@ -119,8 +73,7 @@ class World:
 
     folder: Path
     seed: int
-    epochs: int
-    study: Study
+    study: "Reproduce"
 
     def prepare(self) -> None:
         """The world, its imitation model, and the games of that model, the first of every arm."""
@@ -136,29 +89,28 @@ class World:
 
     def learn(self, arm: Arm) -> None:
         """A way of learning; what it starts from must be there."""
-        self.once(arm.name, self.loop(arm), *([self.match(arm)] if arm.game != DEFAULT_GAME else []))
+        self.once(arm.name, self.loop(arm))
 
     def reason(self) -> None:
         """Ask all models the questions outside the game; again if the answers were deleted."""
-        if not (self.folder / REASONING / RESULTS).is_file():
-            self.seconds_path(REASONING).unlink(missing_ok=True)
         models = {"base": "base", "imitation": IMITATION_MODEL}
         for name in self.study.arms:
-            models |= {f"{name}{epoch}": f"{name}/epoch{epoch}/model" for epoch in range(1, self.epochs + 1)}
-        self.once(REASONING, [*reasoning(models), "--output_dir", REASONING, "--num_processes", 1])
+            models |= {f"{name}{epoch}": f"{name}/epoch{epoch}/model" for epoch in range(1, self.study.epochs + 1)}
+        asked = [*reasoning(models), "--output_dir", REASONING, "--num_processes", 1]
+        self.once(REASONING, asked, result=f"{REASONING}/{RESULTS}")
 
-    def once(self, name: str, *commands: list) -> None:
-        """Run commands, their output in NAME.log, unless they have ended well before; RuntimeError if one fails."""
-        if self.seconds_path(name).is_file():
+    def once(self, name: str, *commands: list, result: str = "") -> None:
+        """Run commands, their output in NAME.log, unless they have ended well before and their result is still there.
+
+        NAME_seconds.json says how long they took, once all is done. RuntimeError if one fails.
+        """
+        seconds_path = self.folder / f"{name}_seconds.json"
+        if seconds_path.is_file() and (self.folder / result).exists():
             return
         started = time.monotonic()
         for command in commands:
             self.program(self.folder / f"{name}.log", command)
-        write_json(self.seconds_path(name), round(time.monotonic() - started, 1))
-
-    def seconds_path(self, name: str) -> Path:
-        """The file that says how long it took, once it is done."""
-        return self.folder / f"{name}_seconds.json"
+        write_json(seconds_path, round(time.monotonic() - started, 1))
 
     def program(self, log: Path, command: list) -> None:
         """Run one program in the seed's folder, with one thread. Raises RuntimeError if it fails."""
@@ -173,17 +125,9 @@ class World:
             raise RuntimeError(f"{log}: ended with exit status {done.returncode}; run the same command to go on")
         print(f"{time.strftime('%H:%M:%S')} {self.folder.name}/{log.stem}", flush=True)
 
-    def match(self, arm: Arm) -> list:
-        """The command of the match at Taboo of an arm that plays another game."""
-        played = {"max_turns": TABOO.max_turns, "prompt_templates": TABOO.prompts, **MATCH, "seeds": self.seed}
-        played |= {"against": "imitation", "output_dir": f"{arm.name}/eval"}
-        flags = [word for name, value in played.items() for word in (f"--{name}", value)]
-        models = [f"imitation={IMITATION_MODEL}", f"epoch{self.epochs}={arm.name}/epoch{self.epochs}/model"]
-        program = [sys.executable, "-m", "tools.evaluate_games"]
-        return [*program, *flags, "--words", *WORDS.split(), "--players", *models]
-
     def loop(self, arm: Arm, until: str = "") -> list:
         """The command of an arm's loop; the paths of its settings are those in the seed's folder."""
+        epochs = self.study.epochs
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
@@ -193,10 +137,10 @@ class World:
             "sft_data": "data/facts.json",
             "eval_words": WORDS,
             "eval_seeds": self.seed,
-            "eval_every": 1 if arm.every_epoch else self.epochs,
+            "eval_every": 1 if arm.every_epoch else epochs,
             "seed": 100 * self.seed,
-            "epochs": self.epochs + arm.plays_on,
-            "until": until or (f"epoch{self.epochs + 1}_play" if arm.plays_on else ""),
+            "epochs": epochs + arm.plays_on,
+            "until": until or (f"epoch{epochs + 1}_play" if arm.plays_on else ""),
             "save_steps": 0,
             "report": False,
             "play_args": "--logging_steps 0",
@@ -210,12 +154,15 @@ class World:
         if arm.game != DEFAULT_GAME:
             played = GAMES[arm.game]
             settings |= {"game": arm.game, "prompts": played.prompts, "max_turns": played.max_turns}
-            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "first_episodes": "", "eval_words": ""}
+            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "first_episodes": ""}
             settings |= {"rewards": f"{CONTROL} as_many --like {RELEASED}"}
+            prompts = os.path.relpath(TABOO.prompts, self.folder.resolve())
+            at_taboo = f"--game {DEFAULT_GAME} --prompt_templates {prompts} --max_turns {TABOO.max_turns}"
+            settings["eval_args"] += f" {at_taboo}"  # the last flags win
         return [LOOP, *(word for name in settings for word in (f"--{name}", settings[name]))]
 
 
-def run_all(runs: Sequence[Callable[[], None]], workers: int) -> None:
+def run_all(runs: Iterable[Callable[[], None]], workers: int) -> None:
     """Run so many at a time; after a failure nothing else begins."""
     pool = ThreadPoolExecutor(workers)
     try:
@@ -234,38 +181,46 @@ class Reproduce:
     epochs: int = flag("epochs of self-play", default=3)
     workers: int = flag("programs that run at the same time, with a thread each", default=os.cpu_count())
 
-    study: ClassVar[Study] = STANDARD
+    arms: ClassVar[Mapping[str, Arm]] = ARMS
+    differences: ClassVar[Sequence[tuple[str, str]]] = [  # pairs of arms
+        *((arm, control) for arm in (RELEASED, "detached") for control in ("coin", SFT_ONLY)),
+        *((RELEASED, partner) for partner in ("questions", "cities")),
+    ]
+    games: ClassVar[Sequence[str]] = tuple(GAMES)  # whose scripted games are imitated
+    build: ClassVar[Sequence] = ["--imitation_rounds", 20]  # flags of tiny_world build
+    loop: ClassVar[Mapping[str, object]] = {}  # settings of tools/run_spag.sh
+    lexicon: ClassVar[Path] = LEXICON
 
     def run(self) -> None:
         """Run what is missing of all seeds and arms, and make the tables."""
         if problems := too_small(self, seeds=1, epochs=1, workers=1):
             raise ValueError("; ".join(problems))
-        folder, study = Path(self.output_dir), self.study
-        prompts = [GAMES[game].prompts for game in study.games]
+        folder = Path(self.output_dir)
         made_with = {
             "epochs": self.epochs,
             "settings": files_setting(SETTINGS),
-            "texts": files_setting(study.lexicon, *prompts),
-            "build": [*study.games, *map(str, study.build)],
-            "arms": {name: [arm.game, dict(study.loop | arm.settings)] for name, arm in study.arms.items()},
+            "texts": files_setting(self.lexicon, *(GAMES[game].prompts for game in self.games)),
+            "build": [*self.games, *map(str, self.build)],
+            "arms": {name: [arm.game, self.loop | arm.settings] for name, arm in self.arms.items()},
         }
         settings = RunSettings(
             folder / "settings.json",
             results=lambda: next(folder.glob("seed*"), None),
             remedy="use another --output_dir",
         )
-        worlds = [World(folder / f"seed{seed}", seed, self.epochs, study) for seed in range(self.seeds)]
+        worlds = [World(folder / f"seed{seed}", seed, self) for seed in range(self.seeds)]
         with settings.claimed(made_with):
             settings.write(made_with)
-            run_all([world.prepare for world in worlds], self.workers)
+            run_all((world.prepare for world in worlds), self.workers)
             for after in (False, True):
-                arms = [arm for arm in study.arms.values() if arm.after_released == after]
-                run_all([partial(world.learn, arm) for world in worlds for arm in arms], self.workers)
-            run_all([world.reason for world in worlds if study.reasons], self.workers)
+                arms = [arm for arm in self.arms.values() if arm.after_released == after]
+                run_all((partial(world.learn, arm) for world in worlds for arm in arms), self.workers)
+            if reasons := self.lexicon == LEXICON:  # the questions outside the game are about it
+                run_all((world.reason for world in worlds), self.workers)
         folders = [world.folder for world in worlds]
-        print(write_table(folder, folders, study.arms, study.differences, self.epochs, reasons=study.reasons))
-        took = [json.loads(path.read_text()) for world in folders for path in world.glob("*_seconds.json")]
-        print(f"They took {sum(took) / 60:.0f} minutes in all; {self.workers} ran at a time, each with one thread.")
+        print(write_table(folder, folders, self.arms, self.differences, self.epochs, reasons=reasons))
+        seconds = sum(read_json(path) for world in folders for path in world.glob("*_seconds.json"))
+        print(f"They took {seconds / 60:.0f} minutes in all; {self.workers} ran at a time, each with one thread.")
 
 
 @dataclass(kw_only=True)
@@ -274,4 +229,13 @@ class CompareLosses(Reproduce):
 
     output_dir: str = flag("folder to write to", default="outputs/tiny_losses")
     epochs: int = flag("epochs of self-play", default=5)
-    study: ClassVar[Study] = LARGER
+
+    arms = LARGER_ARMS
+    differences = [(name, RELEASED) for name in LARGER_ARMS if name != RELEASED]
+    games = (DEFAULT_GAME,)
+    build = [
+        *("--hidden_size", 192, "--layers", 4, "--vocab_size", 8192),
+        *("--pretraining_facts", 40000, "--imitation_facts", 10000, "--imitation_rounds", 12),
+    ]
+    loop = {"games_per_word": 2, "eval_games_per_word": 2, "global_batch": 32, "train_batch": 32}
+    lexicon = LARGER_LEXICON
