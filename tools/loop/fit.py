@@ -93,24 +93,21 @@ def say_disk(settings: Mapping[str, str]) -> None:
         say(f"disk: {free / 1e9:.1f} GB free; what is needed is not known, since the model's size is not")
         return
     needed = disk_needed(settings, parameters)
-    there = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    parts = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in needed.items())
-    say(
-        f"disk: {parameters:,} parameters: {sum(needed.values()) / 1e9:.1f} GB at most ({parts}), beside games and "
-        f"rows; {there / 1e9:.1f} GB of it there, {free / 1e9:.1f} GB free"
-    )
-    if sum(needed.values()) > there + free:
+    missing = needed - sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    take = f"models and checkpoints of {parameters:,} parameters take {needed / 1e9:.1f} GB at most"
+    say(f"disk: {take}, of which {max(0, missing) / 1e9:.1f} GB are not there yet; {free / 1e9:.1f} GB are free")
+    if missing > free:
         say(f"WARNING the disk space of {output} does not suffice; --save_steps 0 keeps no checkpoints")
 
 
-def disk_needed(settings: Mapping[str, str], parameters: int) -> dict[str, int]:
-    """Bytes that the loop writes at most: its models, and the checkpoints to resume from."""
+def disk_needed(settings: Mapping[str, str], parameters: int) -> int:
+    """Bytes of the loop's models and of the checkpoints to resume from, at most."""
     half, deepspeed = settings["PRECISION"] != "fp32", settings["DEEPSPEED"] != "none"
     weights = 2 if half and deepspeed else 4  # without DeepSpeed half precision is autocast over fp32 weights
     state = 12 if deepspeed else 8  # Adam's two moments, and DeepSpeed's fp32 copy of the weights
     saves = 0 if float(settings["SAVE_STEPS"]) == 0 else 2  # the new checkpoint is whole before the old one goes
     models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
-    return {"models": models * weights * parameters, "checkpoints": saves * (weights + state) * parameters}
+    return (models * weights + saves * (weights + state)) * parameters
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 from tools.games.game import Game
 from tools.matches.stats import BOTH, CONFIDENCE, wilson
-from tools.matches.text import HEAD, as_role, cells, how_counted, shown_rows, with_interval
+from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, shown_rows, with_interval
 from tools.pages.contents import IMITATION, GameSample, Report, visible
 
 METRICS = {  # of a training log, as the README's glossary names them
@@ -135,7 +135,7 @@ def match_section(report: Report) -> Section:
         numbered = [(words, number, points) for number, (words, points) in enumerate(lines.items())]
         charts.append(chart(f"Points {as_role(role)}{against}", numbered, form=PERCENT, joined=one, reference=line))
     table = ("All numbers of match play", HEAD, [cells(row) for row in rows])
-    intro = f"{how_counted(report.game)} Bars are the same intervals."
+    intro = f"{HOW_COUNTED} Bars are the same intervals."
     return Section("match", f"Matches{against}", intro, [one for one in charts if one["data"]], [table])
 
 
