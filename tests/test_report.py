@@ -943,5 +943,7 @@ def test_the_page_fits_into_wide_and_narrow_windows(browser, page, width):
         open_page(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         assert browser.execute_script(OUTSIDE) == browser.execute_script(SMALL) == []
+        right = "return Math.max(...[...document.querySelectorAll('td')].map((e) => e.getBoundingClientRect().right))"
+        assert 0 < browser.execute_script(right) <= width
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

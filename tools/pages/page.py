@@ -53,8 +53,7 @@ def section_html(section: Section) -> str:
         for chart in section.charts
     )
     tables = "".join(
-        f"<details class='card' open><summary>{text(title)}</summary><table>{row_html(head, 'th')}"
-        f"{''.join(row_html(row, 'td') for row in rows)}</table></details>"
+        f"<details class='card' open><summary>{text(title)}</summary>{table(head, rows)}</details>"
         for title, head, rows in section.tables
     )
     return (
@@ -63,9 +62,14 @@ def section_html(section: Section) -> str:
     )
 
 
-def row_html(cells: Iterable[str], kind: str) -> str:
-    """A row of a table."""
-    return f"<tr>{''.join(f'<{kind}>{text(cell)}</{kind}>' for cell in cells)}</tr>"
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; where the window is narrow, each cell shows its head beside it."""
+    titles = "".join(f"<th>{text(title)}</th>" for title in head)
+    body = ""
+    for row in rows:
+        cells = zip(head, row, strict=True)
+        body += "<tr>" + "".join(f'<td data-head="{text(name)}">{text(cell)}</td>' for name, cell in cells) + "</tr>"
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def text(value: str) -> str:
