@@ -21,8 +21,7 @@ from tools import evaluate_games
 from tools.engine import model as models
 from tools.engine.slots import SlotEngine
 from tools.games import taboo
-from tools.matches.schedule import pairs
-from tools.matches.stats import ALL, BOTH, Match
+from tools.matches.stats import ALL, BOTH, Match, pairs
 from tools.selfplay import play
 from tools.selfplay.files import EpisodeFiles
 from utils import read_json_or_jsonl, run_program, write_json

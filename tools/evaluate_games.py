@@ -12,14 +12,14 @@ plays those that are missing. Under torchrun the games are dealt out to the proc
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.engine.model import model_folder
 from tools.games.game import Game
 from tools.matches.results import RESULTS, write_results
-from tools.matches.schedule import Schedule, make_schedule
-from tools.matches.stats import ALL, Match
+from tools.matches.stats import ALL, Match, pairs, schedule
 from tools.players.human import HUMAN
 from tools.players.player import TESTING
 from tools.players.server_flags import is_server
@@ -96,7 +96,7 @@ class Flags(PlayFlags):
         if problems:
             raise ValueError("; ".join(problems))
 
-    def pairings(self, schedule: Schedule, game: Game) -> list[Pairing]:
+    def pairings(self, matches: Sequence[Match], game: Game) -> list[Pairing]:
         """The matches as they are played: models by their folders, so that equal ones are loaded once."""
         folders = {name: path if is_server(path) else str(model_folder(path)) for name, path in self.players}
         return [
@@ -106,7 +106,7 @@ class Flags(PlayFlags):
                 seed=json.dumps(match),
                 labels=dict(zip(Match.keys(game), match, strict=True)),
             )
-            for match in schedule.matches
+            for match in matches
         ]
 
 
@@ -119,8 +119,9 @@ def main() -> None:
     game = flags.load_game()
     templates, players = flags.load_templates(game), [player.name for player in flags.players]
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
-    schedule = make_schedule(players, lists, flags.seeds, against=flags.against, games_per_word=flags.games_per_word)
-    files = EpisodeFiles(flags.output_dir, STEM, schedule.words, game, made_of_results=RESULTS)
+    matches, games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
+    words = [word for _, word in games]
+    files = EpisodeFiles(flags.output_dir, STEM, words, game, made_of_results=RESULTS)
     settings = {
         "players": players,
         "against": flags.against,
@@ -131,7 +132,7 @@ def main() -> None:
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    run = Run(flags, game, templates, files, flags.pairings(schedule, game), schedule.match_of.__getitem__)
+    run = Run(flags, game, templates, files, flags.pairings(matches, game), lambda index: games[index][0])
     if run.play(settings):
         print(write_results(files.folder, files.results_path, settings, game), end="")
 

@@ -17,8 +17,6 @@ from tools.pages.page import page_html
 from tools.pages.sections import verdict
 from utils import add_flags, flag, replacing, run_program, set_up_logging, shown
 
-DESCRIPTION = "One self-contained HTML page about a run of the loop, one of its folders, or files of episodes."
-
 
 @dataclass(kw_only=True)
 class Flags(GameChoice):
@@ -31,7 +29,7 @@ class Flags(GameChoice):
 
 def parse_args() -> tuple[Path | None, Flags]:
     """The folder of a loop, if one is given, and the flags."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     line = "OUTPUT of the loop, finished or not, or a folder of play, a training, matches or reasoning"
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=line)
     add_flags(parser, Flags)
@@ -57,10 +55,8 @@ def main() -> None:
     output = flags.output or folder / "report.html"
     with replacing(output) as file:
         file.write(page_html(report))
-    for sentence in verdict(report):
-        print(shown(sentence))
-    for line in report.missing:
-        print(shown(f"not in the report: {line}"))
+    for line in (*verdict(report), *(f"not in the report: {line}" for line in report.missing)):
+        print(shown(line))
     print(shown(str(output)) + f": {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
 
 

@@ -1,4 +1,6 @@
-"""Which way of training fits a model on GPUs: DEEPSPEED=auto of tools/run_spag.sh. Computed; no GPU has measured it.
+"""What fits: the way of training on the GPUs (DEEPSPEED=auto of tools/run_spag.sh), and the loop on the disk.
+
+Computed; no GPU has measured it.
 
     python -m tools.loop.fit     # the table of tools/loop/README.md
 
@@ -17,7 +19,12 @@ of the memory stays free.
 """
 
 import argparse
+import json
+import math
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 WAYS = ("none", "zero2", "zero3", "offload")  # the first that fits is chosen
 FREE = 0.1
@@ -54,6 +61,58 @@ def choose(parameters: float, gpus: int, gpu_memory: float, **training) -> tuple
     needed = {way: gpu_bytes(way, parameters, gpus, **training) for way in WAYS}
     fitting = (way for way in WAYS if needed[way] <= (1 - FREE) * gpu_memory)
     return next(fitting, WAYS[-1]), needed
+
+
+def count_parameters(model: str) -> int | None:
+    """Parameters of a model, by its safetensors headers or its configuration; None where neither is had."""
+    if paths := list(Path(model).glob("*.safetensors")):
+        headers = [header for path in paths for header in read_header(path).items()]
+        return sum(math.prod(tensor["shape"]) for name, tensor in headers if name != "__metadata__")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # False: else it asks at the terminal
+        with torch.device("meta"):  # no weights
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
+    except (OSError, ValueError):
+        return None
+
+
+def read_header(path: Path) -> dict:
+    """The tensors of a safetensors file: its first 8 bytes tell how many bytes of JSON follow."""
+    with open(path, "rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def say_disk(settings: Mapping[str, str]) -> None:
+    """Tell what models and checkpoints take of the disk and what is free, and warn if that is too little."""
+    output, parameters = Path(settings["OUTPUT"]), count_parameters(settings["MODEL"])
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
+    if parameters is None:
+        say(f"disk: {free / 1e9:.1f} GB free; what is needed is not known, since the model's size is not")
+        return
+    needed = disk_needed(settings, parameters)
+    missing = needed - sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    take = f"models and checkpoints of {parameters:,} parameters take {needed / 1e9:.1f} GB at most"
+    say(f"disk: {take}, of which {max(0, missing) / 1e9:.1f} GB are not there yet; {free / 1e9:.1f} GB are free")
+    if missing > free:
+        say(f"WARNING the disk space of {output} does not suffice; --save_steps 0 keeps no checkpoints")
+
+
+def disk_needed(settings: Mapping[str, str], parameters: int) -> int:
+    """Bytes of the loop's models and of the checkpoints to resume from, at most."""
+    half, deepspeed = settings["PRECISION"] != "fp32", settings["DEEPSPEED"] != "none"
+    weights = 2 if half and deepspeed else 4  # without DeepSpeed half precision is autocast over fp32 weights
+    state = 12 if deepspeed else 8  # Adam's two moments, and DeepSpeed's fp32 copy of the weights
+    saves = 0 if float(settings["SAVE_STEPS"]) == 0 else 2  # the new checkpoint is whole before the old one goes
+    models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
+    return (models * weights + saves * (weights + state)) * parameters
+
+
+def say(text: str) -> None:
+    """Tell the user; the shell reads standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def table() -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.games.flags import GameFlags
 from tools.loop import fit
 from tools.loop.checks import WHOLE_NUMBERS, find_problems, package_problems
-from tools.loop.disk import check_disk, count_parameters, say
+from tools.loop.fit import count_parameters, say, say_disk
 from utils import open_text, read_words, replacing, unknown_flag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +47,9 @@ def apply_flags(settings: dict[str, str], flags: Iterable[str]) -> Iterator[str]
 def unknown_names(path: str, names: Iterable[str]) -> Iterator[str]:
     """What a settings file sets and is no setting."""
     with open_text(path) as file:
-        found = ((number, ASSIGNED.match(line)) for number, line in enumerate(file, start=1))
-        unknown = ((number, match[1]) for number, match in found if match and match[1] not in names)
-        yield from (f"{path}:{number}: unknown setting {name}; --help lists them" for number, name in unknown)
+        for number, line in enumerate(file, start=1):
+            if (match := ASSIGNED.match(line)) and match[1] not in names:
+                yield f"{path}:{number}: unknown setting {match[1]}; --help lists them"
 
 
 def settle(settings: dict[str, str], gpus: Sequence[int]) -> None:
@@ -127,14 +127,14 @@ def read_game(settings: dict[str, str]) -> list[str]:
 
 
 def prepare(settings: Mapping[str, str], words: list[str]) -> Path:
-    """Check the disk space, then write the word list of an epoch; its path. ValueError for what does not do."""
+    """Write the word list of an epoch; its path. ValueError if there is another one."""
     path = Path(settings["OUTPUT"]) / "words.txt"
     words = words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"])
     text = "".join(f"{word}\n" for word in words)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"{path}: not the words that --words, --games and --games_per_word say; use another --output")
     if settings["NODE_RANK"] == "0":
-        check_disk(settings, len(words))
+        say_disk(settings)
         with replacing(path) as file:
             file.write(text)
     (path.parent / "logs").mkdir(parents=True, exist_ok=True)
@@ -168,10 +168,8 @@ def main(argv: list[str]) -> None:
         words = read_game(settings)
         if not problems and settings["DEEPSPEED"] == "auto":
             settings["DEEPSPEED"] = choose_deepspeed(settings, gpus)
-        if not problems:
-            problems += package_problems(settings)
-        if not problems:
-            path = prepare(settings, words)
+        problems = problems or list(package_problems(settings))
+        path = None if problems else prepare(settings, words)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if problems:

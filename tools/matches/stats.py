@@ -1,9 +1,10 @@
-"""Statistics of match play: rates, points and their intervals, from finished games as they come.
+"""Match play: who meets whom, and rates, points and their intervals, from finished games as they come.
 
 Games of the same target word are not independent, whoever plays them: standard errors count words, not games. Memory
 grows with matches and words, not with games. No torch, no files.
 """
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ def t_quantile(freedom: int) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-# --- counting ------------------------------------------------------------------------------------------------------
+# --- who meets whom ------------------------------------------------------------------------------------------------
 
 
 class Match(NamedTuple):
@@ -90,6 +91,30 @@ class Match(NamedTuple):
     def keys(game: Game) -> tuple[str, str, str, str]:
         """Under what an episode stores the fields: the players by the roles that they had."""
         return (*game.roles, "words", "seed")
+
+
+def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
+    """The players in the first and the second role of every match; matches of the same two stand side by side."""
+    if len(players) == 1:
+        return [(players[0], players[0])]
+    meetings = itertools.combinations(players, 2)
+    if against is not None:
+        meetings = ((player, against) for player in players if player != against)
+    return [pair for one, other in meetings for pair in ((one, other), (other, one))]
+
+
+def schedule(
+    pairs: Iterable[tuple[str, str]], lists: Mapping[str, Sequence[str]], seeds: Sequence[int], games_per_word: int = 1
+) -> tuple[list[Match], list[tuple[int, str]]]:
+    """All matches with each word list (by name) and each seed; and their games, (number of the match, word), match
+    after match: in each, every word of its list once, then all again."""
+    matches = [Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds]
+    return matches, [
+        (number, word) for number, match in enumerate(matches) for word in [*lists[match.words]] * games_per_word
+    ]
+
+
+# --- counting ------------------------------------------------------------------------------------------------------
 
 
 class MatchCounts:

@@ -7,6 +7,11 @@ from tools.matches.stats import ALL, BOTH
 
 HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", "loss", "breach")
 HEAD += ("clean", "clean points", "length", "empty")
+HOW_COUNTED = (
+    "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
+    "games that ended by breaking the rules. Clean games are decided without breach, tie or empty reply. All shares "
+    "are in percent, with 95% intervals over target words. Empty: the player's empty replies."
+)
 
 
 def shown_rows(results: dict) -> list[dict]:
@@ -38,22 +43,6 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
         return format(value, form)
     low, high = (format(bound, form).removesuffix("%") for bound in interval)
     return f"{value:{form}} [{low}, {high}]"
-
-
-def how_counted(game: Game) -> str:
-    """What points, breaches and clean games are, in sentences."""
-    own = type(game).points is not Game.points or any(outcome.points for outcome in game.outcomes)
-    points = "the mean points of a game" if own else "(wins + ties / 2) / games"
-    breaches = [
-        f"{outcome.name} (a win of the {outcome.winner})" if outcome.winner else outcome.name
-        for outcome in game.outcomes
-        if outcome.breach
-    ]
-    names = f"Breaches of the rules are games that ended so: {', '.join(breaches)}. " if breaches else ""
-    return (
-        f"Points are {points}. {names}Clean games are decided without breach, tie or empty reply. All shares are in "
-        "percent, with 95% intervals over target words. Empty: the player's empty replies."
-    )
 
 
 def points_line(rows: Sequence[dict]) -> str:
@@ -89,7 +78,7 @@ def matches_text(results: dict, game: Game) -> str:
     settings, rows = results["settings"], shown_rows(results)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
-        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{how_counted(game)}\n\n"
+        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
         f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
     )
 

@@ -1,24 +1,132 @@
-"""What there is to report: read from a run of the loop, any one of its folders, or files of episodes."""
+"""What there is to report: a run of the loop, any one of its folders, or files of episodes.
+
+Every game is counted and a bounded sample kept to be read, so that memory does not grow with their number. No torch.
+"""
 
 import json
+import random
 import re
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tools.games.game import Game
-from tools.matches.stats import BOTH
+from tools.games.game import GUESS, SECRET, Game, Verdict
+from tools.matches.stats import BOTH, Match
 from tools.matches.text import cells, shown_rows
-from tools.pages.games import GameSample
+from tools.players.player import LENGTH
+from tools.selfplay.counts import GameCounts
 from utils import checkpoints, iter_records, log_skipped
 
 IMITATION = "imitation"
-RANK_FILE = re.compile(r"_rank\d+\.jsonl$")  # of play that may still be going on
-LONGEST_NUMBER, LARGEST_NUMBER = 300, 1e300  # digits, and what they come to: sums stay finite
+RESULTS, RANK_FILES = "*_*_*_results.json", "*_*_*_rank*.jsonl"  # of play: finished, still going on
+LARGEST_NUMBER = 1e300  # sums stay finite
 NO_MATCHES = {"settings": {"players": [], "against": None}, "results": []}
+MOST_CHARACTERS = 4000  # of a message that are shown
+# Control characters, marks that turn the direction of writing around, and halves of characters.
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 T = TypeVar("T")
+
+
+# --- a set of games ------------------------------------------------------------------------------------------------
+
+
+class GameSample(GameCounts):
+    """Games as they come: counts of all, and of each outcome a uniform sample of at most `size` games."""
+
+    def __init__(self, game: Game, size: int, *, seed: int = 0):
+        super().__init__(game)
+        self.size, self.rng = size, random.Random(seed)
+        self.points: Counter[str] = Counter()  # by role, as in a match
+        self.kept: dict[str, list[tuple[int, Mapping, Verdict]]] = {outcome.name: [] for outcome in game.outcomes}
+
+    def add(self, episode: Mapping) -> None:
+        """Count one game. Raises ValueError for an episode that is none, or of another game."""
+        verdict = stored_or_judged(self.game, episode)
+        self._keep(episode, verdict)
+        super().add(episode, verdict)
+        played = episode["history"][: verdict.length]
+        points = self.game.checked_points(episode["target_word"], played, verdict.outcome)
+        self.points.update(dict(zip(self.game.roles, points, strict=True)))
+
+    def sampled(self) -> list[dict]:
+        """At most `size` games in the order of the file, as the page shows them; all outcomes as far as they go."""
+        for games in self.kept.values():
+            self.rng.shuffle(games)  # the first places of a reservoir favour early games
+        in_turn = [game for turn in zip_longest(*self.kept.values()) for game in turn if game]
+        chosen = sorted(in_turn[: self.size], key=lambda kept: kept[0])
+        return [shown_game(self.game, *kept) for kept in chosen]
+
+    def _keep(self, episode: Mapping, verdict: Verdict) -> None:
+        """Reservoir sampling: each of the n games of an outcome stays with probability size / n."""
+        kept, seen = self.kept[verdict.outcome], self.outcomes[verdict.outcome]
+        place = seen if seen < self.size else self.rng.randrange(seen + 1)
+        if place < self.size:
+            kept[place : place + 1] = [(self.games, episode, verdict)]
+
+
+def stored_or_judged(game: Game, episode: Mapping) -> Verdict:
+    """How a game ended: as the episode says or, where it does not, by the rules. ValueError: it is no game."""
+    game.check_episode(episode)
+    history, outcome, length = episode["history"], episode.get("outcome"), episode.get("length")
+    known = any(outcome == one.name for one in game.outcomes)
+    if known and type(length) is int and 0 <= length <= len(history):
+        return Verdict(outcome, length)
+    return game.judge(history, episode["target_word"], episode["max_turns"])
+
+
+# --- a game to be read ---------------------------------------------------------------------------------------------
+
+
+def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> dict:
+    """A game as the page takes it; `number` is its place in the file, from 0."""
+    word, history, replies = episode["target_word"], episode["history"], episode.get("replies") or ()
+    labels = {key: visible(str(episode[key])) for key in Match.keys(game) if isinstance(episode.get(key), (str, int))}
+    messages = []
+    for place, (message, reply) in enumerate(zip_longest(history, replies[: len(history)], fillvalue={}), start=1):
+        decides = place == verdict.length and verdict.outcome != game.outcomes[-1].name
+        late = place > verdict.length
+        notes = [
+            f"{message['role']}, {labels[message['role']]}" if message["role"] in labels else message["role"],
+            f"message {place}",
+            *[f"decides: {verdict.outcome}"] * decides,
+            *["not counted: after the end of the game"] * late,
+            *["cut off at the token limit"] * (reply.get("finish_reason") == LENGTH),
+        ]
+        kinds = ["first" if message["role"] == game.roles[0] else "second", *["decisive"] * decides, *["late"] * late]
+        text = marked(game, word, message["content"])
+        messages.append({"kinds": " ".join(kinds), "notes": " · ".join(notes), "parts": text})
+    return {
+        "number": number,
+        "word": visible(word),
+        "outcome": verdict.outcome,
+        "length": verdict.length,
+        "labels": "".join(f" · {key}: {labels[key]}" for key in ("words", "seed") if key in labels),
+        "messages": messages,
+    }
+
+
+def marked(game: Game, task: str, text: str) -> list[list[str]]:
+    """The text in (kinds, text) pieces by the game's marks: "", SECRET, GUESS, or both with a blank between."""
+    shown, marks = text[:MOST_CHARACTERS], game.marks(task, text[:MOST_CHARACTERS])
+    edges = sorted({0, len(shown), *(edge for _, *span in marks for edge in span)})
+    pieces = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        kinds = {kind for kind, first, last in marks if first <= start < last}
+        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(shown[start:end])])
+    if len(text) > len(shown):
+        pieces.append(["", f" … and {len(text) - len(shown):,} more characters"])
+    return pieces
+
+
+def visible(text: str) -> str:
+    """The text with all that a browser would not show, or would let change what it shows, written as escapes."""
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -28,13 +136,12 @@ class Report:
     name: str
     game: Game
     sample: int  # games to be read, of each set
-    made: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M"))
     missing: list[str] = field(default_factory=list)
     plays: list[tuple[str, GameSample]] = field(default_factory=list)  # sets of self-play games, by name
     logs: list[tuple[str, list[Mapping]]] = field(default_factory=list)  # log histories of trainings, by name
     matches: dict = field(default_factory=lambda: NO_MATCHES)  # as matches.json; those of a loop together
     reasoning: list[Mapping] = field(default_factory=list)  # the rows of the reasoning table
-    settings: list[tuple[str, list[list[str]]]] = field(default_factory=list)  # names and values, by file
+    settings: list[tuple[str, str]] = field(default_factory=list)  # files of settings, by path
     sources: list[dict] = field(default_factory=list)  # sets of games to read: name, games, sampled
     games: list[dict] = field(default_factory=list)  # "source" is the place of theirs
 
@@ -60,39 +167,34 @@ class Report:
             return None
         try:
             text = path.read_text(encoding="utf-8")
-            return parse(json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=lambda name: None))
+            return parse(json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             self.missing.append(f"{path}: not readable ({error!r:.200})")
             return None
 
-    # --- the folder of one stage; whether there is anything -------------------------------------------------------
-
-    def read_play(self, name: str, folder: Path) -> bool:
+    def read_play(self, name: str, folder: Path) -> None:
         """The games of self-play, finished or still being played."""
-        results = sorted(folder.glob("*_results.json"))
-        paths = results or sorted(path for path in folder.glob("*.jsonl") if RANK_FILE.search(path.name))
-        if paths and (games := self.count(f"{name}, self-play", paths, unfinished=not results)).games:
-            self.plays.append((name, games))
+        results = sorted(folder.glob(RESULTS))
+        if paths := results or sorted(folder.glob(RANK_FILES)):
+            games = self.count(f"{name}, self-play", paths, unfinished=not results)
+            self.plays += [(name, games)] if games.games else []
             if not results:
                 self.missing.append(f"{name}: games are still being played; {games.games:,} are there.")
-        return bool(paths)
 
-    def read_training(self, name: str, folder: Path) -> bool:
+    def read_training(self, name: str, folder: Path) -> None:
         """The log of a training; while it runs, the numbers stand in its last checkpoint."""
         places = (place / "trainer_state.json" for place in (folder, *reversed(checkpoints(folder))))
-        entries = next(filter(None, (self.read(place, log_entries) for place in places)), [])
-        if entries:
+        if entries := next(filter(None, (self.read(place, log_entries) for place in places)), None):
             self.logs.append((name, entries))
             if not (folder / "train_results.json").is_file():
                 step = entries[-1]["step"]
                 self.missing.append(f"{name}: training has not ended; its curves go to step {step}.")
-        return bool(entries)
 
-    def read_match(self, name: str, folder: Path) -> bool:
+    def read_match(self, name: str, folder: Path) -> None:
         """A folder of matches, added to those that are there."""
         results = self.read(folder / "matches.json", lambda results: match_results(results, self.game))
         if results is None:
-            return False
+            return
         players = [*self.matches["settings"]["players"], *results["settings"]["players"]]
         settings = {"players": list(dict.fromkeys(players)), "against": results["settings"]["against"]}
         self.matches = {"settings": settings, "results": self.matches["results"] + results["results"]}
@@ -101,27 +203,10 @@ class Report:
             self.count(f"{name}, match", [games])
         else:
             self.missing.append(f"{games}: the games of the match are not there.")
-        return True
 
-    def read_reasoning(self, name: str, folder: Path) -> bool:
+    def read_reasoning(self, name: str, folder: Path) -> None:
         """The scores of tools/evaluate_reasoning.py."""
-        self.reasoning = self.read(folder / "results.json", reasoning_rows) or []
-        return bool(self.reasoning)
-
-    def read_loop(self, folder: Path, epochs: Iterable[int]) -> None:
-        """All of a loop's OUTPUT, and notes of what is not there."""
-        for name in (IMITATION, *(f"epoch{number}" for number in epochs)):
-            path = folder / name
-            found = {
-                "games": self.read_play(name, path / "episodes") or name == IMITATION,
-                "training": self.read_training(name, path / "model"),
-                f"match against {IMITATION}": self.read_match(name, path / "eval") or name == IMITATION,
-            }
-            self.missing += [f"{name}: no {kind}." for kind, there in found.items() if not there]
-        self.read_reasoning(self.name, folder / "reasoning")
-        planned = self.read(folder / "settings.json", lambda settings: int(settings["EPOCHS"])) or 0
-        if planned > (last := max(epochs, default=0)):
-            self.missing.append(f"epochs {last + 1} to {planned}: not begun.")
+        self.reasoning += self.read(folder / "results.json", reasoning_rows) or []
 
 
 def report_of_folder(folder: Path, game: Game, sample: int) -> Report:
@@ -129,18 +214,20 @@ def report_of_folder(folder: Path, game: Game, sample: int) -> Report:
     report = Report(folder.absolute().name, game, sample)
     found = (re.fullmatch(r"epoch(\d{1,9})", path.name) for path in folder.glob("epoch*"))
     epochs = sorted(int(match[1]) for match in found if match)
-    if epochs or (folder / IMITATION).is_dir():
-        report.read_loop(folder, epochs)
-    else:
-        kinds = (report.read_training, report.read_match, report.read_reasoning, report.read_play)
-        if not any(read(report.name, folder) for read in kinds) and not report.missing:
-            raise ValueError(
-                f"{folder}: neither {IMITATION}/ nor epoch1/ is there, and no games, training, matches or scores; "
-                "give the OUTPUT of tools/run_spag.sh or one of its folders"
-            )
+    for stage in (folder, folder / IMITATION, *(folder / f"epoch{number}" for number in epochs)):
+        name = stage.absolute().name
+        for place in (stage, stage / "episodes", stage / "model", stage / "eval", stage / "reasoning"):
+            for read in (report.read_play, report.read_training, report.read_match, report.read_reasoning):
+                read(name, place)
+    planned = report.read(folder / "settings.json", lambda settings: int(settings.get("EPOCHS", 0))) or 0
+    if planned > (last := max(epochs, default=0)):
+        report.missing.append(f"epochs {last + 1} to {planned}: not begun.")
+    if not (report.sources or report.logs or report.reasoning):
+        nothing = f"{folder}: no games, training, matches or scores; give OUTPUT of tools/run_spag.sh or a part of it"
+        raise ValueError("; ".join(report.missing) or nothing)
     for path in sorted(folder.rglob("*settings.json"), key=lambda path: (len(path.parts), path)):
-        if rows := report.read(path, lambda settings: list(flat(settings))):
-            report.settings.append((str(path.relative_to(folder)), rows))
+        if path.is_file():
+            report.settings.append((str(path.relative_to(folder)), path.read_text("utf-8", errors="replace")))
     return report
 
 
@@ -149,8 +236,9 @@ def report_of_episodes(paths: Sequence[Path], game: Game, sample: int) -> Report
     report = Report(paths[0].name if len(paths) == 1 else f"{len(paths)} files of games", game, sample)
     names = [f"file {number}" for number in range(1, len(paths) + 1)] if len(paths) > 1 else ["games"]
     for name, path in zip(names, paths, strict=True):
-        report.plays.append((name, report.count(name, [path], unfinished=bool(RANK_FILE.search(path.name)))))
-    report.settings.append(("Files", [[name, str(path)] for name, path in zip(names, paths, strict=True)]))
+        report.plays.append((name, report.count(name, [path], unfinished=path.match("*_rank*.jsonl"))))
+    files = "\n".join(f"{name}: {path}" for name, path in zip(names, paths, strict=True))
+    report.settings.append(("Files", files))
     return report
 
 
@@ -180,18 +268,8 @@ def reasoning_rows(results: Mapping) -> list[Mapping]:
     return results["results"]
 
 
-def flat(settings: Mapping, prefix: str = "") -> Iterable[list[str]]:
-    """Names and values, those of nested objects as outer.inner."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield [prefix + name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
-
-
-def _finite(text: str) -> float | None:
-    return number if abs(number := float(text)) < LARGEST_NUMBER else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if len(text) <= LONGEST_NUMBER else None
+def _number(text: str) -> float | None:
+    """A number of JSON; None for one that no chart can show."""
+    if not abs(float(text)) < LARGEST_NUMBER:
+        return None
+    return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -10,6 +10,9 @@ function el(name, attributes = {}, ...children) {
   return node;
 }
 
+for (const section of document.querySelectorAll("section:not([hidden])"))
+  byId("nav").append(el("a", {href: `#${section.id}`}, section.querySelector("h2").textContent));
+
 document.querySelectorAll(".plot").forEach((plot, i) => {
   const {data: traces, layout} = data.charts[i];
   layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
@@ -39,24 +42,17 @@ function showGame() {
     byId("game").replaceChildren("No game in the sample is like that; widen the filters.");
     return;
   }
-  const labels = ["words", "seed"].filter((name) => name in game.labels).map((name) => ` · ${name}: ${game.labels[name]}`);
   byId("game").replaceChildren(
     el("h3", {}, "target word: ", el("span", {class: "secret", id: "target"}, game.word)),
     el("p", {class: "quiet"}, el("b", {style: `color: ${data.outcomes[game.outcome]}`}, game.outcome),
-      ` · ${messages(game.length)} · game ${game.number} of ${data.sources[game.source]}`, ...labels),
-    ...game.messages.map((message, i) => showMessage(game, message, i + 1)));
+      ` · ${messages(game.length)} · game ${game.number} of ${data.sources[game.source]}${game.labels}`),
+    ...game.messages.map(showMessage));
 }
 
-function showMessage(game, message, place) {
-  const decisive = game.outcome !== data.undecided && place === game.length, late = place > game.length;
-  const player = message.role in game.labels ? `, ${game.labels[message.role]}` : "";
-  const notes = [[decisive, `decides: ${game.outcome}`], [late, "not counted: after the end of the game"],
-    [message.cut_off, "cut off at the token limit"]].filter(([holds]) => holds).map(([, note]) => ` · ${note}`);
-  const parts = message.parts.map(([kind, text]) => kind ? el("span", {class: kind}, text) : text);
-  if (!message.parts.some(([, text]) => text.trim())) parts.push(el("i", {}, "(empty message)"));
-  const kind = `message ${message.role === data.first_role ? "first" : "second"}${decisive ? " decisive" : ""}${late ? " late" : ""}`;
-  return el("div", {class: kind}, el("div", {class: "quiet"}, el("b", {}, message.role), `${player}, message ${place}`, ...notes),
-    el("div", {class: "text"}, ...parts));
+function showMessage({kinds, notes, parts}) {
+  const pieces = parts.map(([kind, text]) => kind ? el("span", {class: kind}, text) : text);
+  if (!parts.some(([, text]) => text.trim())) pieces.push(el("i", {}, "(empty message)"));
+  return el("div", {class: `message ${kinds}`}, el("div", {class: "quiet"}, notes), el("div", {class: "text"}, ...pieces));
 }
 
 byId("source").append(...data.sources.map((name, i) => el("option", {value: i}, name)));

@@ -4,17 +4,15 @@ import base64
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from tools.pages.charts import COLOURS, outcome_colours
-from tools.pages.contents import Report
-from tools.pages.games import visible
-from tools.pages.sections import Section, sections, verdict
+from tools.pages.contents import Report, visible
+from tools.pages.sections import COLOURS, Section, outcome_colours, sections, verdict
 
 FOLDER = Path(__file__).parent
-MOST_ROWS = 12  # of a table that is open from the start
 SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -27,30 +25,20 @@ def page_html(report: Report) -> str:
 
     shown = sections(report)
     scripts = {"plotly": get_plotlyjs(), "script": (FOLDER / "page.js").read_text(encoding="utf-8")}
-    policy = {
-        "default-src": "'none'",
-        "script-src": " ".join(map(_digest, scripts.values())),
-        "style-src": "'unsafe-inline'",  # Plotly sets styles of its elements
-        "img-src": "data:",
-    }
-    titles = [*((one.id, one.title) for one in shown), *([("browse", "Games to read")] if report.games else [])]
-    titles += [("settings", "Settings")] if report.settings else []
     parts = scripts | {
-        "policy": "; ".join(f"{kind} {allowed}" for kind, allowed in policy.items()),
+        "digests": " ".join(map(_digest, scripts.values())),
         "data": json.dumps(_data(report, shown), allow_nan=False).replace("<", "\\u003c"),
         "name": text(report.name),
-        "made": text(f"{report.game.title}; report of {report.made}"),
+        "made": text(f"{report.game.title}; report of {time.strftime('%Y-%m-%d %H:%M')}"),
         "verdict": "".join(f'<p class="verdict">{text(sentence)}</p>' for sentence in verdict(report)),
         "missing": "".join(f"<li>{text(line)}</li>" for line in report.missing),
         "nothing_missing": "" if report.missing else "hidden",
-        "nav": "".join(f'<a href="#{id}">{text(title)}</a>' for id, title in titles),
         "sections": "".join(map(section_html, shown)),
         "no_games": "" if report.games else "hidden",
         "sources": text("; ".join("{name}: {sampled:,} of {games:,}".format(**one) for one in report.sources)),
-        "no_settings": "" if report.settings else "hidden",
         "settings": "".join(
-            f"<details{' open' * (len(report.settings) == 1)}><summary>{text(title)}</summary>{table(rows)}</details>"
-            for title, rows in report.settings
+            f"<details><summary>{text(name)}</summary><p class='text'>{text(content)}</p></details>"
+            for name, content in report.settings
         ),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
@@ -65,8 +53,7 @@ def section_html(section: Section) -> str:
         for chart in section.charts
     )
     tables = "".join(
-        f"<details class='card'{' open' * (len(rows) <= MOST_ROWS)}><summary>{text(title)}</summary>"
-        f"{table(rows, head)}</details>"
+        f"<details class='card' open><summary>{text(title)}</summary>{table(head, rows)}</details>"
         for title, head, rows in section.tables
     )
     return (
@@ -75,15 +62,14 @@ def section_html(section: Section) -> str:
     )
 
 
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; where the window is narrow, each cell shows its head beside it."""
-    titles = "".join(f'<th scope="col">{text(title)}</th>' for title in head)
+    titles = "".join(f"<th>{text(title)}</th>" for title in head)
     body = ""
     for row in rows:
-        cells = zip(head or [""] * len(row), row, strict=True)
+        cells = zip(head, row, strict=True)
         body += "<tr>" + "".join(f'<td data-head="{text(name)}">{text(cell)}</td>' for name, cell in cells) + "</tr>"
-    kind = "numbers" if head else "settings"
-    return f'<table class="{kind}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def text(value: str) -> str:
@@ -93,13 +79,10 @@ def text(value: str) -> str:
 
 def _data(report: Report, shown: Sequence[Section]) -> dict:
     """What the script reads."""
-    game = report.game
-    colours = {name: COLOURS[number % len(COLOURS)] for name, number in outcome_colours(game).items()}
+    colours = {name: COLOURS[number % len(COLOURS)] for name, number in outcome_colours(report.game).items()}
     return {
         "charts": [{"data": chart["data"], "layout": chart["layout"]} for one in shown for chart in one.charts],
-        "first_role": game.roles[0],
         "outcomes": colours,
-        "undecided": game.outcomes[-1].name,
         "sources": [visible(source["name"]) for source in report.sources],
         "games": report.games,
     }
