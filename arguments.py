@@ -4,6 +4,8 @@ The Trainer's own settings are inherited; the ones below are this project's. Set
 from a YAML file named first, over which the command line wins:
 
     train.py configs/x.yaml --learning_rate 1e-5
+
+--evaluation_strategy, --warmup_ratio and --no_cuda are older names of --eval_strategy, --warmup_steps and --use_cpu.
 """
 
 import argparse
@@ -48,6 +50,7 @@ SAME_RUN = (
     *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
+RENAMED = {"--evaluation_strategy": "--eval_strategy", "--warmup_ratio": "--warmup_steps", "--no_cuda": "--use_cpu"}
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -99,14 +102,11 @@ class SPAGArguments(TrainingArguments):
     cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
     show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
 
-    # Flags of older transformers; each is handed over to its present name.
-    evaluation_strategy: str | None = _help("Old name of --eval_strategy.")
-    warmup_ratio: float | None = _help("Old name of a --warmup_steps below 1.")
+    # Flags of older transformers, besides those of RENAMED.
     logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
     overwrite_output_dir: bool = _help(
         "Start anew: delete what an earlier run left in the output folder.", default=False
     )
-    no_cuda: bool = _help("Old name of --use_cpu.", default=False)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
     save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
     group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
@@ -133,17 +133,12 @@ class SPAGArguments(TrainingArguments):
         super().__post_init__()
 
     def _hand_over_old_flags(self) -> None:
-        if self.evaluation_strategy is not None:
-            self.eval_strategy = self.evaluation_strategy
-        if self.warmup_ratio is not None:
-            self.warmup_steps = self.warmup_ratio
         if self.logging_dir is not None:
             os.environ["TENSORBOARD_LOGGING_DIR"] = self.logging_dir
         if self.group_by_length:
             self.train_sampling_strategy = "group_by_length"
         if self.gradient_checkpointing and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = True  # its name since transformers 5.23
-        self.use_cpu = self.use_cpu or self.no_cuda
 
     def _settle_without_gpu(self) -> None:
         """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
@@ -232,6 +227,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     """
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv = _yaml_to_flags(argv[0]) + argv[1:]
+    words = (word.partition("=") for word in argv)
+    argv = [RENAMED.get(name, name) + equals + value for name, equals, value in words]
     parser = HfArgumentParser(
         SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
     )
@@ -321,18 +318,16 @@ def _package_problems(args) -> Iterator[str]:
 
 def _value_problems(args) -> Iterator[str]:
     least = {"max_length": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "lora_rank": 1}
-    least |= {"per_device_eval_batch_size": 1, "show_examples": 0, "learning_rate": 0, "warmup_ratio": 0}
+    least |= {"per_device_eval_batch_size": 1, "show_examples": 0, "learning_rate": 0, "warmup_steps": 0}
     least |= {"lm_kl_coeff": 0, "lm_sft_coeff": 0, "clip_range": 0}
     yield from utils.too_small(args, **least)
     if args.num_train_epochs <= 0 and args.max_steps <= 0:
         yield f"--num_train_epochs must be above 0, got {args.num_train_epochs}"
-    if args.warmup_ratio is not None and (args.warmup_ratio >= 1 or args.warmup_steps):
-        yield "--warmup_ratio is a share of the steps, below 1, and the old name of --warmup_steps; give one of them"
     if args.torch_compile:
         yield "--torch_compile: logits at labels alone make each batch another program, compiled anew"
     if not args.save_safetensors:
         yield "--save_safetensors False: weights are always saved as safetensors"
-    if args.use_cpu or args.no_cuda or not torch.accelerator.is_available():
+    if args.use_cpu or not torch.accelerator.is_available():
         if args.fsdp:
             yield "--fsdp needs GPUs: without them each process would hold the whole model"
         if args.use_liger_kernel:
@@ -346,8 +341,7 @@ def _path_problems(args) -> Iterator[str]:
     for path in [*(args.train_data_path or []), *(args.eval_data_path or [])]:
         if not os.path.isfile(path):
             yield f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}"
-    strategy = args.evaluation_strategy or args.eval_strategy
-    if getattr(strategy, "value", strategy) != "no" and not args.eval_data_path:
+    if getattr(args.eval_strategy, "value", args.eval_strategy) != "no" and not args.eval_data_path:
         yield "--eval_strategy needs --eval_data_path"
     if isinstance(args.deepspeed, str):
         yield from _deepspeed_problems(args.deepspeed)

@@ -278,19 +278,22 @@ class SPAGCollator:
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         if not examples:
             raise ValueError("cannot make a batch of no rows")
+
+        def column(name: str) -> torch.Tensor:
+            return torch.tensor([example[name] for example in examples], dtype=torch.float32)
+
         labels = self._pad([example["labels"] for example in examples], IGNORE_INDEX)
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
             "labels": labels,
             "scored_places": scored_places(labels),  # here, since on a GPU everything would wait for it
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
-            "weights": torch.tensor([example["weight"] for example in examples], dtype=torch.float32),
-            "rewards": torch.tensor([example["reward"] for example in examples], dtype=torch.float32),
-            "sft_mask": torch.tensor([example["is_sft"] for example in examples], dtype=torch.float32),
+            "weights": column("weight"),
+            "rewards": column("reward"),
+            "sft_mask": column("is_sft"),
         }
         if all("ref_logprob" in example for example in examples):
-            logprobs = [example["ref_logprob"] for example in examples]
-            batch["ref_logprobs"] = torch.tensor(logprobs, dtype=torch.float32)
+            batch["ref_logprobs"] = column("ref_logprob")
         if all("role" in example for example in examples):
             batch["roles"] = torch.tensor([example["role"] for example in examples])
         return batch

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
@@ -28,6 +27,10 @@ from utils import TOKENIZER_FILES
 
 MOST_CUT = 0.5  # share of rows that may lose nearly all
 FINISHED = "train_results.json"  # written last
+REMEDY = (
+    "other settings, more epochs too, are another run: choose another --output_dir, or --overwrite_output_dir True "
+    "to start anew"
+)
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,8 @@ class Output:
 
     def __init__(self, args: SPAGArguments):
         self.args, self.folder = args, Path(args.output_dir)
-        self.settings = run_settings(self.folder, lambda: next(iter(self._held()), None))
+        path = self.folder / "settings.json"
+        self.settings = utils.RunSettings(path, results=lambda: next(iter(self._held()), None), remedy=REMEDY)
 
     def claim(self) -> bool:
         """Keep other launches out and choose the checkpoint to continue from; False if all is there already.
@@ -92,8 +96,10 @@ class Output:
             return own
         if not (utils.is_complete(named) and utils.is_undamaged(named)):
             raise ValueError(f"--resume_from_checkpoint {named}: not a whole checkpoint folder")
-        run_settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
-        return max(filter(None, (named, own)), key=_step)
+        path = Path(named).absolute().with_name(self.settings.path.name)
+        utils.RunSettings(path, results=lambda: Path(named), remedy=REMEDY).check(self.args.same_run)
+        steps = {each: utils.read_json(f"{each}/trainer_state.json")["global_step"] for each in (named, own) if each}
+        return max(steps, key=steps.get)
 
     def _check_optimizer(self, checkpoint: Path) -> None:
         """Raise ValueError where the optimizer's state is not there, or not as this launch would read it."""
@@ -108,17 +114,6 @@ class Output:
         else:
             return
         raise ValueError(f"{checkpoint}: {why}; {self.settings.remedy}")
-
-
-def run_settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunSettings:
-    """What the run in a folder was made with; `results()` is a path of it."""
-    remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
-    remedy += "--overwrite_output_dir True to start anew"
-    return utils.RunSettings(folder / "settings.json", results=results, remedy=remedy)
-
-
-def _step(checkpoint: str) -> int:
-    return utils.read_json(Path(checkpoint) / "trainer_state.json")["global_step"]
 
 
 def check_rows(counts: RowCounts, args: SPAGArguments) -> None:

@@ -204,11 +204,6 @@ class Denominators(NamedTuple):
         rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
         return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
 
-    @classmethod
-    def of_dataset(cls, dataset: RowDataset) -> "Denominators":
-        rows, sft_rows = len(dataset), int(dataset.is_sft.sum())
-        return cls(rows, rows - sft_rows, sft_rows, dataset.num_scored_tokens)
-
 
 def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Number of scored target tokens of each row: (batch,)."""
@@ -306,13 +301,11 @@ class SPAGTrainer(Trainer):
 
     def check_learning_rate(self) -> None:
         """Raise RunError if warm-up sits on the only step, which leaves it no learning rate."""
-        steps = self.state.max_steps
-        if steps == 1 and self.args.learning_rate and not self._get_learning_rate():
+        if self.state.max_steps == 1 and self.args.learning_rate and not self._get_learning_rate():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise utils.RunError(
-                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make {steps} "
-                f"steps, and warm-up takes {self.args.get_warmup_steps(steps)} of them; use more rows, a smaller "
-                "--gradient_accumulation_steps, or --warmup_ratio 0"
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
+                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_ratio 0"
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -330,8 +323,10 @@ class SPAGTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The batch's part of the loss over all rows: the Trainer weighs batches by their rows."""
         inputs = self._prepare_inputs(inputs)
-        share = len(inputs["labels"]) / len(self.eval_dataset)
-        counts = Denominators(*(count * share for count in Denominators.of_dataset(self.eval_dataset)))
+        rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
+        share = len(inputs["labels"]) / rows
+        totals = Denominators(rows, rows - sft_rows, sft_rows, self.eval_dataset.num_scored_tokens)
+        counts = Denominators(*(count * share for count in totals))
         with torch.no_grad():
             return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
 

@@ -549,22 +549,20 @@ def await_inputs(paths: Iterable[str]) -> None:
     """
     if world_size() == 1:
         return
-    expected = from_rank_0(lambda: {path: _input_digest(path) for path in paths})
+
+    def digest(path: str) -> str | None:
+        if os.path.isfile(path):
+            return file_sha256(path)
+        return model_fingerprint(Path(path)) if os.path.isdir(path) else None  # which may be a name on the hub
 
     def different() -> list[str]:
-        return [path for path, digest in expected.items() if digest and _input_digest(path) != digest]
+        return [path for path, expected in digests.items() if expected and digest(path) != expected]
 
+    digests = from_rank_0(lambda: {path: digest(path) for path in paths})
     if rank() != 0 and not wait_until(lambda: not different(), SHARING_TIMEOUT):
         raise ValueError(
             f"{', '.join(different())}: not what rank 0 has, after {SHARING_TIMEOUT} s; do all machines share it?"
         )
-
-
-def _input_digest(path: str) -> str | None:
-    """Of a file or a model folder; None for what is neither here, such as a name on the hub."""
-    if os.path.isfile(path):
-        return file_sha256(path)
-    return model_fingerprint(Path(path)) if os.path.isdir(path) else None
 
 
 def restarted() -> bool:

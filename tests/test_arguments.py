@@ -75,7 +75,8 @@ def test_without_a_gpu_tf32_goes_and_bf16_stays_with_one_warning(given, caplog):
 def test_flags_of_older_transformers_keep_their_meaning(given, monkeypatch, tmp_path):
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
     old = f"--no_cuda True --group_by_length True --logging_dir {tmp_path} --save_safetensors True".split()
-    args = parse_arguments(minimal(given, *old))
+    args = parse_arguments(minimal(given, *old, "--warmup_ratio=0.1", "--evaluation_strategy=no"))
+    assert (args.warmup_steps, args.eval_strategy) == (0.1, "no")
     assert args.use_cpu and args.train_sampling_strategy == "group_by_length"
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path)
 
@@ -125,8 +126,6 @@ def test_all_problems_are_listed_at_once(given):
         ("OfflinePO", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),
         ("OfflinePO", "--lora_rank 8 --ref_model_name_or_path ./x", "the reference is the model without its adapters"),
         ("OfflinePO", "--label_smoothing_factor 0.1", "--label_smoothing_factor is not used"),
-        ("SFT", "--warmup_ratio 0.1 --warmup_steps 5", "the old name of --warmup_steps; give one of them"),
-        ("SFT", "--warmup_ratio 3", "--warmup_ratio is a share of the steps, below 1"),
         ("SFT", "--save_safetensors False", "always saved as safetensors"),
         ("SFT", "--resume_from_checkpoint True --overwrite_output_dir True", "exclude each other"),
         ("SFT", "--deepspeed nowhere.json", "nowhere.json: no such file"),

@@ -842,7 +842,7 @@ def test_a_training_whose_every_step_has_a_learning_rate_of_0_ends_before_the_fi
     path = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     settings = offline_po(path, tiny_model, tiny_model, max_steps=-1, num_train_epochs=1, warmup_ratio=0.03)
     settings |= {"lr_scheduler_type": "cosine"}
-    message = "the learning rate is 0 at every step: 8 rows, 8 a step, make 1 steps, and warm-up takes 1 of them; use"
+    message = "the learning rate is 0 at every step: 8 rows, 8 a step, make one step, and warm-up takes it; use more"
     with pytest.raises(utils.RunError, match=message):
         run(tmp_path / "out", settings)
     assert not list((tmp_path / "out").glob("*.safetensors"))
