@@ -4,14 +4,15 @@ The Trainer's own settings are inherited; the ones below are this project's. Set
 from a YAML file named first, over which the command line wins:
 
     train.py configs/x.yaml --learning_rate 1e-5
+
+--evaluation_strategy, --warmup_ratio and --no_cuda are older names of --eval_strategy, --warmup_steps and --use_cpu.
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import json
-import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ SAME_RUN = (
     *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
+RENAMED = {"--evaluation_strategy": "--eval_strategy", "--warmup_ratio": "--warmup_steps", "--no_cuda": "--use_cpu"}
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -97,18 +99,14 @@ class SPAGArguments(TrainingArguments):
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
-    encoding_processes: int | None = _help("Processes that encode many rows; default: up to 8 of the cores.")
     cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
     show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
 
-    # Flags of older transformers; each is handed over to its present name.
-    evaluation_strategy: str | None = _help("Old name of --eval_strategy.")
-    warmup_ratio: float | None = _help("Old name of a --warmup_steps below 1.")
+    # Flags of older transformers, besides those of RENAMED.
     logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
     overwrite_output_dir: bool = _help(
         "Start anew: delete what an earlier run left in the output folder.", default=False
     )
-    no_cuda: bool = _help("Old name of --use_cpu.", default=False)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
     save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
     group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
@@ -120,7 +118,7 @@ class SPAGArguments(TrainingArguments):
         for name, default in taken.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        if self.lora_rank and "ref_model_name_or_path" in taken:
+        if self.lora_rank and REFERENCE_NAME in taken:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.cache_dir is None:
             self.cache_dir = str(datasets.config.HF_DATASETS_CACHE)
@@ -135,17 +133,12 @@ class SPAGArguments(TrainingArguments):
         super().__post_init__()
 
     def _hand_over_old_flags(self) -> None:
-        if self.evaluation_strategy is not None:
-            self.eval_strategy = self.evaluation_strategy
-        if self.warmup_ratio is not None:
-            self.warmup_steps = self.warmup_ratio
         if self.logging_dir is not None:
             os.environ["TENSORBOARD_LOGGING_DIR"] = self.logging_dir
         if self.group_by_length:
             self.train_sampling_strategy = "group_by_length"
         if self.gradient_checkpointing and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = True  # its name since transformers 5.23
-        self.use_cpu = self.use_cpu or self.no_cuda
 
     def _settle_without_gpu(self) -> None:
         """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
@@ -173,9 +166,11 @@ class SPAGArguments(TrainingArguments):
         if self.loss_normalization == "micro_batch":
             settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
-            settings[name] = utils.files_setting(*getattr(self, name)) if getattr(self, name) else None
+            if paths := getattr(self, name):
+                settings[name] = utils.files_setting(*paths)
         for name in ("model_name_or_path", REFERENCE_NAME):
-            settings[name] = _model_setting(getattr(self, name)) if getattr(self, name) else None
+            if model := getattr(self, name):
+                settings[name] = {"path": model, "sha256": utils.model_fingerprint(model_folder(model))}
         return settings
 
     @cached_property
@@ -216,14 +211,13 @@ class SPAGArguments(TrainingArguments):
             torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
 
 
-def _model_setting(name: str) -> dict[str, str]:
-    """A model as `utils.RunSettings` compares it."""
+def model_folder(name: str) -> Path:
+    """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub."""
     try:
-        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES)
+        return Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
         why = type(error).__name__
         raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
-    return {"path": name, "sha256": utils.model_fingerprint(Path(folder))}
 
 
 def parse_arguments(argv: list[str]) -> SPAGArguments:
@@ -233,6 +227,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     """
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv = _yaml_to_flags(argv[0]) + argv[1:]
+    words = (word.partition("=") for word in argv)
+    argv = [RENAMED.get(name, name) + equals + value for name, equals, value in words]
     parser = HfArgumentParser(
         SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
     )
@@ -240,9 +236,7 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
         namespace, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    known = [f"--{each.name}" for each in dataclasses.fields(SPAGArguments) if each.init]
-    problems = [utils.unknown_flag(flag, known) for flag in unknown if flag.startswith("--")]
-    problems += [f"{word!r} belongs to no flag" for word in unknown[:1] if not word.startswith("--")]
+    problems = utils.unknown_words(unknown, parser)
     files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
     utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
     try:
@@ -281,138 +275,96 @@ def _yaml_to_flags(path: str) -> list[str]:
     return flags
 
 
-# --- checks --------------------------------------------------------------------------------------------------------
-
-
 def find_problems(args) -> list[str]:
     """All that is wrong with the settings and can be told before anything is loaded, a line each."""
-    checks = (_method_problems, _missing_problems, _value_problems, _path_problems, _output_problems)
-    return [problem for check in checks for problem in check(args)]
+    return [*_method_problems(args), *_package_problems(args), *_value_problems(args), *_path_problems(args)]
 
 
-def _method_problems(args) -> list[str]:
-    methods = ", ".join(METHOD_ARGUMENTS)
+def _method_problems(args) -> Iterator[str]:
     if args.train_method not in METHOD_ARGUMENTS:
         given = "is missing" if args.train_method is None else f"{args.train_method} is unknown"
-        return [f"--train_method {given}; it is one of {methods}"]
-    taken = METHOD_ARGUMENTS[args.train_method]
-    problems = [
-        f"--{name} is not used by {args.train_method}"
-        for name in sorted(set().union(*METHOD_ARGUMENTS.values()) - set(taken))
-        if getattr(args, name) is not None
-    ]
+        yield f"--train_method {given}; it is one of {', '.join(METHOD_ARGUMENTS)}"
+        return
+    taken, reference = METHOD_ARGUMENTS[args.train_method], args.ref_model_name_or_path
+    for name in sorted(set().union(*METHOD_ARGUMENTS.values()) - taken.keys()):
+        if getattr(args, name) is not None:
+            yield f"--{name} is not used by {args.train_method}"
     if args.lora_rank is None:
-        problems += [f"--{name} needs --lora_rank" for name in LORA_ARGUMENTS if getattr(args, name) is not None]
-        if "ref_model_name_or_path" in taken and args.ref_model_name_or_path is None:
-            problems.append(
-                f"--ref_model_name_or_path is missing; {args.train_method} compares with a reference model"
-            )
-    elif args.ref_model_name_or_path and not _same_path(args.ref_model_name_or_path, args.model_name_or_path):
-        problems.append("--ref_model_name_or_path: with --lora_rank the reference is the model without its adapters")
+        yield from (f"--{name} needs --lora_rank" for name in LORA_ARGUMENTS if getattr(args, name) is not None)
+        if REFERENCE_NAME in taken and reference is None:
+            yield f"--{REFERENCE_NAME} is missing; {args.train_method} compares with a reference model"
+    elif reference and not _same_path(reference, args.model_name_or_path):
+        yield f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters"
     per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
     if args.train_sampling_strategy == "batch_rebalance" and not per_step:
-        problems.append(
+        yield (
             "--train_sampling_strategy batch_rebalance deals the rows of a step out by length, which changes what "
             "micro-batches average over: it needs --loss_normalization step"
         )
     if args.label_smoothing_factor:
-        problems.append("--label_smoothing_factor is not used by any method")
-    return problems
+        yield "--label_smoothing_factor is not used by any method"
 
 
-def _missing_problems(args) -> list[str]:
-    """What is asked for and is not to be had here."""
-    trackers = {"tensorboard", "wandb"} & set(args.report_to if isinstance(args.report_to, list) else [])
-    needed = {"peft": args.lora_rank is not None and "--lora_rank", "deepspeed": args.deepspeed and "--deepspeed"}
-    needed |= {tracker: f"--report_to {tracker}" for tracker in trackers}
-    needed["liger_kernel"] = args.use_liger_kernel and "--use_liger_kernel"
-    problems = [
-        f"{flag} needs {package}: pip install {package.replace('_', '-')}"
-        for package, flag in needed.items()
-        if flag and importlib.util.find_spec(package) is None
-    ]
-    if args.use_cpu or args.no_cuda or not torch.accelerator.is_available():
-        if args.fsdp:
-            problems.append("--fsdp needs GPUs: without them each process would hold the whole model")
-        if args.use_liger_kernel:
-            problems.append("--use_liger_kernel needs a GPU")
-    return problems
+def _package_problems(args) -> Iterator[str]:
+    trackers = args.report_to if isinstance(args.report_to, list) else []
+    needed = {f"--report_to {name}": name for name in ("tensorboard", "wandb") if name in trackers}
+    needed |= {"--lora_rank": "peft"} if args.lora_rank is not None else {}
+    needed |= {"--deepspeed": "deepspeed"} if args.deepspeed else {}
+    needed |= {"--use_liger_kernel": "liger_kernel"} if args.use_liger_kernel else {}
+    for flag, package in needed.items():
+        if importlib.util.find_spec(package) is None:
+            yield f"{flag} needs {package}: pip install {package.replace('_', '-')}"
 
 
-def _same_path(one: str | None, other: str | None) -> bool:
-    return os.path.realpath(one or "") == os.path.realpath(other or "")
-
-
-def _value_problems(args) -> list[str]:
-    problems = []
-    least = {"max_length": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "show_examples": 0}
-    least |= {"per_device_eval_batch_size": 1, "learning_rate": 0, "lora_rank": 1, "encoding_processes": 1}
-    for name, minimum in least.items():
-        value = getattr(args, name)
-        if value is not None and not value >= minimum:
-            problems.append(f"--{name} must be at least {minimum}, got {value}")
+def _value_problems(args) -> Iterator[str]:
+    least = {"max_length": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "lora_rank": 1}
+    least |= {"per_device_eval_batch_size": 1, "show_examples": 0, "learning_rate": 0, "warmup_steps": 0}
+    least |= {"lm_kl_coeff": 0, "lm_sft_coeff": 0, "clip_range": 0}
+    yield from utils.too_small(args, **least)
     if args.num_train_epochs <= 0 and args.max_steps <= 0:
-        problems.append(f"--num_train_epochs must be above 0, got {args.num_train_epochs}")
-    for name in ("lm_kl_coeff", "lm_sft_coeff", "clip_range"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            problems.append(f"--{name} must be a number of at least 0, got {value}")
+        yield f"--num_train_epochs must be above 0, got {args.num_train_epochs}"
     if args.torch_compile:
-        problems.append("--torch_compile: logits at labels alone make each batch another program, compiled anew")
+        yield "--torch_compile: logits at labels alone make each batch another program, compiled anew"
     if not args.save_safetensors:
-        problems.append("--save_safetensors False: weights are always saved as safetensors")
-    if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
-        problems.append(f"--warmup_ratio must be at least 0 and below 1, got {args.warmup_ratio}")
-    if args.warmup_ratio is not None and args.warmup_steps:
-        problems.append("--warmup_ratio and --warmup_steps are two names of one setting; give one")
-    return problems
+        yield "--save_safetensors False: weights are always saved as safetensors"
+    if args.use_cpu or not torch.accelerator.is_available():
+        if args.fsdp:
+            yield "--fsdp needs GPUs: without them each process would hold the whole model"
+        if args.use_liger_kernel:
+            yield "--use_liger_kernel needs a GPU"
 
 
-def _path_problems(args) -> list[str]:
-    problems = [
-        f"--{name} is missing" for name in ("model_name_or_path", "train_data_path") if not getattr(args, name)
-    ]
+def _path_problems(args) -> Iterator[str]:
+    for name in ("output_dir", "model_name_or_path", "train_data_path"):
+        if not getattr(args, name):
+            yield f"--{name} is missing"
     for path in [*(args.train_data_path or []), *(args.eval_data_path or [])]:
         if not os.path.isfile(path):
-            problems.append(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
-    for name in ("model_name_or_path", "ref_model_name_or_path"):
-        path = getattr(args, name)
-        looks_local = path and (os.path.isabs(path) or path.startswith(".") or path.count("/") > 1)
-        if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
-            problems.append(f"--{name} {path}: no model folder (it has no config.json)")
-    strategy = args.evaluation_strategy or args.eval_strategy
-    if getattr(strategy, "value", strategy) != "no" and not args.eval_data_path:
-        problems.append("--eval_strategy needs --eval_data_path")
+            yield f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}"
+    if getattr(args.eval_strategy, "value", args.eval_strategy) != "no" and not args.eval_data_path:
+        yield "--eval_strategy needs --eval_data_path"
     if isinstance(args.deepspeed, str):
-        problems += _deepspeed_problems(args.deepspeed)
-    return problems
+        yield from _deepspeed_problems(args.deepspeed)
+    if any(_same_path(args.output_dir, model) for model in (args.model_name_or_path, args.ref_model_name_or_path)):
+        yield f"--output_dir {args.output_dir} is the model's own folder; it would be overwritten"
+    if args.overwrite_output_dir and str(args.resume_from_checkpoint or False).lower() != "false":
+        yield "--resume_from_checkpoint and --overwrite_output_dir exclude each other"
 
 
-def _deepspeed_problems(path: str) -> list[str]:
+def _deepspeed_problems(path: str) -> Iterator[str]:
     try:
         config = utils.read_json(path)
     except (OSError, ValueError) as error:
-        return [f"--deepspeed {error}"]
+        yield f"--deepspeed {error}"
+        return
     if not isinstance(config, dict) or "zero_optimization" not in config:
-        return [f"--deepspeed {path}: expected an object with a 'zero_optimization' block"]
-    if "scheduler" in config:
-        return [f"--deepspeed {path}: its 'scheduler' block would overrule --lr_scheduler_type; take it out"]
-    return []
+        yield f"--deepspeed {path}: expected an object with a 'zero_optimization' block"
+    elif "scheduler" in config:
+        yield f"--deepspeed {path}: its 'scheduler' block would overrule --lr_scheduler_type; take it out"
 
 
-def _output_problems(args) -> list[str]:
-    if not args.output_dir:
-        return ["--output_dir is missing"]
-    output = Path(args.output_dir)
-    if any(_same_path(args.output_dir, getattr(args, name)) for name in ("model_name_or_path", REFERENCE_NAME)):
-        return [f"--output_dir {output} is the model's own folder; it would be overwritten"]
-    parent = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        return [f"--output_dir {output}: {parent} is no folder that can be written to"]
-    resume = str(args.resume_from_checkpoint or False).lower() != "false"
-    if resume and args.overwrite_output_dir:
-        return ["--resume_from_checkpoint and --overwrite_output_dir exclude each other"]
-    return []
+def _same_path(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def named_checkpoint(args) -> str | None:

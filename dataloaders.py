@@ -1,17 +1,16 @@
 """Training rows: from JSON and JSONL files, over token ids, to padded batches.
 
-    files -> load_rows -> texts -> encode_rows -> token ids -> RowDataset -> SPAGCollator -> batch
+    files -> load_rows -> token ids -> RowDataset -> SPAGCollator -> batch
 
 data/README.md describes the rows field by field.
 """
 
 import hashlib
+import itertools
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -25,10 +24,7 @@ IGNORE_INDEX = -100  # label of a token that is not scored
 FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
 KEPT = 0.1  # share of its tokens that a row keeps at least, or it is counted as mostly cut
-ROWS_PER_PROCESS = 10_000  # encoding fewer rows than this is not worth another process
-
-
-# --- one row -------------------------------------------------------------------------------------------------------
+ROWS_AT_ONCE = 1000  # that are encoded
 
 
 def normalize_row(record: dict) -> dict:
@@ -73,33 +69,35 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     Raises ValueError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row
     with `chat_template` that does not end in a special token of the tokenizer.
     """
-    (stored,) = encode_and_cut([example], tokenizer)
-    encoded = {name: stored[name] for name in ("input_ids", "weight", "reward", "is_sft")}
-    encoded["labels"] = _labels(stored)
+    (row,) = encode_and_cut([normalize_row(example)], tokenizer)
+    encoded = {name: row[name] for name in ("input_ids", "weight", "reward", "is_sft")}
+    encoded["labels"] = _labels(row)
     if "ref_logprob" in example:
         encoded["ref_logprob"] = example["ref_logprob"]
     return encoded
 
 
-def encode_and_cut(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """Rows as ENCODED_FEATURES has them: the ids, how many of them are masked, and what the cut did."""
+def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """Normalized rows as ENCODED_FEATURES has them: the ids, how many of them are masked, and what the cut did."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
-    rows = [normalize_row(example) for example in examples]
-    queries, targets = (_tokenize([row[name] for row in rows], tokenizer) for name in ("query", "target"))
+    queries, targets = (
+        tokenizer([row[name] for row in rows], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        for name in ("query", "target")
+    )
     bos_or_none = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = set()
     if any(row["chat_template"] for row in rows):
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit, cut_left = tokenizer.model_max_length, tokenizer.truncation_side == "left"
     encoded = []
-    for example, row, query, target in zip(examples, rows, queries, targets, strict=True):
+    for row, query, target in zip(rows, queries, targets, strict=True):
         bos, end = bos_or_none, [tokenizer.eos_token_id]
         if row["chat_template"]:
             bos, end = [], []
             if not target or target[-1] not in special:
                 raise ValueError(
-                    f"{example.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token "
+                    f"{row.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token "
                     "of this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
                 )
         ids = bos + query + target + end
@@ -108,12 +106,9 @@ def encode_and_cut(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> 
         masked = min(max(prompt_kept, 0), len(kept))
         encoded.append(
             {
+                **{name: row.get(name, "") for name in ("weight", "reward", "is_sft", "role", "where")},
                 "input_ids": kept,
                 "masked_length": masked,
-                "weight": row["weight"],
-                "reward": row["reward"],
-                "is_sft": row["is_sft"],
-                "role": row["role"],
                 "full_length": len(ids),
                 "target_length": len(target) + len(end),
                 "scored_length": len(kept) - max(masked, 1),
@@ -122,30 +117,12 @@ def encode_and_cut(examples: list[dict], tokenizer: PreTrainedTokenizerBase) -> 
     return encoded
 
 
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+def _labels(row: dict) -> list[int]:
+    """The ids of an encoded row with the masked ones replaced."""
+    masked = row["masked_length"]
+    return [IGNORE_INDEX] * masked + row["input_ids"][masked:]
 
 
-def _labels(stored: dict) -> list[int]:
-    """The ids with the masked ones replaced."""
-    masked = stored["masked_length"]
-    return [IGNORE_INDEX] * masked + stored["input_ids"][masked:]
-
-
-# --- files to rows -------------------------------------------------------------------------------------------------
-
-TEXT_FEATURES = datasets.Features(
-    {
-        "query": datasets.Value("large_string"),
-        "target": datasets.Value("large_string"),
-        "weight": datasets.Value("float32"),
-        "reward": datasets.Value("float32"),
-        "type": datasets.Value("string"),
-        "chat_template": datasets.Value("bool"),
-        "role": datasets.Value("string"),
-        "where": datasets.Value("string"),
-    }
-)
 ENCODED_FEATURES = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
@@ -168,115 +145,79 @@ class RowCounts:
 
     rows: int
     sft_rows: int
-    truncated: int
-    long_targets: int
+    truncated: int  # to max_length
+    long_targets: int  # longer than max_length
     empty_targets: int
     mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
     dropped: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.mostly_cut} "
-            f"nearly to nothing, {self.long_targets} with a target longer than that, {self.empty_targets} with an "
-            f"empty target, {self.dropped} dropped"
-        )
 
+def load_rows(
+    paths: list[str], tokenizer: PreTrainedTokenizerBase, cache_dir: str | None = None, *, drop_unscored: bool = False
+) -> tuple[datasets.Dataset, RowCounts]:
+    """Read, check and encode the rows of JSON and JSONL files, once: a memory-mapped Dataset of ENCODED_FEATURES.
 
-def load_rows(paths: list[str], cache_dir: str | None = None) -> datasets.Dataset:
-    """Read and check the rows of JSON and JSONL files into a memory-mapped Dataset of texts.
-
+    A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
+    first of them, or, with `drop_unscored`, left out and counted.
     Raises FileNotFoundError, and ValueError that names file and line for anything that is not a valid row.
     """
-    key = _cache_key([FORMAT_VERSION, paths, utils.file_digest(paths)])
+    parts = [FORMAT_VERSION, paths, utils.file_digest(paths), *tokenizer_parts(tokenizer)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]  # datasets adds to it, up to 64 characters
     try:
-        return datasets.Dataset.from_generator(
-            _iter_texts, features=TEXT_FEATURES, gen_kwargs={"paths": paths}, cache_dir=cache_dir, fingerprint=key
+        rows = datasets.Dataset.from_generator(
+            partial(_iter_encoded, paths, tokenizer), features=ENCODED_FEATURES, cache_dir=cache_dir, fingerprint=key
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ from None
+    limit = tokenizer.model_max_length
+    full, target, scored, is_sft = _columns(rows, "full_length", "target_length", "scored_length", "is_sft")
+    kept = scored > 0
+    counts = RowCounts(
+        rows=int(kept.sum()),
+        sft_rows=int(is_sft[kept].sum()),
+        truncated=int((full[kept] > limit).sum()),
+        long_targets=int((target[kept] > limit).sum()),
+        empty_targets=int((target[kept] == 1).sum()),
+        mostly_cut=int(((limit < KEPT * full) | (scored < KEPT * target)).sum()),
+        dropped=int((~kept).sum()),
+    )
+    if counts.dropped and not drop_unscored:
+        raise ValueError(
+            f"{rows[int(kept.argmin())]['where']}: no token of the target is left to learn from at max_length {limit} "
+            f"({counts.dropped} such rows). Use --truncation_side left, a larger --max_length, or "
+            "--drop_unscored_rows True"
+        )
+    if not counts.rows:
+        raise ValueError(f"{rows[0]['where']}: all {len(rows)} rows are dropped, as nothing is left of a target")
+    return rows.select(np.flatnonzero(kept)) if counts.dropped else rows, counts
 
 
-def _iter_texts(paths: list[str]) -> Iterator[dict]:
+def _columns(rows: datasets.Dataset, *names: str) -> list[np.ndarray]:
+    return [rows.with_format("numpy")[name][:] for name in names]
+
+
+def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict]:
+    """Encoded rows; a fast tokenizer encodes those of a batch on all cores."""
+    rows = _iter_rows(paths)
+    while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        yield from encode_and_cut(batch, tokenizer)
+
+
+def _iter_rows(paths: list[str]) -> Iterator[dict]:
     where = None
     for path in paths:
         for where, record in utils.iter_records(path):
             try:
-                row = normalize_row(record)
+                yield normalize_row(record) | {"where": where}
             except ValueError as error:
                 raise utils.BadRecordError(f"{where}: {error}") from None
-            kind = "sft" if row.pop("is_sft") else "game"
-            yield row | {"type": kind, "where": where}
     if where is None:
         raise ValueError(f"{', '.join(paths)}: no rows")
-
-
-def encode_rows(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, drop_unscored: bool = False, processes: int = 1
-) -> tuple[datasets.Dataset, RowCounts]:
-    """Encode all rows, once: the result is cached on disk under what it depends on.
-
-    A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
-    first of them, or, with `drop_unscored`, left out and counted. Few rows are encoded in this process.
-    """
-    processes = min(processes, len(rows) // ROWS_PER_PROCESS)
-    _delete_leftovers(rows)
-    key = _cache_key([rows._fingerprint, *tokenizer_parts(tokenizer)])
-    encoded = rows.map(
-        partial(_encode_columns, tokenizer=tokenizer),
-        batched=True,
-        remove_columns=["query", "target", "type", "chat_template"],
-        features=ENCODED_FEATURES,
-        num_proc=processes if processes > 1 else None,  # 1 would be another process
-        new_fingerprint=key,
-        desc="encoding",
-    )
-    columns = encoded.with_format("numpy")
-    scored, full = columns["scored_length"][:], columns["full_length"][:]
-    mostly_cut = (tokenizer.model_max_length < KEPT * full) | (scored < KEPT * columns["target_length"][:])
-    unscored = np.flatnonzero(scored == 0)
-    if len(unscored) and not drop_unscored:
-        raise ValueError(
-            f"{encoded[int(unscored[0])]['where']}: no token of the target is left to learn from at max_length "
-            f"{tokenizer.model_max_length} ({len(unscored)} such rows). Use --truncation_side left, a larger "
-            "--max_length, or --drop_unscored_rows True"
-        )
-    if len(unscored) == len(encoded):
-        raise ValueError(f"{encoded[0]['where']}: all {len(encoded)} rows are dropped, as nothing is left of a target")
-    if len(unscored):
-        encoded = encoded.select(np.setdiff1d(np.arange(len(encoded)), unscored))
-    columns = encoded.with_format("numpy")
-    target = columns["target_length"][:]
-    counts = RowCounts(
-        rows=len(encoded),
-        sft_rows=int(columns["is_sft"][:].sum()),
-        truncated=int((columns["full_length"][:] > tokenizer.model_max_length).sum()),
-        long_targets=int((target > tokenizer.model_max_length).sum()),
-        empty_targets=int((target == 1).sum()),
-        mostly_cut=int(mostly_cut.sum()),
-        dropped=len(unscored),
-    )
-    return encoded, counts
-
-
-def _delete_leftovers(rows: datasets.Dataset) -> None:
-    """Delete what killed processes have half encoded of these rows; others may be at work on them now."""
-    for file in rows.cache_files:
-        for left in Path(file["filename"]).parent.glob("tmp*"):
-            if time.time() - left.stat().st_mtime > utils.LEFTOVER_SECONDS:
-                left.unlink(missing_ok=True)
-
-
-def _encode_columns(columns: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    """A batch of rows as datasets hands it over: one list per column."""
-    examples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    encoded = encode_and_cut(examples, tokenizer)
-    return {name: [row[name] for row in encoded] for name in encoded[0]}
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list:
     """Everything of a tokenizer that the encoding of a row depends on."""
     return [
-        FORMAT_VERSION,
         sorted(tokenizer.get_vocab().items()),
         type(tokenizer).__name__,
         [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
@@ -285,25 +226,14 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list:
     ]
 
 
-def _cache_key(parts: list) -> str:
-    """A name for cached data; datasets adds to it and takes 64 characters at most."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
-
-
-# --- rows to batches -----------------------------------------------------------------------------------------------
-
-
 class RowDataset(torch.utils.data.Dataset):
     """Encoded rows, each with the reference model's log-probability once that is known."""
 
     def __init__(self, rows: datasets.Dataset, counts: RowCounts):
         self.counts = counts
-        columns = rows.with_format("numpy")
         self.key = rows._fingerprint  # of the data, the tokenizer, max_length and sides
-        self.lengths: np.ndarray = columns["full_length"][:]  # (rows,) tokens before the cut
-        self.is_sft: np.ndarray = columns["is_sft"][:]  # (rows,)
-        self.num_scored_tokens = int(columns["scored_length"][:].sum())
-        self.role: np.ndarray = columns["role"][:]  # (rows,) names
+        self.lengths, self.is_sft, self.role, scored = _columns(rows, "full_length", "is_sft", "role", "scored_length")
+        self.num_scored_tokens = int(scored.sum())
         self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
         self.number_roles(sorted({role for role in self.role[~self.is_sft] if role}))
         self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
@@ -326,8 +256,7 @@ class RowDataset(torch.utils.data.Dataset):
         for example, index in zip(batch, indices, strict=True):
             example["labels"] = _labels(example)
             example["role"] = int(self.roles[index])
-        if self.ref_logprobs is not None:
-            for example, index in zip(batch, indices, strict=True):
+            if self.ref_logprobs is not None:
                 example["ref_logprob"] = float(self.ref_logprobs[index])
         return batch
 
@@ -349,19 +278,22 @@ class SPAGCollator:
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         if not examples:
             raise ValueError("cannot make a batch of no rows")
+
+        def column(name: str) -> torch.Tensor:
+            return torch.tensor([example[name] for example in examples], dtype=torch.float32)
+
         labels = self._pad([example["labels"] for example in examples], IGNORE_INDEX)
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
             "labels": labels,
             "scored_places": scored_places(labels),  # here, since on a GPU everything would wait for it
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
-            "weights": torch.tensor([example["weight"] for example in examples], dtype=torch.float32),
-            "rewards": torch.tensor([example["reward"] for example in examples], dtype=torch.float32),
-            "sft_mask": torch.tensor([example["is_sft"] for example in examples], dtype=torch.float32),
+            "weights": column("weight"),
+            "rewards": column("reward"),
+            "sft_mask": column("is_sft"),
         }
         if all("ref_logprob" in example for example in examples):
-            logprobs = [example["ref_logprob"] for example in examples]
-            batch["ref_logprobs"] = torch.tensor(logprobs, dtype=torch.float32)
+            batch["ref_logprobs"] = column("ref_logprob")
         if all("role" in example for example in examples):
             batch["roles"] = torch.tensor([example["role"] for example in examples])
         return batch

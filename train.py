@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
@@ -22,16 +21,18 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from arguments import SPAGArguments, named_checkpoint, parse_arguments
-from dataloaders import IGNORE_INDEX, RowCounts, RowDataset, SPAGCollator, encode_rows, load_rows
+from dataloaders import IGNORE_INDEX, RowCounts, RowDataset, SPAGCollator, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer
+from utils import TOKENIZER_FILES
 
 MOST_CUT = 0.5  # share of rows that may lose nearly all
 FINISHED = "train_results.json"  # written last
+REMEDY = (
+    "other settings, more epochs too, are another run: choose another --output_dir, or --overwrite_output_dir True "
+    "to start anew"
+)
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
-
-
-# --- the output folder ---------------------------------------------------------------------------------------------
 
 
 class Output:
@@ -39,7 +40,8 @@ class Output:
 
     def __init__(self, args: SPAGArguments):
         self.args, self.folder = args, Path(args.output_dir)
-        self.settings = run_settings(self.folder, lambda: next(iter(self._held()), None))
+        path = self.folder / "settings.json"
+        self.settings = utils.RunSettings(path, results=lambda: next(iter(self._held()), None), remedy=REMEDY)
 
     def claim(self) -> bool:
         """Keep other launches out and choose the checkpoint to continue from; False if all is there already.
@@ -71,9 +73,8 @@ class Output:
     def _claim(self) -> tuple[bool, str | None]:
         """Whether all is there, and the checkpoint to continue from."""
         finished, _ = self._look()
-        if finished:
-            return True, None
-        utils.lock(self.settings.lock_path)
+        if not finished:
+            utils.lock(self.settings.lock_path)
         return self._look()  # another launch may have ended in between
 
     def _look(self) -> tuple[bool, str | None]:
@@ -95,36 +96,24 @@ class Output:
             return own
         if not (utils.is_complete(named) and utils.is_undamaged(named)):
             raise ValueError(f"--resume_from_checkpoint {named}: not a whole checkpoint folder")
-        run_settings(Path(named).parent, lambda: Path(named)).check(self.args.same_run)
-        return max(filter(None, (named, own)), key=_step)
+        path = Path(named).absolute().with_name(self.settings.path.name)
+        utils.RunSettings(path, results=lambda: Path(named), remedy=REMEDY).check(self.args.same_run)
+        steps = {each: utils.read_json(f"{each}/trainer_state.json")["global_step"] for each in (named, own) if each}
+        return max(steps, key=steps.get)
 
     def _check_optimizer(self, checkpoint: Path) -> None:
         """Raise ValueError where the optimizer's state is not there, or not as this launch would read it."""
-        plain, by_deepspeed = (list(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
+        plain, by_deepspeed = (any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
         parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))  # of ZeRO: one of each rank
-        if not (by_deepspeed if self.args.deepspeed else plain):
+        if not plain and not by_deepspeed:
             why = "saved without its optimizer (--save_only_model), which training cannot continue from"
-            if plain or by_deepspeed:
-                why = f"saved {'without' if plain else 'with'} --deepspeed; continue it so"
-        elif self.args.deepspeed and parts not in (0, self.args.world_size) and not self.args.save_on_each_node:
+        elif by_deepspeed != bool(self.args.deepspeed):
+            why = f"saved {'with' if by_deepspeed else 'without'} --deepspeed; continue it so"
+        elif parts not in (0, self.args.world_size) and not self.args.save_on_each_node:
             why = f"ZeRO saved it for {parts} processes, here are {self.args.world_size}; continue with {parts}"
         else:
             return
         raise ValueError(f"{checkpoint}: {why}; {self.settings.remedy}")
-
-
-def run_settings(folder: Path, results: Callable[[], Path | None]) -> utils.RunSettings:
-    """What the run in a folder was made with; `results()` is a path of it."""
-    remedy = "other settings, more epochs too, are another run: choose another --output_dir, or "
-    remedy += "--overwrite_output_dir True to start anew"
-    return utils.RunSettings(folder / "settings.json", results=results, remedy=remedy)
-
-
-def _step(checkpoint: str) -> int:
-    return utils.read_json(Path(checkpoint) / "trainer_state.json")["global_step"]
-
-
-# --- the data and the models ---------------------------------------------------------------------------------------
 
 
 def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
@@ -171,18 +160,19 @@ def load_tokenizer(args: SPAGArguments):
 
 def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset:
     """Read, check and encode rows: the first process of each machine does, the others find its result."""
-    processes = args.encoding_processes or min(8, os.cpu_count() or 1)
     with args.main_process_first(desc="encoding rows"), utils.naming_full_disk(args.cache_dir):
-        rows = load_rows(paths, args.cache_dir)
-        encoded, counts = encode_rows(rows, tokenizer, drop_unscored=args.drop_unscored_rows, processes=processes)
+        rows, counts = load_rows(paths, tokenizer, args.cache_dir, drop_unscored=args.drop_unscored_rows)
     logger.info("%s: %s", ", ".join(paths), counts)
     if args.show_examples:
-        encoded = encoded.select(range(min(args.show_examples, len(encoded))))
-    return RowDataset(encoded, counts)
+        rows = rows.select(range(min(args.show_examples, len(rows))))
+    return RowDataset(rows, counts)
 
 
 def check_models(args: SPAGArguments, tokenizer) -> None:
-    """Read the configurations, before any weights: code that must be trusted, and vocabularies that differ."""
+    """Read the configurations, before any weights: code that must be trusted, and vocabularies that differ.
+
+    A reference in a folder need not have a tokenizer.
+    """
     sizes = {}
     for name in filter(None, {args.model_name_or_path, args.ref_model_name_or_path}):
         sizes[name] = from_pretrained(AutoConfig, name, args).get_text_config().vocab_size
@@ -192,17 +182,12 @@ def check_models(args: SPAGArguments, tokenizer) -> None:
         raise ValueError(
             f"model and reference have different vocabularies: {sizes}; their log-probabilities differ too"
         )
-    if len(sizes) > 1 and has_tokenizer(args.ref_model_name_or_path):
-        other = from_pretrained(AutoTokenizer, args.ref_model_name_or_path, args)
-        if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{args.ref_model_name_or_path}: the reference has another tokenizer than the model")
+    reference = Path(args.ref_model_name_or_path or "")
+    if len(sizes) > 1 and (not reference.is_dir() or any((reference / file).is_file() for file in TOKENIZER_FILES)):
+        if from_pretrained(AutoTokenizer, str(reference), args).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{reference}: the reference has another tokenizer than the model")
     if len(tokenizer) > min(sizes.values()):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary: {sizes}")
-
-
-def has_tokenizer(name: str) -> bool:
-    """Whether a model comes with a tokenizer, which a reference need not; one of the hub is taken to."""
-    return not os.path.isdir(name) or any(Path(name, file).is_file() for file in utils.TOKENIZER_FILES)
 
 
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
@@ -247,9 +232,6 @@ def merge_lora(args: SPAGArguments) -> None:
     load_tokenizer(args).save_pretrained(os.path.join(args.output_dir, "merged"))
 
 
-# --- the program ---------------------------------------------------------------------------------------------------
-
-
 def show_examples(trainer: SPAGTrainer) -> None:
     """Print the rows as they are trained on: [[masked]] text, then the target; numbers; the reference."""
     trainer.prepare_reference()
@@ -268,16 +250,11 @@ def show_examples(trainer: SPAGTrainer) -> None:
 def set_up(argv: list[str]) -> SPAGTrainer | None:
     """Read the settings, the data and the models, in this order; None if the run is finished already.
 
-    Raises ValueError and OSError for bad input.
+    Raises ValueError and OSError for bad input; what is wrong with data and models shows before weights are loaded.
     """
     args = parse_arguments(argv)
     if not args.show_examples and not Output(args).claim():
         return None
-    return build_trainer(args)
-
-
-def build_trainer(args: SPAGArguments) -> SPAGTrainer:
-    """Read the data and the models; what is wrong with them shows before the weights are loaded."""
     set_seed(args.seed)
     tokenizer = load_tokenizer(args)
     check_models(args, tokenizer)
@@ -355,7 +332,6 @@ def leave() -> None:
 
 def main(argv: list[str]) -> None:
     utils.end_with_launcher()
-    utils.end_workers_with_this_process()
     utils.set_up_logging()
     if trainer := utils.run_program(lambda: set_up(argv)):
         utils.run_program(lambda: run(trainer), expected=utils.RunError)

@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +25,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from huggingface_hub import snapshot_download
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -36,14 +33,11 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 
 import utils
-from arguments import SPAGArguments
+from arguments import SPAGArguments, model_folder
 from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
-WEIGHTS_AND_CODE = (".safetensors", ".py")
-
-
-# --- log-probabilities ---------------------------------------------------------------------------------------------
+DIGESTED = ("config.json", "*.py", "*.safetensors")  # of a model folder
 
 
 def token_logprob(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,9 +96,6 @@ def _narrowed(output_layer: nn.Module, places: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-# --- losses --------------------------------------------------------------------------------------------------------
 
 
 def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
@@ -199,9 +190,6 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, tor
     }
 
 
-# --- what a batch and a step hold ----------------------------------------------------------------------------------
-
-
 class Denominators(NamedTuple):
     """What the losses divide by: of a micro-batch, or a micro-batch's share of a step's or a dataset's."""
 
@@ -216,11 +204,6 @@ class Denominators(NamedTuple):
         rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
         return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
 
-    @classmethod
-    def of_dataset(cls, dataset: RowDataset) -> "Denominators":
-        rows, sft_rows = len(dataset), int(dataset.is_sft.sum())
-        return cls(rows, rows - sft_rows, sft_rows, dataset.num_scored_tokens)
-
 
 def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Number of scored target tokens of each row: (batch,)."""
@@ -232,27 +215,26 @@ class MetricSums:
 
     def __init__(self, role_names: Sequence[str] = ()):
         self.role_names = role_names  # of the numbers in a batch's roles, from 1
-        self.values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.values: list[dict[str, torch.Tensor]] = []  # of each micro-batch
         self.since = time.perf_counter()
 
     def add(self, metrics: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch's metrics (scalars; NaN where it has no such rows), rewards by role and tokens."""
-        for name, value in metrics.items():
-            self.values[name].append(value)
+        values = dict(metrics)
         if "roles" in batch:
             for number, role in enumerate(self.role_names, start=1):
                 mask = ((batch["roles"] == number) & (batch["sft_mask"] == 0)).to(batch["rewards"].dtype)
-                self.values[f"reward_{role}"].append(_mean(batch["rewards"], mask))
-        self.values["tokens"].append(batch["attention_mask"].sum())
+                values[f"reward_{role}"] = _mean(batch["rewards"], mask)
+        self.values.append(values | {"tokens": batch["attention_mask"].sum()})
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The averages since the last call, and tokens per second over all ranks; peak memory in GiB of this rank.
 
         Means are over the micro-batches that have a value, `..._max` is a maximum. A collective call.
         """
-        names = sorted(self.values)
-        stacked = torch.stack([torch.stack([v.float() for v in self.values[name]]) for name in names])
-        gathered = accelerator.gather(stacked.T.contiguous())  # (micro-batches of all ranks, names)
+        names = sorted(self.values[0])
+        stacked = torch.stack([torch.stack([values[name].float() for name in names]) for values in self.values])
+        gathered = accelerator.gather(stacked)  # (micro-batches of all ranks, names)
         seconds = time.perf_counter() - self.since
         self.__init__(self.role_names)
         logs = {}
@@ -275,26 +257,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
-def _load_stored(path: Path, rows: int) -> np.ndarray | None:
-    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
-    try:
-        values = np.load(path)
-        return values if values.shape == (rows,) else None
-    except (OSError, ValueError, EOFError):
-        return None
-
-
 def model_digest(name_or_path: str) -> str:
-    """SHA-256 over the configuration, code and weights of a model folder, or of the hub's copy on this machine."""
-    patterns = ["config.json", *(f"*{suffix}" for suffix in WEIGHTS_AND_CODE)]
-    folder = name_or_path
-    if not os.path.isdir(folder):
-        folder = snapshot_download(name_or_path, allow_patterns=patterns)  # weights too, if they are not here yet
-    files = [path for path in Path(folder).iterdir() if path.name == "config.json" or path.suffix in WEIGHTS_AND_CODE]
-    return utils.file_digest(sorted(files))
-
-
-# --- trainers ------------------------------------------------------------------------------------------------------
+    """SHA-256 over the configuration, code and weights of a model."""
+    folder = model_folder(name_or_path)
+    return utils.file_digest(sorted(path for pattern in DIGESTED for path in folder.glob(pattern)))
 
 
 class SPAGTrainer(Trainer):
@@ -315,7 +281,7 @@ class SPAGTrainer(Trainer):
         # step and does not divide by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
-        self.reference: nn.Module | None = None  # while a model of its own is loaded
+        self.reference: nn.Module | None = None  # of --ref_logprobs online
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.learning_rate = 0.0  # of the step at work
@@ -330,19 +296,16 @@ class SPAGTrainer(Trainer):
         counts = self.train_dataset.counts
         self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
         self.prepare_reference()
+        gc.collect()  # a reference model that is not needed any more
         self.metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
 
     def check_learning_rate(self) -> None:
-        """Raise RunError if the schedule leaves every step without a learning rate that was asked for."""
-        schedule, steps = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), self.state.max_steps
-        if not isinstance(schedule, LambdaLR) or not self.args.learning_rate:
-            return
-        if not any(factor(step) for factor in schedule.lr_lambdas for step in range(steps)):
+        """Raise RunError if warm-up sits on the only step, which leaves it no learning rate."""
+        if self.state.max_steps == 1 and self.args.learning_rate and not self._get_learning_rate():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise utils.RunError(
-                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make {steps} "
-                f"steps, and warm-up takes {self.args.get_warmup_steps(steps)} of them; use more rows, a smaller "
-                "--gradient_accumulation_steps, or --warmup_ratio 0"
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
+                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_ratio 0"
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -360,8 +323,10 @@ class SPAGTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The batch's part of the loss over all rows: the Trainer weighs batches by their rows."""
         inputs = self._prepare_inputs(inputs)
-        share = len(inputs["labels"]) / len(self.eval_dataset)
-        counts = Denominators(*(count * share for count in Denominators.of_dataset(self.eval_dataset)))
+        rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
+        share = len(inputs["labels"]) / rows
+        totals = Denominators(rows, rows - sft_rows, sft_rows, self.eval_dataset.num_scored_tokens)
+        counts = Denominators(*(count * share for count in totals))
         with torch.no_grad():
             return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
 
@@ -408,8 +373,8 @@ class SPAGTrainer(Trainer):
         missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = [_load_stored(path, len(dataset)) if self.is_world_process_zero() else None]
-            dataset.ref_logprobs = broadcast_object_list(stored)[0]
+            stored = np.load(path) if self.is_world_process_zero() and path.is_file() else None
+            (dataset.ref_logprobs,) = broadcast_object_list([stored])
             if dataset.ref_logprobs is None:
                 missing.append((path, dataset))
         if missing:
@@ -464,20 +429,15 @@ class SPAGTrainer(Trainer):
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
         """The reference in eval mode: what to call, and the causal LM inside it."""
         training = self.model.training
-        if self.reference is not None:
-            yield self.reference, getattr(self.reference, "module", self.reference)
-        elif self.args.lora_rank:
-            self.model.eval()
+        self.model.eval()
+        if self.args.lora_rank:
             with self.model.disable_adapter():
                 yield self.model_wrapped, self.module
-        elif self.state.global_step == 0 and self._starts_at_reference():
-            self.model.eval()
+        elif self.reference is None and self.state.global_step == 0 and self._starts_at_reference():
             yield self.model_wrapped, self.module
         else:
-            self.reference = self._load_reference_model()
-            yield self.reference, getattr(self.reference, "module", self.reference)
-            self.reference = None
-            gc.collect()
+            reference = self._load_reference_model() if self.reference is None else self.reference
+            yield reference, getattr(reference, "module", reference)
         self.model.train(training)
 
     def _starts_at_reference(self) -> bool:
@@ -494,14 +454,11 @@ class SPAGTrainer(Trainer):
             return model.to(self.args.device)
         import deepspeed
 
-        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        zero = {name: value for name, value in config["zero_optimization"].items() if name != "offload_optimizer"}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {name: value for name, value in zero.items() if value != "auto"},
-            "steps_per_print": config.get("steps_per_print", 10),
-            **{name: config[name] for name in ("bf16", "fp16") if name in config},
-        }
+        policys = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = {name: policys[name] for name in ("bf16", "fp16", "steps_per_print") if name in policys}
+        zero = policys["zero_optimization"].items()
+        zero = {name: value for name, value in zero if name != "offload_optimizer" and value != "auto"}
+        config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         engine, *_ = deepspeed.initialize(model=model, config=config)
         engine.eval()
         return engine

@@ -41,9 +41,8 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprin
 BLANKS = re.compile(r"\s*")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line ends of Unicode
 DECODER = json.JSONDecoder()
-AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, where no element does
+AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, besides an element
 logger = logging.getLogger(__name__)
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
@@ -92,23 +91,23 @@ def iter_records(
 ) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
-    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). JSONL, and
-    lists with a record on each line, as `write_records` writes them, take constant memory.
+    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). Neither
+    needs more memory than its largest record.
     `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, telling `on_skip`.
 
     Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
     a list that is cut off, and a record that is not an object.
     """
     with open_text(path, errors="surrogateescape") as file:
-        lines = enumerate(file, start=1)
-        first = next((each for each in lines if each[1].strip()), None)
-        if first is None:
+        first = file.read(CHUNK).lstrip()[:1]
+        if not first:
             raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
-        if not first[1].lstrip().startswith("["):
-            yield from _iter_lines(path, itertools.chain([first], lines), on_skip if skip_bad else None)
+        file.seek(0)
+        if first != "[":
+            yield from _iter_lines(path, file, on_skip if skip_bad else None)
             return
         try:
-            yield from _iter_list(path, file, *first)
+            yield from _iter_list(path, file)
         except BadRecordError as error:
             if not skip_bad:
                 raise
@@ -120,12 +119,11 @@ def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
     return [record for _, record in iter_records(path)]
 
 
-def _iter_lines(path, lines, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
-    for number, line in lines:
-        where = f"{path}:{number}"
+def _iter_lines(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(file, start=1):
+        where, text = f"{path}:{number}", line.strip()
         try:
-            if text := line.strip():
-                _check_utf8(text, where)
+            if text:
                 record, end = _scan(text, 0, where)
                 if rest := text[end:].strip():
                     raise BadRecordError(f"{where}: {rest[:20]!r} after the JSON object; one object a line")
@@ -136,49 +134,36 @@ def _iter_lines(path, lines, on_skip: Callable[[str], None] | None) -> Iterator[
             on_skip(str(error))
 
 
-def _iter_list(path, file, before: int, line: str) -> Iterator[tuple[str, dict]]:
-    """The elements of a list: one a line as long as they stand so, the rest of any other layout as a whole."""
-    number, text, expected = before, line, "["
-    if line.strip() == "[":
-        text, expected = "", AFTER["["]
-        for number, text in enumerate(file, start=1 + before):
-            if not text.startswith("{") or not text.endswith("},\n"):
-                break
-            try:
-                _check_utf8(text, path)
-                record, end = DECODER.raw_decode(text)
-            except (ValueError, RecursionError):
-                break
-            if text[end:] != ",\n":
-                break
-            yield f"{path}:{number}", record
-            text, expected = "", AFTER[","]
-    yield from _iter_elements(path, text + file.read(), number, expected)
-
-
-def _iter_elements(path, text: str, line: int, expected: str | None) -> Iterator[tuple[str, dict]]:
-    """The elements in the text of a list, where an element or one of the characters `expected` comes next."""
-    at, found = 0, ""
+def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
+    """The elements of a list; the text at hand grows until the next one is whole."""
+    text, at, line, expected = "", 0, 1, "["  # one of the characters `expected` comes next, or an element
     while True:
-        start, at = at, BLANKS.match(text, at).end()
-        line += text.count("\n", start, at)
+        blanks = BLANKS.match(text, at)
+        line, at = line + blanks[0].count("\n"), blanks.end()
         where, found = f"{path}:{line}", text[at : at + 1]
-        if expected == AFTER["]"]:
+        if not found and (more := file.read(CHUNK)):
+            text, at = more, 0
+        elif not found or expected == AFTER["]"]:
             break
-        if not found:
-            raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
-        if found in expected:
+        elif found in expected:
             at, expected = at + 1, AFTER[found]
         elif expected == ",]":
             raise BadRecordError(f"{where}: expected ',' or ']', found {found!r}")
         else:
-            record, end = _scan(text, at, where)
-            _check_utf8(text[at:end], where)
+            try:
+                record, end = _scan(text, at, where)
+            except BadRecordError:
+                if not (more := file.read(len(text))):
+                    raise
+                text, at = text[at:] + more, 0
+                continue
             yield where, record
             line += text.count("\n", at, end)
             at, expected = end, ",]"
     if found:
         raise BadRecordError(f"{where}: {found!r} after the end of the JSON list; one list a file")
+    if expected != AFTER["]"]:
+        raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
 
 
 def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
@@ -186,10 +171,11 @@ def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
     try:
         record, end = DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        why = f"({error.msg}, column {error.colno})"
+        why = f"({error.msg}): {text[at : at + 40]!r}"
         raise BadRecordError(f"{where}: not a JSON object, or the file was cut off here {why}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
+    _check_utf8(text[at:end], where)
     if not isinstance(record, dict):
         raise BadRecordError(f"{where}: expected a JSON object, got {type(record).__name__}")
     return record, end
@@ -233,7 +219,8 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place.
 
-    Those of killed processes are deleted. Raises ValueError for what is no regular file, such as a device or a link.
+    What killed processes left is deleted after an hour. Raises ValueError for what is no regular file, such as a
+    device or a link.
     """
     path = Path(path)
     if path.is_symlink() or path.exists() and not path.is_file():
@@ -241,7 +228,7 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError):  # another process may be at it, or another user's
-            if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS and not is_locked(left):
+            if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS:
                 left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -249,7 +236,6 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
             naming_full_disk(path),
             open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file,
         ):
-            _try_lock(file.fileno(), fcntl.LOCK_EX, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -289,14 +275,7 @@ def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
             file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
-_encode_ascii = json.JSONEncoder().encode  # a third faster than the other, and mostly right
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def to_json(record: Mapping) -> str:
-    """A record on one line, its letters as they are."""
-    text = _encode_ascii(record)
-    return _encode(record) if "\\u" in text else text
+to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -386,13 +365,7 @@ class RunSettings:
     ends the message of a refused start, which has written nothing.
     """
 
-    def __init__(
-        self,
-        settings_path: str | os.PathLike,
-        *,
-        results: Callable[[], Path | None],
-        remedy: str,
-    ):
+    def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
         self.path, self.results, self.remedy = Path(settings_path), results, remedy
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
@@ -426,13 +399,11 @@ class RunSettings:
         """One entry of the settings file; ValueError if it has none."""
         try:
             found = read_json(self.path)[name]
-            if name == "settings" and not isinstance(found, dict):
-                raise TypeError(f"its settings are {type(found).__name__}")
-            return found
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.path}: not the settings of a run, or of an earlier version ({error!r}); {self.remedy}"
-            ) from None
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if found is None or name == "settings" and not isinstance(found, dict):
+            raise ValueError(f"{self.path}: not the settings of a run, or of an earlier version; {self.remedy}")
+        return found
 
     def write(self, settings: Mapping, **more) -> None:
         """Write the settings file."""
@@ -578,27 +549,26 @@ def await_inputs(paths: Iterable[str]) -> None:
     """
     if world_size() == 1:
         return
-    expected = from_rank_0(lambda: {path: _input_digest(path) for path in paths})
+
+    def digest(path: str) -> str | None:
+        if os.path.isfile(path):
+            return file_sha256(path)
+        return model_fingerprint(Path(path)) if os.path.isdir(path) else None  # which may be a name on the hub
 
     def different() -> list[str]:
-        return [path for path, digest in expected.items() if digest and _input_digest(path) != digest]
+        return [path for path, expected in digests.items() if expected and digest(path) != expected]
 
+    digests = from_rank_0(lambda: {path: digest(path) for path in paths})
     if rank() != 0 and not wait_until(lambda: not different(), SHARING_TIMEOUT):
         raise ValueError(
             f"{', '.join(different())}: not what rank 0 has, after {SHARING_TIMEOUT} s; do all machines share it?"
         )
 
 
-def _input_digest(path: str) -> str | None:
-    """Of a file or a model folder; None for what is neither here, such as a name on the hub."""
-    if os.path.isfile(path):
-        return file_sha256(path)
-    return model_fingerprint(Path(path)) if os.path.isdir(path) else None
-
-
 def restarted() -> bool:
     """Whether torchrun or Slurm has started this launch again: what is there is its own."""
-    return any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS)
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -608,20 +578,25 @@ COMPLETE = "complete.json"  # written last into a checkpoint folder: [size, CRC-
 
 def checksums(folder: str | os.PathLike, *, of_rank: int | None = None) -> dict[str, list[int]]:
     """Size and CRC-32 of the files in a checkpoint folder, by name; of those that one rank has written."""
-    paths = {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
-    writers = {name: re.search(r"(?:pp_rank|rng_state)_(\d+)", name) for name in paths.keys() - {COMPLETE}}
-    own = [name for name in sorted(writers) if of_rank in (None, int(writers[name][1]) if writers[name] else 0)]
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE]
+    paths = [path for path in paths if of_rank in (None, _writer(path))]
     with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
-        sums = list(pool.map(lambda name: _crc32(paths[name]), own))
-    return {name: [paths[name].stat().st_size, crc] for name, crc in zip(own, sums, strict=True)}
+        sums = pool.map(_size_and_crc, paths)
+        return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
 
 
-def _crc32(path: Path) -> int:
+def _writer(path: Path) -> int:
+    """The rank that writes a file of a checkpoint."""
+    number = re.search(r"(?:pp_rank|rng_state)_(\d+)", path.name)
+    return int(number[1]) if number else 0
+
+
+def _size_and_crc(path: Path) -> list[int]:
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-    return crc
+        return [file.tell(), crc]
 
 
 def mark_complete(folder: str | os.PathLike, sums: dict[str, list[int]] | None = None) -> None:
@@ -631,36 +606,31 @@ def mark_complete(folder: str | os.PathLike, sums: dict[str, list[int]] | None =
 
 def is_complete(folder: str | os.PathLike) -> bool:
     """Whether a checkpoint folder was written to its end and still has all its files, of their sizes."""
-    return all(
-        path.is_file() and path.stat().st_size == (noted[0] if isinstance(noted, list) else noted)
-        for path, noted in _noted(folder).items()
-    )
+    paths = {Path(folder, name): size for name, (size, _) in _mark(folder).items()}
+    return bool(paths) and all(path.is_file() and path.stat().st_size == paths[path] for path in paths)
 
 
 def is_undamaged(folder: str | os.PathLike) -> bool:
-    """Whether the files of a complete checkpoint folder are what was written, which they are read for once.
-
-    An earlier version has noted their sizes only.
-    """
+    """Whether the files of a complete checkpoint folder are what was written, which they are read for once."""
     return _is_undamaged(Path(folder).absolute(), Path(folder, COMPLETE).stat().st_mtime_ns)
 
 
 @functools.cache
 def _is_undamaged(folder: Path, marked: int) -> bool:
-    noted = {path: sums for path, sums in _noted(folder).items() if isinstance(sums, list)}
-    found = checksums(folder) if noted else {}
-    damaged = [path for path, sums in noted.items() if found[str(path.relative_to(folder))] != sums]
-    for path in damaged:
-        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", path)
+    found = checksums(folder)
+    damaged = [name for name, (size, crc) in _mark(folder).items() if crc is not None and found[name] != [size, crc]]
+    for name in damaged:
+        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", folder / name)
     return not damaged
 
 
-def _noted(folder: str | os.PathLike) -> dict[Path, int | list[int]]:
-    """What the mark of a checkpoint folder says of its files; without one, of a file that is not there."""
+def _mark(folder: str | os.PathLike) -> dict[str, list]:
+    """What a checkpoint folder's mark says of its files, sizes alone where an earlier version made it; {}: no mark."""
     try:
-        return {Path(folder, name): noted for name, noted in read_json(Path(folder) / COMPLETE).items()}
+        marked = read_json(Path(folder) / COMPLETE)
+        return {name: noted if isinstance(noted, list) else [noted, None] for name, noted in marked.items()}
     except (OSError, ValueError):
-        return {Path(folder, COMPLETE): 0}
+        return {}
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -704,9 +674,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     """Declare the flags of a dataclass of `flag` fields; a list takes several values, a bool True or False."""
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):
-        inner = [hint for hint in get_args(hints[each.name]) if hint is not type(None)]
-        several = list in (get_origin(hints[each.name]), *map(get_origin, inner))
-        plain = get_args(inner[0])[0] if inner and get_args(inner[0]) else inner[0] if inner else hints[each.name]
+        hint = hints[each.name]
+        inner, *_ = [part for part in get_args(hint) if part is not type(None)] or [hint]
+        several = list in (get_origin(hint), get_origin(inner))
+        plain = (*get_args(inner), inner)[0]
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
         needed = default is dataclasses.MISSING
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
@@ -727,11 +698,7 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     add_flags(parser, kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        parser.error(
-            "; ".join(unknown_flag(word, known) for word in unknown if word.startswith("-"))
-            or f"{unknown[0]!r} belongs to no flag"
-        )
+        parser.error("; ".join(unknown_words(unknown, parser)))
     return kind(**vars(values))
 
 
@@ -749,6 +716,13 @@ def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
     """What to say of a flag that does not exist, with the one that was probably meant."""
     close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
     return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """What to say of words of a command line that a parser does not know."""
+    known = [name for action in parser._actions for name in action.option_strings if name != "--help"]
+    flags = [unknown_flag(word, known) for word in words if word.startswith("-")]
+    return flags or [f"{word!r} belongs to no flag" for word in words[:1]]
 
 
 class NamedPath(NamedTuple):
@@ -828,17 +802,17 @@ def end_with_launcher() -> None:
     Ranks end with torchrun from the moment in which they import this module. The script is no parent of its programs:
     it is looked for every second.
     """
+
+    def watch(pid: int) -> None:
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1)
+
     if loop := os.environ.get("SPAG_LOOP_PID"):
-        threading.Thread(target=_end_with, args=[int(loop)], daemon=True).start()
-
-
-def _end_with(pid: int) -> None:
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1)
+        threading.Thread(target=watch, args=[int(loop)], daemon=True).start()
 
 
 def end_with_parent() -> None:
@@ -849,11 +823,6 @@ def end_with_parent() -> None:
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
-
-
-def end_workers_with_this_process() -> None:
-    """From now on, forked processes end when this one does: encoding and loading rows leave no orphans."""
-    os.register_at_fork(after_in_child=end_with_parent)
 
 
 def shown(text: str) -> str:

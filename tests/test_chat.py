@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, build_llama, build_tokenizer
 from transformers import AutoTokenizer
 
-from dataloaders import RowDataset, encode_example, encode_rows, load_rows
+from dataloaders import RowDataset, encode_example, load_rows
 from tools import assign_rewards, play_llm_game
 from tools.engine import model as models
 from tools.engine.model import LocalModel
@@ -162,7 +162,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, folder, played, tm
         assert encoded["input_ids"] == prompt + sampled
         assert encoded["labels"] == [-100] * len(prompt) + sampled
     assert [reply["finish_reason"] for game in games for reply in game["replies"]] == ["stop"] * 8
-    stored = encode_rows(load_rows([str(place / "rows.json")], cache_dir=str(tmp_path / "cache")), tokenizer)
+    stored = load_rows([str(place / "rows.json")], tokenizer, str(tmp_path / "cache"))
     assert [row["input_ids"] for row in RowDataset(*stored)] == [
         prompt + sampled for prompt, sampled in zip(watch.prompts, watch.sampled, strict=True)
     ]

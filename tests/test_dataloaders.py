@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoTokenizer
 
 import dataloaders
 import utils
-from dataloaders import RowDataset, SPAGCollator, encode_example, encode_rows, load_rows
+from dataloaders import RowDataset, SPAGCollator, encode_example, load_rows
 
 RECORDED = load_golden("collator.json")
 LEGACY = {40}  # rows with `text` and `scores` are not carried over (README, Deviations)
@@ -67,7 +66,7 @@ def test_roles_of_game_rows_are_numbered_in_the_order_of_their_names(tokenizer, 
     rows.append({"query": "q", "target": "t", "role": "teacher", "type": "sft"})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = RowDataset(*encode_rows(load_rows([str(path)], str(tmp_path)), tokenizer))
+    dataset = RowDataset(*load_rows([str(path)], tokenizer, str(tmp_path)))
     assert dataset.role_names == ["buyer", "seller"]
     assert SPAGCollator(tokenizer)(dataset.__getitems__([0, 1, 2, 3]))["roles"].tolist() == [2, 1, 0, 0]
     dataset.number_roles(["answerer", "buyer", "seller"])  # as train.py does with those of evaluation rows
@@ -126,8 +125,7 @@ def write_rows(path, rows, lines: bool):
 
 def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer):
     paths = [write_rows(tmp_path / "a.json", ROWS, False), write_rows(tmp_path / "b.jsonl", ROWS, True)]
-    rows = load_rows(paths, cache_dir=str(tmp_path / "cache"))
-    encoded, counts = encode_rows(rows, tokenizer)
+    encoded, counts = load_rows(paths, tokenizer, str(tmp_path / "cache"))
     expected = {"rows": 6, "sft_rows": 2, "empty_targets": 2}
     expected |= dict.fromkeys(("truncated", "long_targets", "mostly_cut", "dropped"), 0)
     assert counts == dataloaders.RowCounts(**expected)
@@ -137,42 +135,33 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer):
     assert [row["where"] for row in encoded][3:] == [f"{paths[1]}:{n}" for n in (1, 2, 3)]
 
 
-def test_two_processes_encode_the_same_rows_in_the_same_order(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(dataloaders, "ROWS_PER_PROCESS", 1)
+def test_rows_of_several_batches_keep_their_order(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", 20)
     path = write_rows(tmp_path / "a.jsonl", [{"query": str(i), "target": "t"} for i in range(50)], lines=True)
-    rows = load_rows([path], cache_dir=str(tmp_path / "cache"))
-    encoded, counts = encode_rows(rows, tokenizer, processes=2)
+    encoded, counts = load_rows([path], tokenizer, str(tmp_path / "cache"))
     assert counts.rows == 50
     assert [tokenizer.decode(row["input_ids"]) for row in encoded] == [f"<s>{i}t</s>" for i in range(50)]
 
 
-def test_few_rows_are_encoded_without_another_process(tmp_path, tokenizer, monkeypatch):
-    rows = load_rows([write_rows(tmp_path / "a.json", ROWS, lines=False)], cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "fork", None)
-    encoded, _ = encode_rows(rows, tokenizer, processes=8)
-    assert len(encoded) == 3
-
-
 def test_encoding_is_done_once_for_the_same_rows_and_settings(tmp_path, tokenizer, monkeypatch):
-    paths = [write_rows(tmp_path / "a.json", ROWS, False)]
-    cache = str(tmp_path / "cache")
-    encode_rows(load_rows(paths, cache), tokenizer)
+    paths, cache = [write_rows(tmp_path / "a.json", ROWS, False)], str(tmp_path / "cache")
+    load_rows(paths, tokenizer, cache)
     monkeypatch.setattr(dataloaders, "normalize_row", None)  # whoever encodes again fails
-    encoded, _ = encode_rows(load_rows(paths, cache), tokenizer)
+    encoded, _ = load_rows(paths, tokenizer, cache)
     assert len(encoded) == 3
     shorter = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=5)
     with pytest.raises(TypeError):
-        encode_rows(load_rows(paths, cache), shorter)
+        load_rows(paths, shorter, cache)
 
 
-def test_what_a_killed_run_has_half_encoded_is_deleted(tmp_path, tokenizer):
-    rows = load_rows([write_rows(tmp_path / "a.json", ROWS, lines=False)], cache_dir=str(tmp_path / "cache"))
-    old, new = (Path(rows.cache_files[0]["filename"]).with_name(name) for name in ("tmpabc", "tmpxyz"))
-    for path in (old, new):
-        path.write_text("half")
-    os.utime(old, (0, 0))
-    encode_rows(rows, tokenizer)
-    assert not old.exists() and new.exists()
+def test_what_a_killed_run_has_half_encoded_is_replaced(tmp_path, tokenizer):
+    paths = [write_rows(tmp_path / "a.json", ROWS, lines=False)]
+    folder = Path(load_rows(paths, tokenizer, str(tmp_path / "cache"))[0].cache_files[0]["filename"]).parent
+    half = folder.rename(f"{folder}.incomplete")
+    for path in half.iterdir():
+        path.write_bytes(b"half")
+    encoded, _ = load_rows(paths, tokenizer, str(tmp_path / "cache"))
+    assert len(encoded) == 3 and not half.exists()
 
 
 def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
@@ -180,10 +169,9 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
     path = write_rows(
         tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}], True
     )
-    rows = load_rows([path], cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"a\.jsonl:2: .*--drop_unscored_rows"):
-        encode_rows(rows, tokenizer)
-    encoded, counts = encode_rows(rows, tokenizer, drop_unscored=True)
+        load_rows([path], tokenizer, str(tmp_path / "cache"))
+    encoded, counts = load_rows([path], tokenizer, str(tmp_path / "cache"), drop_unscored=True)
     assert len(encoded) == 1 and counts == dataloaders.RowCounts(1, 0, 0, 0, 0, mostly_cut=1, dropped=1)
 
 
@@ -209,16 +197,16 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
         ("[]", r"bad\.json: no rows"),
     ],
 )
-def test_bad_files_are_errors_that_name_file_and_line(tmp_path, text, message):
+def test_bad_files_are_errors_that_name_file_and_line(tmp_path, tokenizer, text, message):
     path = tmp_path / "bad.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        load_rows([str(path)], cache_dir=str(tmp_path / "cache"))
+        load_rows([str(path)], tokenizer, str(tmp_path / "cache"))
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="nowhere.json"):
-        load_rows([str(tmp_path / "nowhere.json")], cache_dir=str(tmp_path / "cache"))
+        load_rows([str(tmp_path / "nowhere.json")], tokenizer, str(tmp_path / "cache"))
 
 
 RECORDS = [{"query": "a", "n": [1, {"b": 2}]}, {"query": "’é\u2028"}, {}, {"query": "}, {"}]
@@ -250,7 +238,7 @@ def test_records_are_read_with_their_lines_however_the_file_is_laid_out(tmp_path
     ("text", "read", "message"),
     [
         ('[\n{"a": 1},\n{"b"', 1, ":3: not a JSON object, or the file was cut off"),
-        ('[\n{"a": 1},\n', 1, ":2: the JSON list has no end"),
+        ('[\n{"a": 1},\n', 1, ":3: the JSON list has no end"),
         ('[\n{"a": 1}\n{"b": 2}\n]', 1, ":3: expected ',' or ']', found '{'"),
         ('[\n{"a": 1},\n5]', 1, ":3: expected a JSON object, got int"),
         ('[\n{"a": 1},\n{"b": "\udcff"},\n{}]', 1, ":3: not UTF-8"),

@@ -191,7 +191,6 @@ def training(tmp_path, tiny_model, other_model) -> dict:
         "save_total_limit": 2,
         "report_to": "none",
         "disable_tqdm": True,
-        "encoding_processes": 1,
     }
 
 
