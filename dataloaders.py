@@ -145,11 +145,18 @@ class RowCounts:
 
     rows: int
     sft_rows: int
-    truncated: int  # to max_length
-    long_targets: int  # longer than max_length
+    truncated: int
+    long_targets: int
     empty_targets: int
     mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
     dropped: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.mostly_cut} "
+            f"nearly to nothing, {self.long_targets} with a target longer than that, {self.empty_targets} with an "
+            f"empty target, {self.dropped} dropped"
+        )
 
 
 def load_rows(
