@@ -580,19 +580,12 @@ def test_killed_launches_lose_only_games_in_flight_also_with_other_numbers_of_pr
     assert set(kept) <= set(rank_lines(tmp_path))
 
 
-@pytest.mark.parametrize("processes, number", [(1, signal.SIGUSR1), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(
-    processes, number, place, tiny_model, tmp_path
-):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(number, place, tiny_model, tmp_path):
     slow = {"max_new_tokens": 24, "min_new_tokens": 24, "max_length": 512, "max_turns": 4, "max_games": 8}
     slow["per_device_eval_batch_size"] = 1
     arguments = flags(place, tiny_model, tmp_path, **slow)
-    if processes == 1:
-        command = [sys.executable, "-m", "tools.play_llm_game", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
-    else:
-        process = torchrun(2, arguments, executable=sys.executable)
+    process = torchrun(2, arguments, executable=sys.executable)
     while len(rank_lines(tmp_path)) < 2:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)

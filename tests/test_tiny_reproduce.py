@@ -5,13 +5,17 @@ import math
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools.games import load_game, prompts, taboo
 from tools.games.taboo import Taboo
@@ -320,6 +324,24 @@ def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
     with pytest.raises(RuntimeError, match="exit status 1"):
         reproduce(tmp_path, workers=1)
     assert len(programs.calls) < 6  # of 16: what was begun before the failure was seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is told of its parent's death on Linux only")
+def test_programs_end_with_the_study_that_started_them(tmp_path):
+    start = "import sys; from pathlib import Path; from types import SimpleNamespace as Namespace; "
+    start += "from tools.tiny import reproduce; here = Namespace(folder=Path(sys.argv[1])); "
+    start += "reproduce.World.program(here, here.folder / 'log', ['sleep', '1000.25'])"
+    process = subprocess.Popen([python(), "-c", start, tmp_path], cwd=ROOT)
+
+    def is_asleep(one: psutil.Process) -> bool:
+        return one.info["cmdline"] == ["sleep", "1000.25"]
+
+    while not (asleep := list(filter(is_asleep, psutil.process_iter(["cmdline"])))):
+        assert process.poll() is None
+    (program,) = asleep
+    program.parent().kill()
+    process.wait()
+    program.wait(timeout=10)
 
 
 def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):

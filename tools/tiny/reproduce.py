@@ -22,7 +22,7 @@ from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
 from tools.tiny.questions import REASONING, RESULTS, reasoning
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, self_play, write_table
-from utils import RunSettings, files_setting, flag, read_json, too_small, write_json
+from utils import RunSettings, end_with_parent, files_setting, flag, read_json, too_small, write_json
 
 LARGER_LEXICON = LEXICON.with_name("lexicon_large.txt")
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
@@ -120,7 +120,8 @@ class World:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
             words = list(map(str, command))
-            done = subprocess.run(words, stdout=file, stderr=file, env=environment, cwd=self.folder)
+            how = {"env": environment, "cwd": self.folder, "preexec_fn": end_with_parent}
+            done = subprocess.run(words, stdout=file, stderr=file, **how)
         if done.returncode:
             raise RuntimeError(f"{log}: ended with exit status {done.returncode}; run the same command to go on")
         print(f"{time.strftime('%H:%M:%S')} {self.folder.name}/{log.stem}", flush=True)
