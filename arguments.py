@@ -3,9 +3,10 @@
 The Trainer's own settings are inherited; the ones below are this project's. Settings come from the command line, or
 from a YAML file named first, over which the command line wins:
 
-    train.py configs/x.yaml --learning_rate 1e-5
+    train.py my.yaml --learning_rate 1e-5
 
---evaluation_strategy, --warmup_ratio and --no_cuda are older names of --eval_strategy, --warmup_steps and --use_cpu.
+--evaluation_strategy, --warmup_ratio and --no_cuda are older names of --eval_strategy, --warmup_steps (below 1: a
+share of the steps) and --use_cpu.
 """
 
 import argparse
@@ -101,13 +102,13 @@ class SPAGArguments(TrainingArguments):
     drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
     cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
     show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
+    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
 
     # Flags of older transformers, besides those of RENAMED.
     logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
     overwrite_output_dir: bool = _help(
         "Start anew: delete what an earlier run left in the output folder.", default=False
     )
-    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
     save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
     group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
 

@@ -211,7 +211,7 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class MetricSums:
-    """Sums metrics on the device between two logs, and averages them over micro-batches and ranks."""
+    """Keeps metrics on the device between two logs, and averages them over micro-batches and ranks."""
 
     def __init__(self, role_names: Sequence[str] = ()):
         self.role_names = role_names  # of the numbers in a batch's roles, from 1
@@ -314,7 +314,7 @@ class SPAGTrainer(Trainer):
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise utils.RunError(
                 f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
-                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_ratio 0"
+                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -726,14 +726,14 @@ def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 
 class NamedPath(NamedTuple):
-    """A file or folder with a name to call it by."""
+    """A model or a file with a name to call it by."""
 
     name: str
     path: str
 
 
 def named_path(text: str) -> NamedPath:
-    """The `type` of flags that take NAME=PATH."""
+    """The `type` of flags that take NAME=MODEL."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
