@@ -215,10 +215,13 @@ class SPAGArguments(TrainingArguments):
 def model_folder(name: str) -> Path:
     """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub."""
     try:
-        return Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES))
+        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
         why = type(error).__name__
         raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no config.json; this is not a model folder")
+    return folder
 
 
 def parse_arguments(argv: list[str]) -> SPAGArguments:
@@ -228,7 +231,7 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     """
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv = _yaml_to_flags(argv[0]) + argv[1:]
-    words = (word.partition("=") for word in argv)
+    words = [word.partition("=") for word in argv]
     argv = [RENAMED.get(name, name) + equals + value for name, equals, value in words]
     parser = HfArgumentParser(
         SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
@@ -238,6 +241,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     problems = utils.unknown_words(unknown, parser)
+    if any(name == "--warmup_ratio" for name, _, _ in words) and namespace.warmup_steps >= 1:
+        problems.append("--warmup_ratio is a share of the steps, below 1; --warmup_steps takes their number")
     files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
     utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
     try:

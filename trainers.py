@@ -310,7 +310,8 @@ class SPAGTrainer(Trainer):
 
     def check_learning_rate(self) -> None:
         """Raise RunError if warm-up sits on the only step, which leaves it no learning rate."""
-        if self.state.max_steps == 1 and self.args.learning_rate and not self._get_learning_rate():
+        one_step = self.state.max_steps == 1 and not self.state.global_step
+        if one_step and self.args.learning_rate and not self._get_learning_rate():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise utils.RunError(
                 f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "

@@ -92,7 +92,7 @@ def iter_records(
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
     A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). Neither
-    needs more memory than its largest record.
+    needs more memory than its largest record, but for the rest of a list after its first fault.
     `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, telling `on_skip`.
 
     Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
@@ -171,7 +171,7 @@ def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
     try:
         record, end = DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        why = f"({error.msg}): {text[at : at + 40]!r}"
+        why = f"({error.msg} at character {error.pos - at + 1} of {text[at : at + 40]!r}...)"
         raise BadRecordError(f"{where}: not a JSON object, or the file was cut off here {why}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None

@@ -567,7 +567,7 @@ def packages(tmp_path) -> dict[str, str]:
 )
 def test_deepspeed_is_chosen_by_what_fits_the_gpus(loop, large_model, packages, gpus, gib, file):
     environment = packages | {"GPUS": str(gpus), "GPU_GIB": str(gib)}
-    wanted = {"model": large_model, "global_batch": 128, "nproc": "auto"}
+    wanted = {"model": large_model, "check_disk": "False", "global_batch": 128, "nproc": "auto"}
     status, _, err = loop.run(environment=environment, **wanted, deepspeed="auto", gradient_checkpointing="True")
     assert status == 0 and loop.stored()["DEEPSPEED"] == str(ROOT / "configs" / file)
     assert value_of("deepspeed", loop.calls()["epoch1_train"]) == str(ROOT / "configs" / file)
@@ -580,7 +580,7 @@ def test_an_automatic_choice_is_kept_until_its_training_ends(loop, large_model, 
     begun = {"arguments": {"deepspeed": "configs/zero3.json"}}
     (loop.output / "epoch1/model/checkpoint-3").mkdir(parents=True)
     (loop.output / "epoch1/model/settings.json").write_text(json.dumps(begun))
-    wanted = {"model": large_model, "deepspeed": "auto", "global_batch": 128, "nproc": 8}
+    wanted = {"model": large_model, "check_disk": "False", "deepspeed": "auto", "global_batch": 128, "nproc": 8}
     status, _, err = loop.run({"epoch1_train": "fail"}, environment=packages, **wanted)
     assert status == 1 and f"DeepSpeed: configs/zero3.json, as in {loop.output}/epoch1/model/settings.json" in err
     assert value_of("deepspeed", loop.calls()["epoch1_train"]) == "configs/zero3.json"
@@ -745,15 +745,17 @@ def test_the_disk_space_is_reckoned_from_the_models_parameters(tiny_model, monke
     assert fit.disk_needed(settings | {"DEEPSPEED": "none", "SAVE_STEPS": "0"}, 10**9) == 4 * 4 * 10**9
 
 
-def test_a_loop_that_does_not_fit_on_the_disk_says_so_first(loop, tmp_path, tiny_model):
+def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(loop, tmp_path, tiny_model):
     """A model whose weights are a file of zeros that takes no space, but counts 10^13 parameters."""
     folder = tmp_path / "huge"
     shutil.copytree(tiny_model, folder)
     header = json.dumps({"weight": {"dtype": "F32", "shape": [10**7, 10**6], "data_offsets": [0, 0]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     status, _, err = loop.run(model=folder)
-    assert status == 0 and "of 10,000,000,000,000 parameters take 320000.0 GB at most, of which 320000.0 GB are" in err
-    assert f"\nWARNING the disk space of {loop.output} does not suffice; --save_steps 0 keeps no checkpoints\n" in err
+    assert status == 2 and loop.calls() == {} and not loop.output.exists()
+    assert "of 10,000,000,000,000 parameters take 320000.0 GB at most, of which 320000.0 GB are" in err
+    assert f"{loop.output}: the disk space does not suffice; --save_steps 0 keeps no checkpoints, --check_disk" in err
+    assert loop.finish(model=folder, check_disk="False")
 
 
 # --- with the real programs ----------------------------------------------------------------------------------------

@@ -113,7 +113,10 @@ class Flags(VLLMFlags):
 
 def check_harness(engine: str) -> None:
     """Raise ValueError unless the right version of the harness is installed, with its client of servers if needed."""
-    installed = metadata.version(HARNESS) if find_spec("lm_eval") else None
+    try:
+        installed = metadata.version(HARNESS)
+    except metadata.PackageNotFoundError:
+        installed = None
     if installed != HARNESS_VERSION:
         found = f"there is {installed}, and results change with its version" if installed else "it is not there"
         raise ValueError(f"needs lm-evaluation-harness; {found}: pip install {HARNESS}=={HARNESS_VERSION}")

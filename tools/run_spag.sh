@@ -65,6 +65,7 @@ read_settings_file "$@"
 : "${EVAL_EVERY:=1}"           # a match after every so many epochs
 : "${EVAL_IMITATION:=False}"   # True: imitation's match against itself too, which shows the spread
 : "${REPORT:=True}"            # False: no report.html
+: "${CHECK_DISK:=True}"        # False: start although the disk space may not suffice
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
 : "${TRAIN_ARGS:=}"            # further flags of train.py in self-play
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py

@@ -308,7 +308,7 @@ def test_the_whole_loop(place, training, tiny_model, tmp_path, trials, monkeypat
     settings |= {"epochs": 1, "global_batch": 4, "nproc": 1, "precision": "fp32", "deepspeed": "none", "save_steps": 1}
     settings |= {"gradient_checkpointing": "False", "max_turns": 1, "max_length": 1400, "max_new_tokens": 8}
     settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
-    settings |= {"play_batch": 2, "report": "False", "imitation_lr": 1e-3}
+    settings |= {"play_batch": 2, "report": "False", "check_disk": "False", "imitation_lr": 1e-3}
 
     def command(output: Path) -> list:
         return [ROOT / "tools" / "run_spag.sh", *flags_of(settings | {"output": output})]

@@ -186,7 +186,7 @@ def measure(settings: Settings, inputs: str, mode: str) -> dict:
         trainer.train()
     measured = torch.stack(trainer.counts[-settings.steps * settings.accumulation :])  # (micro-batches, 4)
     tokens, places, scored, squares = measured.sum(0).tolist()
-    ends = trainer.step_ends[settings.warmup_steps - 1 :]
+    ends = trainer.step_ends[settings.warmup_steps :]  # the first is the start
     return {
         "seconds": ends[settings.steps] - ends[0],
         "reference_seconds": trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps),

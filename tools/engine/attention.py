@@ -115,7 +115,8 @@ class LayerCache:
     def shrink(self, size: int) -> None:
         """Keep the first `size` blocks only."""
         self.move()
-        self.blocks = self.blocks[:, :size].clone()
+        if size < self.blocks.shape[1]:
+            self.blocks = self.blocks[:, :size].clone()
 
     def move(self) -> None:
         """Make the moves. One that fails for want of memory is made later."""

@@ -57,8 +57,13 @@ class BatchEngine:
         rows = [torch.tensor(ids) for ids, _ in encoded]
         input_ids = pad_sequence(rows, batch_first=True, padding_value=config.pad_token_id, padding_side="left")
         attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()  # (batch, width), as input_ids
-        times = [now(device)]  # then the ends of forward passes, the first of which is the prefill
-        handle = local.model.register_forward_hook(lambda *_: times.append(now(device)))
+        times = [now(device)]  # then the end of the first forward pass, which is the prefill
+
+        def end_of_prefill(*_) -> None:
+            times.append(now(device))
+            handle.remove()
+
+        handle = local.model.register_forward_hook(end_of_prefill)
         try:
             output = local.model.generate(
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config

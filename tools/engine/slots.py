@@ -74,16 +74,19 @@ class SlotEngine:
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
         """Step until at least one reply has ended: (request, reply) pairs."""
+        out_of_memory = False
         while True:
             try:
+                if out_of_memory:  # not in the handler, whose traceback keeps tensors alive
+                    self._shrink()
+                    out_of_memory = False
                 self._admit()
                 if finished := self._step():
                     return finished
-                continue
             except torch.OutOfMemoryError:
                 if len(self._busy()) <= 1:
                     raise
-            self._shrink()  # not in the handler, whose traceback keeps tensors alive
+                out_of_memory = True
 
     def _busy(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.request]
@@ -218,7 +221,7 @@ class SlotEngine:
             self._park(slot)
         for slot in self.idle:
             self._clear(slot)
-        self.fitting = min(self.fitting, self.block_manager.used)
+        self.fitting = max(1, min(self.fitting, self.block_manager.used))
         for slot in self._busy():  # the new blocks of the step that failed hold nothing, and may not be in all layers
             self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
         self._compact()

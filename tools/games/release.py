@@ -27,7 +27,8 @@ def read_literals(path: str, names: tuple[str, ...]) -> dict[str, Any]:
                 try:
                     values[name] = ast.literal_eval(value)
                 except (ValueError, TypeError):
-                    raise ValueError(f"{path}:{value.lineno}: {name} is computed; only literals are read") from None
+                    line = statement.lineno
+                    raise ValueError(f"{path}:{line}: {name} is computed; only literals are read") from None
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"{path}: {', '.join(missing)} is not set; is this the utils.py of the released code?")
     return values

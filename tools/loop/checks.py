@@ -27,7 +27,7 @@ KINDS = WHOLE | {
     "a number of at least 0": ("IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF CLIP_RANGE SAVE_STEPS", NUMBER),
     "a number above 0": ("TEMPERATURE", f"(?=[0.]*[1-9]){NUMBER}"),
     "a number above 0 and at most 1": ("DECAY_WEIGHT", r"1(\.0*)?|0?(?=\.0*[1-9])\.\d+"),
-    "True or False": ("DETACH_KL GRADIENT_CHECKPOINTING EVAL_IMITATION REPORT", "True|False"),
+    "True or False": ("DETACH_KL GRADIENT_CHECKPOINTING EVAL_IMITATION REPORT CHECK_DISK", "True|False"),
     "bf16, fp16 or fp32": ("PRECISION", "bf16|fp16|fp32"),
     "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
 }
@@ -86,6 +86,9 @@ def _number_problems(settings: Mapping[str, str]) -> Iterator[str]:
     together, engine = numbers.get("TENSOR_PARALLEL_SIZE", 1), settings["ENGINE"]
     if together > 1 and (engine != "vllm" or numbers.get("NPROC", together) % together):
         yield f"--tensor_parallel_size {together} is of --engine vllm, and must divide --nproc"
+    for name in ("PLAY_ARGS", "EVAL_ARGS"):
+        if re.search(r"(^|\s)--(vllm|tensor_parallel_size)(=|\s|$)", settings[name]):
+            yield f"--{name.lower()}: --tensor_parallel_size is a setting of the loop, VLLM=PATH a variable for it"
     length, new = numbers.get("MAX_LENGTH", math.inf), numbers.get("MAX_NEW_TOKENS", 0)
     if length <= new:
         yield f"--max_length {length} leaves no room for a prompt: it must be larger than --max_new_tokens {new}"

@@ -3,19 +3,23 @@
 # pip for. PYTHON names the interpreter.
 
 CPU_INDEX=https://download.pytorch.org/whl/cpu # PyPI's own build for Linux brings several GB of CUDA
-CPU_GB=3 CUDA_GB=12 # that an environment takes while it is installed
+CPU_GB=3 CUDA_GB=12                            # that an environment takes while it is installed
+NEWEST_MINOR=13                                # Python's: PyTorch has builds for a newer one only after a while
 NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|name resolution'
 venv=$root/.venv/bin/python
 unset PYTHONDONTWRITEBYTECODE # which images set: pip leaves compiling to the first import, and each would compile anew
 
-find_python() {  # PYTHON, or one that is new enough; python3, for which PyTorch may not have builds yet, comes last
-  local python candidates=(${PYTHON:+"$PYTHON"})
-  [ -n "${PYTHON:-}" ] || candidates=(python3.13 python3.12 python3.11 python3.10 python3)
-  for python in "${candidates[@]}"; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-      echo "$python"
-      return
-    fi
+find_python() {  # PYTHON, or one that is new enough; one that may be too new for PyTorch only if there is no other
+  local python minor newest candidates=("${PYTHON:-}")
+  [ -n "${PYTHON:-}" ] || candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+  for newest in "$NEWEST_MINOR" 99; do
+    for python in "${candidates[@]}"; do
+      minor=$("$python" -c 'import sys; print(sys.version_info[1])' 2>/dev/null) || continue
+      if [ "$minor" -ge 10 ] && [ "$minor" -le "$newest" ]; then
+        echo "$python"
+        return
+      fi
+    done
   done
   fail "needs Python 3.10 or newer, which none of these is: ${candidates[*]}. PYTHON=/path/to/python names another"
 }

@@ -85,8 +85,8 @@ def read_header(path: Path) -> dict:
         return json.loads(file.read(int.from_bytes(file.read(8), "little")))
 
 
-def say_disk(settings: Mapping[str, str]) -> None:
-    """Tell what models and checkpoints take of the disk and what is free, and warn if that is too little."""
+def check_disk(settings: Mapping[str, str]) -> None:
+    """Tell what models and checkpoints take of the disk and what is free; ValueError if that is too little."""
     output, parameters = Path(settings["OUTPUT"]), count_parameters(settings["MODEL"])
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if parameters is None:
@@ -96,8 +96,11 @@ def say_disk(settings: Mapping[str, str]) -> None:
     missing = needed - sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     take = f"models and checkpoints of {parameters:,} parameters take {needed / 1e9:.1f} GB at most"
     say(f"disk: {take}, of which {max(0, missing) / 1e9:.1f} GB are not there yet; {free / 1e9:.1f} GB are free")
-    if missing > free:
-        say(f"WARNING the disk space of {output} does not suffice; --save_steps 0 keeps no checkpoints")
+    if missing > free and settings["CHECK_DISK"] == "True":
+        raise ValueError(
+            f"{output}: the disk space does not suffice; --save_steps 0 keeps no checkpoints, --check_disk False "
+            "starts all the same"
+        )
 
 
 def disk_needed(settings: Mapping[str, str], parameters: int) -> int:

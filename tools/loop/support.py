@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.games.flags import GameFlags
 from tools.loop import fit
 from tools.loop.checks import WHOLE_NUMBERS, find_problems, package_problems
-from tools.loop.fit import count_parameters, say, say_disk
+from tools.loop.fit import check_disk, count_parameters, say
 from utils import open_text, read_words, replacing, unknown_flag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,14 +127,14 @@ def read_game(settings: dict[str, str]) -> list[str]:
 
 
 def prepare(settings: Mapping[str, str], words: list[str]) -> Path:
-    """Write the word list of an epoch; its path. ValueError if there is another one."""
+    """Check the disk space, then write the word list of an epoch; its path. ValueError for what does not do."""
     path = Path(settings["OUTPUT"]) / "words.txt"
     words = words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"])
     text = "".join(f"{word}\n" for word in words)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"{path}: not the words that --words, --games and --games_per_word say; use another --output")
     if settings["NODE_RANK"] == "0":
-        say_disk(settings)
+        check_disk(settings)
         with replacing(path) as file:
             file.write(text)
     (path.parent / "logs").mkdir(parents=True, exist_ok=True)

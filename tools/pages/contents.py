@@ -222,7 +222,7 @@ def report_of_folder(folder: Path, game: Game, sample: int) -> Report:
     planned = report.read(folder / "settings.json", lambda settings: int(settings.get("EPOCHS", 0))) or 0
     if planned > (last := max(epochs, default=0)):
         report.missing.append(f"epochs {last + 1} to {planned}: not begun.")
-    if not (report.sources or report.logs or report.reasoning):
+    if not (report.sources or report.logs or report.reasoning or report.matches["results"]):
         nothing = f"{folder}: no games, training, matches or scores; give OUTPUT of tools/run_spag.sh or a part of it"
         raise ValueError("; ".join(report.missing) or nothing)
     for path in sorted(folder.rglob("*settings.json"), key=lambda path: (len(path.parts), path)):

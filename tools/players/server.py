@@ -26,6 +26,7 @@ from utils import shown, warn_on_rank_0
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30  # seconds before asking again: doubled each time, drawn from their upper half
 LONGEST_RETRY_AFTER = 300  # seconds that a server may ask to be left alone; a longer ban is not sat out
+FILES = 200  # that a process may need open besides its connections
 REST = 10  # seconds for which a server that failed is passed over if there are others
 LONGEST_FAULT = 300  # characters of what a server says of an error
 PASSING = (408, 409, 425, 429)  # besides 5xx
@@ -62,9 +63,10 @@ class Servers:
         self.slots = asyncio.Semaphore(connections)
         self.replies = 0
         self.estimates = False  # whether tokens had to be estimated
-        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if most_files != resource.RLIM_INFINITY:  # the soft limit is often 1024, too few for many connections
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        files, (soft, hard) = FILES + 2 * connections, resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < files:  # often 1024
+            allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         for library in ("openai", "httpx", "httpx2"):
             logging.getLogger(library).setLevel(logging.WARNING)  # otherwise a line for each request
 
@@ -114,7 +116,8 @@ class ServerPlayer:
             except (openai.APIError, asyncio.TimeoutError, BadReplyError) as error:
                 fault, wanted = self._judge(error, server)
                 instead = self.servers.for_game(prompt.game)
-                if instead is server or instead.resting_until > time.monotonic():  # there is no other one to ask
+                no_other = instead is server or instead.resting_until > time.monotonic()
+                if no_other and attempt + 1 < tries:
                     # Drawn, so that games do not come back all at once.
                     await asyncio.sleep(wanted or min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1))
             else:
@@ -147,9 +150,6 @@ class ServerPlayer:
         if not isinstance(error, openai.APIStatusError):  # no answer
             server.resting_until = time.monotonic() + REST
             return fault, 0
-        if error.param == MAX_TOKENS and self.servers.flags.openai_api == CHAT:
-            self.limit_name = NEW_MAX_TOKENS
-            return fault, 0
         if error.status_code in WRONG_SETUP or error.code == NO_MONEY:
             raise PlayerUnusable(f"{self.name}: {fault}")
         if error.status_code >= 500:
@@ -164,13 +164,20 @@ class ServerPlayer:
 
     async def _ask(self, server: Server, prompt: Prompt) -> Reply:
         """One request, charged to the game whether or not its reply is any good."""
-        request = {"model": self.model, self.limit_name: prompt.limit, **self._sampling(prompt)}
+        limit_name = self.limit_name
+        request = {"model": self.model, limit_name: prompt.limit, **self._sampling(prompt)}
         if self.servers.flags.openai_api == CHAT:
             path, request["messages"] = "/chat/completions", [{"role": "user", "content": prompt.content}]
         else:
             path, request["prompt"] = "/completions", prompt.content
         sent = server.client.post(path, cast_to=httpx2.Response, body=request)
-        response = await asyncio.wait_for(sent, self.servers.flags.openai_timeout)
+        try:
+            response = await asyncio.wait_for(sent, self.servers.flags.openai_timeout)
+        except openai.BadRequestError as error:
+            if error.param != MAX_TOKENS or limit_name != MAX_TOKENS or self.servers.flags.openai_api != CHAT:
+                raise
+            self.limit_name = NEW_MAX_TOKENS
+            return await self._ask(server, prompt)
         answer, text = checked(Answer, response.content), ""
         try:
             choice = checked(Choice, answer.choices[0])

@@ -102,9 +102,13 @@ def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=ROOT)
     if done.returncode == 0:
         return []
-    missing = ", ".join(job.name for job in jobs if not job.path.is_file())
+    failed, not_begun = [job for job in jobs if not job.path.is_file()], []
+    if done.returncode < 0:  # killed in the first of these
+        failed, not_begun = failed[:1], failed[1:]
+    names = ", ".join(job.name for job in failed)
     last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1].strip()
-    return [f"{missing} ended with status {done.returncode}: {last or 'no message'} ({log})"]
+    problem = f"{names} ended with status {done.returncode}: {last or 'no message'} ({log})"
+    return [problem, *(run_portion(not_begun, device) if not_begun else [])]
 
 
 def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None]) -> None:

@@ -44,7 +44,7 @@ class GameCounts:
             self.tells_replies = True
             new_tokens = reply.get("tokens", 0)
             self.cut_off_replies[message["role"]] += reply.get("finish_reason") == LENGTH
-            self.tokens["cut_prompts"] += reply.get("prompt_cut", False)
+            self.tokens["cut_prompts"] += bool(reply.get("prompt_cut"))
             self.tokens["new_tokens"] += new_tokens
             if "prompt_tokens" in reply:
                 self.tokens["server_prompt_tokens"] += reply["prompt_tokens"]
