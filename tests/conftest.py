@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
-LONGEST_FIRST = ("train", "server_player", "run_spag", "play_llm_game", "bench_train", "bench_play", "evaluate_games")
+LONGEST_FIRST = ("train", "vllm", "run_spag", "play_llm_game", "server_player", "bench_train", "evaluate_games")
+LONGEST_FIRST += ("engine", "tiny_reproduce", "engine_gpu", "bench_play")
 
 
 def pytest_addoption(parser):
