@@ -315,6 +315,22 @@ class TestMemory:
         (waited,) = re.findall(r"out of memory with 16 replies at a time; (\d+) wait", caplog.text)
         assert 1 <= int(waited) <= 4
 
+    def test_making_room_that_runs_out_of_memory_too_is_tried_again(self, monkeypatch):
+        plain, engine = llama(sampling(max_new_tokens=30)), SlotEngine(llama(sampling(max_new_tokens=30)), 16)
+        self.run_out_of_memory(engine, monkeypatch, at=20)
+        shrink, left = LayerCache.shrink, [1]
+
+        def limited(cache, size):
+            if cache is engine.caches.get(1) and engine.counts.steps >= 20 and left:
+                left.clear()
+                raise torch.OutOfMemoryError
+            shrink(cache, size)
+
+        monkeypatch.setattr(LayerCache, "shrink", limited)
+        for prompts in conversation(games=16, turns=3):
+            assert answer(engine, prompts) == generate(plain, [prompt for _, prompt in prompts])
+        assert not left
+
     def test_when_it_runs_out_caches_are_kept_and_all_games_come_back(self, monkeypatch):
         calm, engine = (SlotEngine(llama(sampling(max_new_tokens=30, min_new_tokens=30)), 16) for _ in range(2))
         monkeypatch.setattr(engine_module, "RECOVERY", 1.05)
