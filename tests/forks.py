@@ -81,6 +81,8 @@ def _start_server() -> str:
 
 def stand_in(address: str, arguments: list[str]) -> None:
     """Have a fork run the program, and end as it ends."""
+    if arguments[:1] == ["-B"]:  # multiprocessing hands the flag on
+        del arguments[0]
     ignored = [number for number in HANDED_ON if signal.getsignal(number) == signal.SIG_IGN]
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if is_open(number)]
     request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}

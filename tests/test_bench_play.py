@@ -1,9 +1,10 @@
 """The benchmark of play: its table, what its modes run, the lengths of replies, bad flags."""
 
-import sys
+import multiprocessing
 
 import pytest
 from conftest import ROOT
+from forks import python
 
 from tools.bench import play as bench_play
 from tools.bench.common import Shape
@@ -15,6 +16,7 @@ SETTINGS |= {"forced_tokens": 4, "mean_tokens": 6, "most_tokens": 20}
 
 def compare(**changes) -> dict[tuple[str, str], dict]:
     """The lines of the table, by lengths and mode; only the modes run in processes of their own."""
+    multiprocessing.set_executable(python())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = bench_play.compare(bench_play.Settings(**(SETTINGS | changes)))
@@ -83,7 +85,7 @@ def test_of_several_rounds_the_middle_run_is_shown_with_its_ratios_within_a_roun
 def test_vllm_and_a_server_play_the_same_lengths(tmp_path, monkeypatch):
     """By the stand-in for vLLM, which samples from the model that is served."""
     executable = tmp_path / "vllm"
-    executable.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n')
+    executable.write_text(f'#!/bin/sh\nexec {python()} {ROOT}/tests/stand_in_vllm.py "$@"\n')
     executable.chmod(0o700)
     monkeypatch.setenv("VLLM", str(executable))
     monkeypatch.setenv("STAND_IN", '{"model": true}')

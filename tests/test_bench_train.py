@@ -1,6 +1,9 @@
 """The benchmark of training: the figures of its table, and bad flags."""
 
+import multiprocessing
+
 import pytest
+from forks import python
 
 from tools.bench import train as bench_train
 
@@ -9,6 +12,7 @@ TINY = {"preset": "tiny", "learning_rate": 1e-3, "steps": 3, "warmup_steps": 1}
 
 def compare(**changes) -> list[dict]:
     """The lines of the table; only the modes run in processes of their own."""
+    multiprocessing.set_executable(python())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         return bench_train.compare(bench_train.Settings(**(TINY | changes)))
@@ -17,7 +21,7 @@ def compare(**changes) -> list[dict]:
 @pytest.fixture(scope="module")
 def lines() -> list[dict]:
     """Of a run on rows of the method's lengths."""
-    return compare(accumulation=24, steps=2)
+    return compare(accumulation=8, steps=2)
 
 
 def test_the_figures_of_a_line_agree_with_each_other(lines):
@@ -60,7 +64,7 @@ def test_two_processes_give_one_line_a_mode_with_sums():
 def test_dealing_rows_out_by_length_takes_most_of_the_padding_away(lines):
     default, rebalanced, plain = lines
     assert default["padding"] == plain["padding"] > 0.15
-    assert rebalanced["padding"] < 0.05
+    assert rebalanced["padding"] < default["padding"] / 3
 
 
 def test_rows_are_dealt_out_only_where_a_step_has_several_micro_batches():

@@ -60,13 +60,13 @@ def play(engine: SlotEngine) -> list[dict]:
     "do_sample, blocks", [(False, None), (True, None), (True, 8)], ids=["greedy", "drawn", "drawn, little memory"]
 )
 def test_whole_games_are_those_of_the_cpu(do_sample, blocks):
-    settings = Sampling(max_length=2048, max_new_tokens=12, min_new_tokens=3, do_sample=do_sample)
+    settings = Sampling(max_length=2048, max_new_tokens=6, min_new_tokens=3, do_sample=do_sample)
     gpu = PretendGPU()
     here, there = WatchedEngine(settings, 4), WatchedEngine(settings, 4, gpu)
     for engine in (here, there):
         engine.fitting = engine.most_blocks = blocks or engine.fitting
     assert play(there) == play(here)
-    assert len(there.logits) == len(here.logits) > 40
+    assert len(there.logits) == len(here.logits) > 20
     for ours, theirs in zip(there.logits, here.logits, strict=True):
         assert_close(ours, theirs)
     assert there.caches[0].blocks.device == DEVICE

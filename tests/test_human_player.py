@@ -75,10 +75,10 @@ class Terminal:
         return self.screen[start:place]
 
     def press(self, key: str, until: str) -> None:
-        """Press a key, and again every 20 seconds, until this text is there: one at the wrong instant may be lost."""
+        """Press a key, and again every 5 seconds, until this text is there: one at the wrong instant may be lost."""
         while until not in self.screen[self.seen :]:
             self.type(key)
-            again = time.monotonic() + 20
+            again = time.monotonic() + 5
             while until not in self.screen[self.seen :] and time.monotonic() < again and self.program.poll() is None:
                 self._read(again)
             assert until in self.screen[self.seen :] or self.program.poll() is None, self.screen

@@ -585,7 +585,7 @@ def test_a_launch_that_is_told_to_leave_has_left_within_ten_seconds_and_goes_on(
     slow = {"max_new_tokens": 24, "min_new_tokens": 24, "max_length": 512, "max_turns": 4, "max_games": 8}
     slow["per_device_eval_batch_size"] = 1
     arguments = flags(place, tiny_model, tmp_path, **slow)
-    process = torchrun(2, arguments, executable=sys.executable)
+    process = torchrun(2, arguments, executable=python() if number == signal.SIGTERM else sys.executable)
     while len(rank_lines(tmp_path)) < 2:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)

@@ -97,15 +97,15 @@ class Loop:
         (folder / "stub.py").write_text(STUB)
         gpus = "import os, sys; from tools.loop import support; gpus = int(os.environ['GPUS']); "
         gpus += "support.gpu_memory = lambda: gpus * [int(os.environ.get('GPU_GIB', 80)) << 30]"
-        python = folder / "python"
-        python.write_text(
-            f'#!/bin/sh\npython="{sys.executable}"\ncase "$1$GPUS" in\n'
+        wrapper = folder / "python"
+        wrapper.write_text(
+            f'#!/bin/sh\npython="{python()}"\ncase "$1$GPUS" in\n'
             f'  */tools/loop/support.py[0-9]*) shift; exec "$python" -c "{gpus}; support.main(sys.argv[1:])" "$@" ;;\n'
-            f'  */tools/loop/*.py*) exec "$python" "$@" ;;\nesac\nexec "$python" -IS "{folder}/stub.py" "$@"\n'
+            f'  */tools/loop/*.py*) exec "$python" "$@" ;;\nesac\nexec "{sys.executable}" -IS "{folder}/stub.py" "$@"\n'
         )
-        python.chmod(0o755)
+        wrapper.chmod(0o755)
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.environment |= {"PYTHON": str(python), "STUB_CALLS": str(self.calls_path)}
+        self.environment |= {"PYTHON": str(wrapper), "STUB_CALLS": str(self.calls_path)}
 
     def start(self, told: dict | None = None, environment: dict | None = None, cwd: Path = ROOT, **changes):
         self.calls_path.write_text("")

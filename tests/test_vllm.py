@@ -424,7 +424,7 @@ def build_served_model(folder, kind):
 class TestTokens:
     """Prompt tokens and lengths of first replies, by every engine and behind a server."""
 
-    GAMES = 60
+    GAMES = 30
 
     @pytest.mark.parametrize("executable", BOTH)
     @pytest.mark.parametrize("kind", ["adds", "has", "none"])
