@@ -101,7 +101,7 @@ class Loop:
         wrapper.write_text(
             f'#!/bin/sh\npython="{python()}"\ncase "$1$GPUS" in\n'
             f'  */tools/loop/support.py[0-9]*) shift; exec "$python" -c "{gpus}; support.main(sys.argv[1:])" "$@" ;;\n'
-            f'  */tools/loop/*.py*) exec "$python" "$@" ;;\nesac\nexec "{sys.executable}" -IS "{folder}/stub.py" "$@"\n'
+            f'  */tools/loop/*.py*) exec "$python" "$@" ;;\nesac\nexec {sys.executable} -IS "{folder}/stub.py" "$@"\n'
         )
         wrapper.chmod(0o755)
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

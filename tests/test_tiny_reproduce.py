@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from itertools import groupby, product
@@ -338,6 +339,7 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
 
     while not (asleep := list(filter(is_asleep, psutil.process_iter(["cmdline"])))):
         assert process.poll() is None
+        time.sleep(0.02)
     (program,) = asleep
     program.parent().kill()
     process.wait()

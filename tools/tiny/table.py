@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,7 +207,7 @@ class Reasoning:
 
     def words(self, model: str, column: str = ALL) -> Words:
         """A column's questions and right answers; ValueError for answers to other questions."""
-        words: Words = {}
+        words: Words = defaultdict(Counter)
         for folder in self.folders:
             for kind, asked in self.asked.items():
                 path = folder / model / f"{TASK.format(kind)}.json"
@@ -216,7 +216,8 @@ class Reasoning:
                     raise ValueError(f"{path}: answers to other questions; delete {folder}, and ask again")
                 for each, score in zip(asked, answers["scores"][METRIC], strict=True):
                     if COLUMNS[column](each):
-                        words.setdefault(each["word"], Counter()).update(games=1, points=score)
+                        words[each["word"]]["games"] += 1
+                        words[each["word"]]["points"] += score
         return words
 
     def lines(self, others: Sequence[str], models: Iterable[tuple[str, str, Sequence[str | None]]]) -> Lines:
