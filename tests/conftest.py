@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-CACHE = tempfile.TemporaryDirectory(prefix="huggingface")
-os.environ["HF_HOME"] = CACHE.name  # of data sets made here; before the fork server starts, which reads it once
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
+    SHARED = tempfile.TemporaryDirectory(prefix="spag_tests")
+    os.environ["HF_HOME"] = SHARED.name  # of data sets made here; before the fork server starts, which reads it once
+    os.environ |= {"FORKS": SHARED.name, "FORKS_OWNER": str(os.getpid())}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test are interrupted, in the background too
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy processes on two cores are ten times slower without
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each process of pytest

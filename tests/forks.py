@@ -6,7 +6,7 @@ hundred starts in the tests; that was most of their time. Write `python()` where
     subprocess.run([python(), "-m", "tools.report", folder], cwd=ROOT, capture_output=True, text=True)
     subprocess.Popen([python(), "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"])
 
-It is a stand-in of 30 ms. It asks a server, one for each process of pytest, which has imported everything heavy and
+It is a stand-in of 30 ms. It asks a server, one for all processes of pytest, which has imported everything heavy and
 computed nothing, to fork. The fork gets the arguments, folder, environment and open files of the stand-in, which
 hands SIGINT, SIGTERM and SIGHUP on to it and ends as it ends. A stand-in that is killed takes the fork with it, a few
 milliseconds later; sent KILL, it has the program killed by SIGKILL and ends only after it. What the program starts by
@@ -43,37 +43,44 @@ _path = None
 
 
 def python() -> str:
-    """The path of the executable; the first call starts the server."""
+    """The path of the executable; the first call of all processes starts the server."""
     global _path
     if _path is None:
-        _path = _start_server() if sys.platform == "linux" else sys.executable
+        _path = _find_server() if sys.platform == "linux" else sys.executable
     return _path
 
 
-def _start_server() -> str:
-    import shutil
-    import subprocess
+def _find_server() -> str:
+    """The executable in the folder FORKS, which only this user may open; the server lives as long as FORKS_OWNER."""
     import tempfile
 
-    folder = tempfile.mkdtemp(prefix="forks")  # which only this user may open
-    path, address, here = f"{folder}/python", f"{folder}/socket", os.path.abspath(__file__)
-    with open(path, "w") as file:
-        file.write(f'#!/bin/sh\nexec "{sys.executable}" -IS "{here}" "{address}" "$@"\n')
-    os.chmod(path, 0o700)
+    folder, owner = os.environ.get("FORKS") or tempfile.mkdtemp(prefix="forks"), os.environ.get("FORKS_OWNER")
+    path = f"{folder}/python"
+    with open(f"{folder}/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            _start_server(path, f"{folder}/socket", owner or str(os.getpid()))
+    return path
+
+
+def _start_server(path: str, address: str, owner: str) -> None:
+    import subprocess
+
+    here = os.path.abspath(__file__)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(100)
-        server = subprocess.Popen(
-            [sys.executable, here, "serve", path, str(listener.fileno())],
+        subprocess.Popen(
+            [sys.executable, here, "serve", path, str(listener.fileno()), owner],
             cwd=ROOT,
             env=ENVIRONMENT | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,  # closed when this process ends
+            stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.communicate)  # closes its stdin
-    return path
+    with open(path, "w") as file:
+        file.write(f'#!/bin/sh\nexec "{sys.executable}" -IS "{here}" "{address}" "$@"\n')
+    os.chmod(path, 0o700)
 
 
 # --- the stand-in --------------------------------------------------------------------------------------------------
@@ -113,8 +120,8 @@ def is_open(file: int) -> bool:
 # --- the server ----------------------------------------------------------------------------------------------------
 
 
-def serve(listener: socket.socket, path: str) -> list[str]:
-    """Fork a keeper for each stand-in. Returns in each program, with its arguments."""
+def serve(listener: socket.socket, path: str, owner: int) -> list[str]:
+    """Fork a keeper for each stand-in, until the owner ends. Returns in each program, with its arguments."""
     import gc
     import importlib
     import logging
@@ -126,16 +133,18 @@ def serve(listener: socket.socket, path: str) -> list[str]:
     logging.disable(logging.NOTSET)
     gc.freeze()
     sys.executable = path
+    alive = os.pidfd_open(owner)
     while True:
-        ready, _, _ = select.select([listener, 0], [], [])
+        ready, _, _ = select.select([listener, alive], [], [])
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # keepers that have ended
                 pass
-        if 0 in ready:  # pytest has ended
+        if alive in ready:  # pytest has ended
             os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
+            os.close(alive)
             return keep(connection)
         connection.close()
 
@@ -234,7 +243,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         status = None
         atexit.register(end)
-        arguments = serve(socket.socket(fileno=int(sys.argv[3])), sys.argv[2])
+        arguments = serve(socket.socket(fileno=int(sys.argv[3])), sys.argv[2], int(sys.argv[4]))
         try:
             run(arguments)
             status = 0
