@@ -37,7 +37,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, KILL)
 READ_AT_IMPORT, TOLD = ("HF_", "TRANSFORMERS_", "PYTHON"), ("PYTHON", "PYTHONPATH")
 HEAVY = """numpy datasets accelerate deepspeed peft torch.distributed.run transformers.trainer torch.utils.tensorboard
 transformers.models.llama.modeling_llama train tools.play_llm_game tools.evaluate_games tools.assign_rewards
-tools.report tools.prepare_data tools.tiny_world""".split()
+tools.report tools.prepare_data tools.tiny_world deepspeed.runtime.zero.muon.muon_optimizer""".split()
 LIMIT, MOST_FILES = 1 << 17, 100  # bytes and open files of a message
 _path = None
 
