@@ -45,9 +45,8 @@ class Start:
         self.bin.mkdir()
         self.program("python3", PYTHON)
         self.program("uname", "#!/bin/sh\necho Linux\n")
-        self.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 100000000 1%% /\\n'\n")
         self.program("../checkout/tools/run_spag.sh", LOOP)
-        for name in ("bash", "sh", "env", "mkdir", "cp", "cat", "grep", "awk", "tail", "tr", "cksum", "date", "sleep"):
+        for name in ("bash", "sh", "env", "mkdir", "cp", "cat", "grep", "tail", "tr", "cksum", "date", "sleep"):
             (self.bin / name).symlink_to(shutil.which(name))
         for name in ("dirname", "basename", "rm", "kill"):
             (self.bin / name).symlink_to(shutil.which(name))
@@ -161,16 +160,10 @@ def test_an_environment_made_without_a_gpu_is_made_anew_beside_one(start):
     assert start.run()[0] == 0 and start.installed() == []
 
 
-def test_without_the_cpu_index_the_usual_build_is_taken_if_there_is_room(start):
+def test_without_the_cpu_index_the_usual_build_is_taken(start):
     status, out, _ = start.run(FAILING="download.pytorch.org")
     assert status == 0 and start.installed() == [FROM_CPU_INDEX, TORCH, THE_REST]
     assert "no CPU build of PyTorch from https://download.pytorch.org/whl/cpu" in out
-    shutil.rmtree(start.folder / ".venv")
-    start.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 5000000 1%% /\\n'\n")
-    status, _, err = start.run(FAILING="download.pytorch.org")
-    assert status == 1 and "has 5 GB free, the environment takes 12 GB for PyTorch with CUDA" in err
-    status, out, _ = start.run(FAILING="download.pytorch.org", SAYING="NameResolutionError")
-    assert status == 1 and "whl/cpu (no network: pip could not reach it): installing the large one" in out
 
 
 def test_an_old_python_is_named(start):
@@ -222,24 +215,12 @@ def test_an_environment_that_was_left_half_made_is_made_anew(start):
     assert status == 0
 
 
-def test_no_room_is_told_before_anything_is_made(start):
-    start.program("df", "#!/bin/sh\nprintf 'Filesystem\\nx 1 1 1000000 1%% /\\n'\n")
-    status, _, err = start.run()
-    assert status == 1 and not (start.folder / ".venv").exists()
-    assert f"not enough disk space: {start.folder} has 1 GB free, the environment takes 3 GB" in err
-
-
-@pytest.mark.parametrize(
-    "saying, message",
-    [
-        ("NewConnectionError: Name or service not known", "no network: pip could not reach the index of packages"),
-        ("ERROR: ResolutionImpossible", "pip could not install the requirements"),
-    ],
-)
-def test_a_failing_pip_ends_it_in_one_clear_line(start, saying, message):
+@pytest.mark.parametrize("saying", ["NewConnectionError: Name or service not known", "ERROR: ResolutionImpossible"])
+def test_a_failing_pip_shows_what_it_said_and_names_its_log(start, saying):
     status, _, err = start.run(FAILING="pip install", SAYING=saying)
+    log = start.folder / ".venv/quickstart.log"
     assert status == 1 and saying in err
-    assert err.splitlines()[-1] == f"quickstart.sh: {message}; its log: {start.folder}/.venv/quickstart.log"
+    assert err.splitlines()[-1] == f"quickstart.sh: pip could not install the requirements; its log: {log}"
     assert start.run()[0] == 0 and start.installed()  # the environment counts as unfinished
 
 

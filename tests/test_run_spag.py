@@ -486,11 +486,10 @@ def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tm
         ': "${TRAIN_ARGS:=--max_steps 3\n  --x *}"\n: "${KL:=0.3}"\n: "${REWARD_ARGS:=--training_prompt play}"\n'
     )
     given = {"settings": tmp_path / "my settings.sh", "seed": 7, "reward_args": ""}
-    calls = loop.finish(environment={"TOP_K": "8", "SEED": "6", "BACKEND": "slots"}, **given)
+    calls = loop.finish(environment={"TOP_K": "8", "SEED": "6", "ENGINE": "slots"}, **given)
     names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "KL", "EPOCHS", "REWARD_ARGS", "ENGINE")
     assert [loop.stored()[name] for name in names] == ["0.9", "8", "3", "7", "0.3", "1", "", "slots"]
     assert calls["epoch1_train"][-4:] == ["--max_steps", "3", "--x", "*"] and "--max_steps" not in calls["imitation"]
-    assert loop.finish(backend="generate") and loop.stored()["ENGINE"] == "generate"
 
 
 def test_numbers_are_read_in_base_10_and_once(loop):
@@ -654,12 +653,10 @@ def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without what pip has installed
     python.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for changes in ({"nproc": "auto"}, {"lora_rank": 4, "deepspeed": ROOT / "configs/zero2.json"}):
-        command = [SCRIPT, *flags_of(inputs | changes)]
-        done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
-        lines = done.stderr.splitlines()
-        assert done.returncode == 2 and "torch is not installed; " in lines[0] and "another one's PYTHON" in lines[0]
-        assert [line.split()[1] for line in lines] == ["torch", "transformers"]
+    command = [SCRIPT, *flags_of(inputs | {"nproc": "auto"})]
+    done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "No module named 'torch'" in line and "activate the environment" in line
 
 
 @pytest.mark.parametrize(

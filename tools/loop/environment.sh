@@ -3,9 +3,7 @@
 # pip for. PYTHON names the interpreter.
 
 CPU_INDEX=https://download.pytorch.org/whl/cpu # PyPI's own build for Linux brings several GB of CUDA
-CPU_GB=3 CUDA_GB=12                            # that an environment takes while it is installed
-NEWEST_MINOR=13                                # Python's: PyTorch has builds for a newer one only after a while
-NETWORK='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|name resolution'
+NEWEST_MINOR=13 # Python's: PyTorch has builds for a newer one only after a while
 venv=$root/.venv/bin/python
 unset PYTHONDONTWRITEBYTECODE # which images set: pip leaves compiling to the first import, and each would compile anew
 
@@ -24,28 +22,17 @@ find_python() {  # PYTHON, or one that is new enough; one that may be too new fo
   fail "needs Python 3.10 or newer, which none of these is: ${candidates[*]}. PYTHON=/path/to/python names another"
 }
 
-need_space() {  # need_space GB [what for]
-  local free
-  free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1000000)}')
-  [ "$free" -ge "$1" ] ||
-    fail "not enough disk space: $root has $free GB free, the environment takes $1 GB${2:+ $2}"
-}
-
 pip_install() {  # status of pip, whose output goes to the log; Python compiles what is imported, pip would all files
   in_foreground "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1
 }
 
 install_torch() {  # a build without CUDA where there is no NVIDIA GPU, and one can be had
-  local wanted why='there is none'
+  local wanted
   wanted=$(grep '^torch[<>=]' requirements.txt)
-  if [ "$(uname -s)" = Linux ]; then
-    if ! command -v nvidia-smi >/dev/null; then
-      # What it depends on comes with the other requirements.
-      if pip_install --no-deps --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then return; fi
-      ! grep -qiE "$NETWORK" "$log" || why="no network: pip could not reach it"
-      say "no CPU build of PyTorch from $CPU_INDEX ($why): installing the large one with CUDA"
-    fi
-    need_space "$CUDA_GB" "for PyTorch with CUDA"
+  if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+    # What it depends on comes with the other requirements.
+    if pip_install --no-deps --index-url "$CPU_INDEX" --timeout 10 --retries 1 "$wanted"; then return; fi
+    say "no CPU build of PyTorch from $CPU_INDEX: installing the large one with CUDA"
   fi
   pip_install "$wanted"
 }
@@ -66,14 +53,12 @@ set_up() {  # set_up NAME FILE...: .venv, unless it is that of these requirement
     rm -rf .venv && mkdir .venv
   fi
   python=$(find_python)
-  need_space "$CPU_GB"
   say "environment: installs into .venv; log: $log"
   # A python without pip is what a failure has left.
   "$venv" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
     fail "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
   if ! { install_torch && install_rest; }; then
     tail -n 15 "$log" >&2
-    ! grep -qiE "$NETWORK" "$log" || fail "no network: pip could not reach the index of packages; its log: $log"
     fail "pip could not install the requirements; its log: $log"
   fi
   printf '%s\n' "$stamp" >"$stamp_file"

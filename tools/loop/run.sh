@@ -23,7 +23,6 @@ read_settings_file() { # read_settings_file FLAGS...: the one that --settings na
   case $SETTINGS in '' | */*) ;; *) SETTINGS=./$SETTINGS ;; esac # else it would be looked for in PATH
   # shellcheck source=configs/tiny.sh
   [ -z "$SETTINGS" ] || . "$SETTINGS"
-  : "${ENGINE:=$BACKEND}" # its old name
 }
 
 show_help() { # the first lines of the script, and its settings

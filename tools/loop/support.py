@@ -4,7 +4,6 @@ Applies the flags to the settings, makes the automatic choices, tells all that i
 written), and prints assignments for the shell: the settings, and what follows from them.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,13 @@ from tools.loop.fit import check_disk, count_parameters, say
 from utils import open_text, read_words, replacing, unknown_flag
 
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED_FILES = {"zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}
+CONFIGS = ROOT / "configs"
+DEEPSPEED = {  # what --deepspeed gets for a way of training
+    "none": "none",
+    "zero2": str(CONFIGS / "zero2.json"),
+    "zero3": str(CONFIGS / "zero3.json"),
+    "offload": str(CONFIGS / "default_offload_opt_param.json"),
+}
 LISTS = ("IMITATION_DATA", "GAME_OPTIONS", "REWARDS", "EVAL_WORDS", "EVAL_SEEDS")  # settings of several values
 LISTS += ("IMITATION_ARGS", "TRAIN_ARGS", "PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
 AUTOMATIC = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING")
@@ -33,7 +38,6 @@ def apply_flags(settings: dict[str, str], flags: Iterable[str]) -> Iterator[str]
     words, known = iter(flags), [f"--{name.lower()}" for name in settings]
     for word in words:
         flag, equals, value = word.partition("=")
-        flag = "--engine" if flag == "--backend" else flag  # its old name, as BACKEND in run.sh
         if not flag.startswith("--"):
             yield f"'{word}' belongs to no flag; several values of one flag go in quotes"
         elif not equals and (value := next(words, None)) is None:
@@ -64,9 +68,7 @@ def settle(settings: dict[str, str], gpus: Sequence[int]) -> None:
 
 
 def gpu_memory() -> list[int]:
-    """Bytes of each CUDA device of this machine; none without torch."""
-    if not importlib.util.find_spec("torch"):
-        return []
+    """Bytes of each CUDA device of this machine."""
     import torch
 
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
@@ -86,7 +88,7 @@ def choose_deepspeed(settings: Mapping[str, str], gpus: Sequence[int]) -> str:
     processes, lora = int(settings["NPROC"]) * int(settings["NNODES"]), bool(settings["LORA_RANK"])
     if (parameters := count_parameters(settings["MODEL"])) is None:
         say("DeepSpeed: offload, since the model's size is not known")
-        return deepspeed_file("offload")
+        return DEEPSPEED["offload"]
     way, needed = fit.choose(
         parameters,
         processes,
@@ -104,12 +106,7 @@ def choose_deepspeed(settings: Mapping[str, str], gpus: Sequence[int]) -> str:
     if way == "offload" and outside > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         sizes = f"{outside / fit.GIB:.0f} GiB of this machine's memory, which has {there / fit.GIB:.0f}"
         say(f"WARNING offload takes {sizes}; more machines, or --lora_rank 16, take less")
-    return deepspeed_file(way)
-
-
-def deepspeed_file(way: str) -> str:
-    """The file in configs/ of a way of training; "none" for none."""
-    return str(ROOT / "configs" / DEEPSPEED_FILES[way]) if way in DEEPSPEED_FILES else way
+    return DEEPSPEED[way]
 
 
 def read_game(settings: dict[str, str]) -> list[str]:
