@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from tools import evaluate_reasoning
 from tools.evaluate_reasoning import Flags
 from tools.reasoning import jobs as reasoning_jobs
 from tools.reasoning import table as reasoning_table
-from tools.reasoning.jobs import HARNESS_VERSION
+from tools.reasoning.jobs import BEGINS, HARNESS_VERSION
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
 from tools.reasoning.table import MARK, PUBLISHED, PUBLISHED_NAMES
 from utils import parse_flags, run_program
@@ -375,7 +377,6 @@ def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, 
     "flags, complaint",
     [
         (["--models", "base=M", "base=N"], "--models names base twice"),
-        (["--models", "a/b=M"], "--models a/b: it names a folder too"),
         (["--tasks", "MMLU", "MMLU:0"], "--tasks names mmlu twice"),
         (["--tasks", "MMLU:"], "expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got 'MMLU:'"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),
@@ -388,14 +389,14 @@ def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, comp
     assert exit_info.value.code == 2 and len(lines) == 1 and complaint in lines[0]
 
 
-@pytest.mark.parametrize("installed, found", [(None, "it is not there"), ("0.4.1", "there is 0.4.1, and results")])
-def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, installed, found):
-    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: installed)
-    monkeypatch.setattr(evaluate_reasoning.metadata, "version", lambda name: installed)
+@pytest.mark.parametrize("name, found", [("no-such-harness", "not installed"), ("torch", "2.")])
+def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, name, found):
+    version = metadata.version
+    monkeypatch.setattr(evaluate_reasoning.metadata, "version", lambda _: version(name))
     with pytest.raises(SystemExit):
         call("--models", "base=M", "--output_dir", str(tmp_path))
     (line,) = capsys.readouterr().err.splitlines()
-    assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
+    assert f"lm-evaluation-harness is {found}" in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
 
 
 def test_a_hub_that_cannot_be_reached_is_told_once_and_not_waited_for(
@@ -440,15 +441,6 @@ def test_a_server_gets_the_models_tokens_by_the_harness_own_client(monkeypatch, 
     assert "engine" not in hf["settings"]  # results of before there was a choice stay
     with harness.model_of(hf) as (kind, arguments):
         assert kind == "hf" and arguments["pretrained"] == tiny_model
-
-
-def test_vllm_needs_the_harness_client_of_servers(call, capsys, monkeypatch, tmp_path):
-    (tmp_path / "vllm").write_text("#!/bin/sh\n")
-    (tmp_path / "vllm").chmod(0o755)
-    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: None if name == "tenacity" else 1)
-    with pytest.raises(SystemExit):
-        call("--models", "base=M", "--output_dir", str(tmp_path), "--engine", "vllm", "--vllm", str(tmp_path / "vllm"))
-    assert f"--engine vllm needs more: pip install 'lm-eval[api]=={HARNESS_VERSION}'" in capsys.readouterr().err
 
 
 def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
@@ -502,6 +494,46 @@ def test_a_process_that_ends_badly_is_named_with_what_is_missing_and_its_last_li
     assert problems == [f"{missing} ({tmp_path / '0' / '0.log'})"]
 
 
+def test_a_process_that_is_killed_is_followed_by_one_for_the_tasks_that_it_had_not_begun(tmp_path, monkeypatch):
+    """The first task has a result, the second one has raised, the third one is killed."""
+    asked = []
+
+    def process(command, stdout, **how):
+        asked.append([Path(path).stem for _, path in json.loads(command[-1])])
+        for _, path in json.loads(command[-1])[:1]:
+            Path(path).write_text("{}")
+        stdout.write(f"{BEGINS}\n{BEGINS}\nno data set\n\n{BEGINS}\n".encode())
+        return subprocess.CompletedProcess(command, -9 if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(reasoning_jobs.subprocess, "run", process)
+    jobs = jobs_of(1, 5, tmp_path)
+    (problem,) = reasoning_jobs.run_portion(jobs, None)
+    assert asked == [list("01234"), list("34")]
+    assert problem.startswith("0 on BBH, 0 on MuTual ended with status -9")
+
+
+def test_a_process_that_is_killed_before_its_first_task_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        reasoning_jobs.subprocess, "run", lambda command, **how: subprocess.CompletedProcess(command, -9)
+    )
+    (problem,) = reasoning_jobs.run_portion(jobs_of(1, 2, tmp_path), None)
+    assert problem.startswith("0 on MMLU, 0 on BBH ended with status -9: no message")
+
+
+def test_an_unknown_task_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, tiny_model):
+    from tools.reasoning import harness
+
+    flags = ["--models", f"base={tiny_model}", "--output_dir", str(tmp_path), "--tasks", "PIQA", "nothing"]
+    jobs = parse_flags(Flags, flags, description="").jobs()
+    told = json.dumps([[job.request, str(job.path)] for job in jobs])
+    monkeypatch.setattr(sys, "argv", ["harness.py", told])
+    monkeypatch.setattr(harness, "index_of", lambda **_: SimpleNamespace(all_tasks=["piqa"], all_tags=[]))
+    monkeypatch.setattr(harness, "get_model", lambda kind: pytest.fail("loads it"))
+    monkeypatch.setattr(harness, "end_with_parent", lambda: None)
+    with pytest.raises(ValueError, match="^nothing: no task of the harness"):
+        harness.main()
+
+
 def test_after_a_task_that_fails_the_harness_goes_on_with_the_others(tmp_path, monkeypatch, tiny_model):
     from tools.reasoning import harness
 
@@ -515,6 +547,7 @@ def test_after_a_task_that_fails_the_harness_goes_on_with_the_others(tmp_path, m
     told = json.dumps([[job.request, str(job.path)] for job in jobs])
     monkeypatch.setattr(sys, "argv", ["harness.py", told])
     monkeypatch.setattr(harness, "evaluate", evaluate)
+    monkeypatch.setattr(harness, "find_task", lambda task, include_path: None)
     monkeypatch.setattr(harness, "end_with_parent", lambda: None)
     with pytest.raises(ValueError, match="^arc_easy: no data set of this name$"):
         harness.main()

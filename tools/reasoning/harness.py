@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoConfig
 
 from tools.engine.vllm import VLLM, VLLMFlags
+from tools.reasoning.jobs import BEGINS
 from utils import end_with_parent, replacing, run_program
 
 CPU_BATCH = 8  # where the harness' search for a batch size takes longer than it saves, or cannot be made
@@ -112,6 +113,8 @@ def main() -> None:
     end_with_parent()
     jobs, failed = json.loads(sys.argv[1]), []
     first, _ = jobs[0]
+    for job, _ in jobs:  # before the model is loaded
+        find_task(job["settings"]["task"], job["include_path"])
     cuda = torch.cuda.is_available()
     batch_size = first["batch_size"] or ("auto" if cuda and first["engine"] != VLLM else CPU_BATCH)
     made_with = {
@@ -125,6 +128,7 @@ def main() -> None:
         model = get_model(kind).create_from_arg_obj(arguments, how)
         for job, path in jobs:
             started = time.monotonic()
+            print(f"\n{BEGINS}", flush=True)
             try:
                 result = evaluate(job, model)
             except Exception as error:  # of one task, such as a data set that is not there

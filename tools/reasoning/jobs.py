@@ -24,6 +24,7 @@ from utils import RunSettings, differences, file_digest, plain_environment
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS_VERSION = "0.4.13"
 HUB_TIMEOUT = 10  # seconds
+BEGINS = "--- the next task begins ---"  # a line of the harness' log
 REMEDY = "use another --output_dir, or --overwrite True to run it again"
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,8 @@ class Job(NamedTuple):
         """The score of a finished one."""
         try:
             return read_score(json.loads(self.path.read_text(encoding="utf-8")), self.benchmark.metric)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.path}: not a result ({error!r}); delete it to have it made again") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.path}: {error}; deleted, it is made again") from None
 
 
 def tasks_digest(include_path: str | None) -> str | None:
@@ -82,15 +81,18 @@ def look_for_hub() -> None:
         return
     try:
         urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
     except OSError as error:
-        if isinstance(error, urllib.error.HTTPError):  # it answers
-            return
         logger.warning("%s cannot be reached (%s): only data sets that are in the cache can be used", ENDPOINT, error)
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
-    """Run the harness for a model's tasks in one process, on one GPU (None: where it likes). What went wrong."""
+    """Run the harness for a model's tasks in one process, on one GPU (None: where it likes). What went wrong.
+
+    A process that is killed at a task, for want of memory perhaps, is followed by one for the tasks after it.
+    """
     for job in jobs:
         job.path.parent.mkdir(parents=True, exist_ok=True)
         job.path.unlink(missing_ok=True)  # one made under other settings
@@ -102,13 +104,13 @@ def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=ROOT)
     if done.returncode == 0:
         return []
-    failed, not_begun = [job for job in jobs if not job.path.is_file()], []
-    if done.returncode < 0:  # killed in the first of these
-        failed, not_begun = failed[:1], failed[1:]
-    names = ", ".join(job.name for job in failed)
-    last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1].strip()
-    problem = f"{names} ended with status {done.returncode}: {last or 'no message'} ({log})"
-    return [problem, *(run_portion(not_begun, device) if not_begun else [])]
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+    begun = lines.count(BEGINS)
+    if done.returncode > 0 or not begun:  # not killed, or before its first task: another one would get no further
+        begun = len(jobs)
+    names = ", ".join(job.name for job in jobs[:begun] if not job.path.is_file())
+    problem = f"{names} ended with status {done.returncode}: {lines[-1].strip() or 'no message'} ({log})"
+    return [problem, *(run_portion(jobs[begun:], device) if begun < len(jobs) else [])]
 
 
 def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None]) -> None:
