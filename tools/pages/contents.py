@@ -24,13 +24,9 @@ IMITATION = "imitation"
 RESULTS, RANK_FILES = "*_*_*_results.json", "*_*_*_rank*.jsonl"  # of play: finished, still going on
 LARGEST_NUMBER = 1e300  # sums stay finite
 NO_MATCHES = {"settings": {"players": [], "against": None}, "results": []}
-MOST_CHARACTERS = 4000  # of a message that are shown
 # Control characters, marks that turn the direction of writing around, and halves of characters.
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 T = TypeVar("T")
-
-
-# --- a set of games ------------------------------------------------------------------------------------------------
 
 
 class GameSample(GameCounts):
@@ -45,7 +41,11 @@ class GameSample(GameCounts):
     def add(self, episode: Mapping) -> None:
         """Count one game. Raises ValueError for an episode that is none, or of another game."""
         verdict = stored_or_judged(self.game, episode)
-        self._keep(episode, verdict)
+        # Reservoir sampling: each of the n games of an outcome stays with probability size / n.
+        kept, seen = self.kept[verdict.outcome], self.outcomes[verdict.outcome]
+        place = seen if seen < self.size else self.rng.randrange(seen + 1)
+        if place < self.size:
+            kept[place : place + 1] = [(self.games, episode, verdict)]
         super().add(episode, verdict)
         played = episode["history"][: verdict.length]
         points = self.game.checked_points(episode["target_word"], played, verdict.outcome)
@@ -59,13 +59,6 @@ class GameSample(GameCounts):
         chosen = sorted(in_turn[: self.size], key=lambda kept: kept[0])
         return [shown_game(self.game, *kept) for kept in chosen]
 
-    def _keep(self, episode: Mapping, verdict: Verdict) -> None:
-        """Reservoir sampling: each of the n games of an outcome stays with probability size / n."""
-        kept, seen = self.kept[verdict.outcome], self.outcomes[verdict.outcome]
-        place = seen if seen < self.size else self.rng.randrange(seen + 1)
-        if place < self.size:
-            kept[place : place + 1] = [(self.games, episode, verdict)]
-
 
 def stored_or_judged(game: Game, episode: Mapping) -> Verdict:
     """How a game ended: as the episode says or, where it does not, by the rules. ValueError: it is no game."""
@@ -75,9 +68,6 @@ def stored_or_judged(game: Game, episode: Mapping) -> Verdict:
     if known and type(length) is int and 0 <= length <= len(history):
         return Verdict(outcome, length)
     return game.judge(history, episode["target_word"], episode["max_turns"])
-
-
-# --- a game to be read ---------------------------------------------------------------------------------------------
 
 
 def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> dict:
@@ -110,23 +100,18 @@ def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> d
 
 def marked(game: Game, task: str, text: str) -> list[list[str]]:
     """The text in (kinds, text) pieces by the game's marks: "", SECRET, GUESS, or both with a blank between."""
-    shown, marks = text[:MOST_CHARACTERS], game.marks(task, text[:MOST_CHARACTERS])
-    edges = sorted({0, len(shown), *(edge for _, *span in marks for edge in span)})
+    marks = game.marks(task, text)
+    edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
     pieces = []
     for start, end in zip(edges, edges[1:], strict=False):
         kinds = {kind for kind, first, last in marks if first <= start < last}
-        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(shown[start:end])])
-    if len(text) > len(shown):
-        pieces.append(["", f" … and {len(text) - len(shown):,} more characters"])
+        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(text[start:end])])
     return pieces
 
 
 def visible(text: str) -> str:
     """The text with all that a browser would not show, or would let change what it shows, written as escapes."""
     return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-# --- the report ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -240,9 +225,6 @@ def report_of_episodes(paths: Sequence[Path], game: Game, sample: int) -> Report
     files = "\n".join(f"{name}: {path}" for name, path in zip(names, paths, strict=True))
     report.settings.append(("Files", files))
     return report
-
-
-# --- what stands in the files --------------------------------------------------------------------------------------
 
 
 def log_entries(state: Mapping) -> list[Mapping]:

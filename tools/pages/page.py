@@ -3,17 +3,16 @@
 import base64
 import hashlib
 import json
-import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 
 from tools.pages.contents import Report, visible
 from tools.pages.sections import COLOURS, Section, outcome_colours, sections, verdict
 
 FOLDER = Path(__file__).parent
-SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page_html(report: Report) -> str:
@@ -41,8 +40,7 @@ def page_html(report: Report) -> str:
             for name, content in report.settings
         ),
     }
-    template = (FOLDER / "template.html").read_text(encoding="utf-8")
-    return SLOT.sub(lambda slot: parts[slot[1]], template)
+    return Template((FOLDER / "template.html").read_text(encoding="utf-8")).substitute(parts)
 
 
 def section_html(section: Section) -> str:

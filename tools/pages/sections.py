@@ -71,9 +71,6 @@ def sections(report: Report) -> list[Section]:
     return [section for section in found if section and (section.charts or section.tables)]
 
 
-# --- matches -------------------------------------------------------------------------------------------------------
-
-
 def verdict(report: Report) -> list[str]:
     """Whether the last player is better than the first opponent, over all words, and in which role."""
     if not (shown := shown_rows(report.matches)):
@@ -139,9 +136,6 @@ def match_section(report: Report) -> Section:
     return Section("match", f"Matches{against}", intro, [one for one in charts if one["data"]], [table])
 
 
-# --- self-play -----------------------------------------------------------------------------------------------------
-
-
 def play_section(plays: Sequence[tuple[str, GameSample]]) -> Section:
     """How games ended, how long they were, and replies that are none."""
     ends = [
@@ -183,9 +177,6 @@ def outcome_colours(game: Game) -> dict[str, int]:
     return colours
 
 
-# --- reasoning and training ----------------------------------------------------------------------------------------
-
-
 def reasoning_section(rows: Sequence[Mapping]) -> Section:
     """The scores of models on benchmarks."""
     models, benchmarks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "benchmark"))
@@ -215,9 +206,6 @@ def curve(log: Sequence[Mapping], metric: str) -> list[tuple]:
     size = math.ceil(len(logged) / MOST_POINTS) or 1
     groups = [logged[start : start + size] for start in range(0, len(logged), size)]
     return [(*(sum(numbers) / len(group) for numbers in zip(*group, strict=True)), None) for group in groups]
-
-
-# --- charts --------------------------------------------------------------------------------------------------------
 
 
 def chart(
