@@ -38,18 +38,12 @@ class Flags(RowFlags):
     """The flags of this program."""
 
     control: str = flag("how the rows are made", choices=CONTROLS)
-    like: str | None = flag(
-        "OUTPUT of the loop that sft and as_many have as many rows as, epoch by epoch", default=None
-    )
+    like: str | None = flag("OUTPUT of the loop that sft and as_many have as many rows as", default=None)
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL")
     output_data_path: str = flag("file of rows to write, in epochK/rows/")
     sft_data_path: str = flag("file of SFT examples whose rows are appended")
 
     def __post_init__(self):
-        if self.control in (SFT, AS_MANY) and not self.like:
-            raise ValueError(
-                f"--control {self.control} needs --like, the OUTPUT of the loop that it has as many rows as"
-            )
         if self.control == SFT:
             self.min_game_rows = 0  # its rows come from no games
 
@@ -70,7 +64,7 @@ class Flags(RowFlags):
 
     def settings(self, *made_with) -> dict:
         """Those of the rows, and which control they are for."""
-        like = files_setting(self.other_counts) if self.control in (SFT, AS_MANY) else None
+        like = files_setting(self.other_counts) if self.like else None
         return super().settings(*made_with) | {"control": self.control, "like": like}
 
 

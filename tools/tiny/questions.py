@@ -132,7 +132,6 @@ class Questions:
     seed: int = flag("of their draws", default=0)
 
     def run(self) -> None:
-        """Write them."""
         for name, asked in make_questions(load_lexicon(Path(self.lexicon)), self.seed).items():
             path = Path(self.output_dir, f"{name}.jsonl")
             write_records(path, asked)

@@ -87,10 +87,6 @@ class World:
                 "learned the game, and points against it would say little"
             )
 
-    def learn(self, arm: Arm) -> None:
-        """A way of learning; what it starts from must be there."""
-        self.once(arm.name, self.loop(arm))
-
     def reason(self) -> None:
         """Ask all models the questions outside the game; again if the answers were deleted."""
         models = {"base": "base", "imitation": IMITATION_MODEL}
@@ -215,7 +211,8 @@ class Reproduce:
             run_all((world.prepare for world in worlds), self.workers)
             for after in (False, True):
                 arms = [arm for arm in self.arms.values() if arm.after_released == after]
-                run_all((partial(world.learn, arm) for world in worlds for arm in arms), self.workers)
+                loops = [partial(world.once, arm.name, world.loop(arm)) for world in worlds for arm in arms]
+                run_all(loops, self.workers)
             if reasons := self.lexicon == LEXICON:  # the questions outside the game are about it
                 run_all((world.reason for world in worlds), self.workers)
         folders = [world.folder for world in worlds]

@@ -4,7 +4,7 @@ No torch.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,12 +25,8 @@ EMPTY = "empty replies"
 SELF_PLAY = {"attacker wins": ATTACKER_WINS, "defender wins": DEFENDER_WINS, "breaches": ATTACKER_BREAKS, "ties": TIED}
 SELF_PLAY |= {EMPTY: EMPTY}
 OWN_GAME = {"both win": FOUND}
-COLUMNS: dict[str, Callable[[dict], bool]] = {  # of the table of reasoning: which questions count
-    **{kind: lambda each, kind=kind: each["kind"] == kind for kind in KINDS},
-    ALL: lambda each: True,
-    "played words": lambda each: not each["held_out"],
-    "held-out words": lambda each: each["held_out"],
-}
+PLAYED, HELD_OUT = "played words", "held-out words"
+COLUMNS = (*KINDS, ALL, PLAYED, HELD_OUT)  # of the table of reasoning: which questions count
 Lines = Iterator[list[str]]
 Words = dict[str, Counter]  # by target word, how many "games" or questions, and their "points"
 
@@ -88,9 +84,6 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return head + "|---" * len(lines[0]) + "|\n" + "".join(body)
 
 
-# --- points --------------------------------------------------------------------------------------------------------
-
-
 def read_matches(worlds: Iterable[Path], arms: Iterable[str]) -> Iterator[dict]:
     """The games of all matches; the model of an epoch is called by its arm and number, as released1."""
     for folder in (world / arm for world in worlds for arm in arms):
@@ -125,9 +118,6 @@ def points_cell(row: Mapping) -> str:
     return with_interval(row["points"], row["points_interval"])
 
 
-# --- differences ---------------------------------------------------------------------------------------------------
-
-
 def arm_differences(
     counts: Mapping[Match, MatchCounts], pairs: Iterable[tuple[str, str]], epochs: int
 ) -> Iterator[dict]:
@@ -158,9 +148,6 @@ def difference_lines(differences: Iterable[dict], arms: Mapping[str, Arm]) -> Li
     for row in differences:
         difference = with_interval(row["difference"], row["interval"], "+.3f")
         yield [arms[row["arm"]].title, arms[row["minus"]].title, difference]
-
-
-# --- self-play -----------------------------------------------------------------------------------------------------
 
 
 def self_play(folders: Iterable[Path], game: str = DEFAULT_GAME) -> dict[str, float]:
@@ -194,16 +181,12 @@ def self_play_lines(worlds: Sequence[Path], arms: Iterable[Arm], epochs: int, sh
         yield [arm.title, model, *(f"{shares[name]:.3f}" for name in shown.values()), f"{shares['length']:.2f}"]
 
 
-# --- reasoning -----------------------------------------------------------------------------------------------------
-
-
 class Reasoning:
     """The scores of models on the questions, over the worlds of several seeds."""
 
     def __init__(self, folders: Sequence[Path], questions: Path = TASKS):
         self.folders, self.digest = folders, tasks_digest(questions)
-        read = {kind: read_json_or_jsonl(questions / f"{kind}.jsonl") for kind in KINDS}
-        self.asked = {kind: [each | {"kind": kind} for each in asked] for kind, asked in read.items()}
+        self.asked = {kind: read_json_or_jsonl(questions / f"{kind}.jsonl") for kind in KINDS}
 
     def words(self, model: str, column: str = ALL) -> Words:
         """A column's questions and right answers; ValueError for answers to other questions."""
@@ -215,7 +198,7 @@ class Reasoning:
                 if answers["settings"]["own_tasks"] != self.digest:
                     raise ValueError(f"{path}: answers to other questions; delete {folder}, and ask again")
                 for each, score in zip(asked, answers["scores"][METRIC], strict=True):
-                    if COLUMNS[column](each):
+                    if column in (kind, ALL, HELD_OUT if each["held_out"] else PLAYED):
                         words[each["word"]]["games"] += 1
                         words[each["word"]]["points"] += score
         return words
@@ -226,12 +209,11 @@ class Reasoning:
         First comes what drawing an answer gives, what a scripted player with all facts gets who forgets as in the
         games, base and imitation model; then `models`: title, name, and whom the last columns subtract.
         """
-        asked = [each for own in self.asked.values() for each in own]
-        shown = [*KINDS, ALL]
-        ceilings = [[ceiling(each) for each in asked if COLUMNS[column](each)] for column in shown]
-        empty = [""] * (len(COLUMNS) - len(shown) + len(others))
+        ceilings = [[ceiling(each) for each in asked] for asked in self.asked.values()]
+        ceilings.append([each for own in ceilings for each in own])  # of all kinds
+        empty = [""] * (len(COLUMNS) - len(ceilings) + len(others))
         yield ["model", *COLUMNS, *(f"minus {other}" for other in others)]
-        yield ["chance", *[f"{1 / CHOICES:.3f}"] * len(shown), *empty]
+        yield ["chance", *[f"{1 / CHOICES:.3f}"] * len(ceilings), *empty]
         yield ["scripted player", *(f"{sum(each) / len(each):.3f}" for each in ceilings), *empty]
         first = [(name, name, [None] * len(others)) for name in (BASE, IMITATION)]
         for title, model, minus in (*first, *models):
