@@ -18,6 +18,7 @@ with gradient checkpointing, 2 for each other; logits of 256 scored tokens a row
 of the memory stays free.
 """
 
+import argparse
 import json
 import math
 import shutil
@@ -134,4 +135,5 @@ def _cell(parameters: float, gpus: int, memory: float, lora: bool) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("\n".join(table()))

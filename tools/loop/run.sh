@@ -69,10 +69,6 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; it
   [ "$stage" != "$UNTIL" ] || exit 0
 }
 
-show_warnings() {
-  [ -z "$warnings" ] || printf 'Warnings:\n%s' "$warnings" >&2
-}
-
 in_foreground() { # in_foreground COMMAND...: a signal to this script ends it too
   "$@" </dev/null &
   child=$!
@@ -93,6 +89,6 @@ stop() { # stop STATUS: ends this script and what it has started, within 10 s
   exit "$1"
 }
 
-trap show_warnings EXIT
+trap '[ -z "$warnings" ] || printf "Warnings:\n%s" "$warnings" >&2' EXIT
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP USR1 # USR1: what Slurm may send before it ends a job

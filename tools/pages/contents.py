@@ -32,9 +32,9 @@ T = TypeVar("T")
 class GameSample(GameCounts):
     """Games as they come: counts of all, and of each outcome a uniform sample of at most `size` games."""
 
-    def __init__(self, game: Game, size: int, *, seed: int = 0):
+    def __init__(self, game: Game, size: int):
         super().__init__(game)
-        self.size, self.rng = size, random.Random(seed)
+        self.size, self.rng = size, random.Random(0)
         self.points: Counter[str] = Counter()  # by role, as in a match
         self.kept: dict[str, list[tuple[int, Mapping, Verdict]]] = {outcome.name: [] for outcome in game.outcomes}
 
