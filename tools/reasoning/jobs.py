@@ -53,8 +53,10 @@ class Job(NamedTuple):
         """The score of a finished one."""
         try:
             return read_score(json.loads(self.path.read_text(encoding="utf-8")), self.benchmark.metric)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.path}: {error}; deleted, it is made again") from None
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.path}: not a result ({error!r}); delete it to have it made again") from None
 
 
 def tasks_digest(include_path: str | None) -> str | None:
