@@ -257,15 +257,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
-def _load_stored(path: Path, rows: int) -> np.ndarray | None:
-    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
-    try:
-        values = np.load(path)
-        return values if values.shape == (rows,) else None
-    except (OSError, ValueError, EOFError):
-        return None
-
-
 def model_digest(name_or_path: str) -> str:
     """SHA-256 over the configuration, code and weights of a model."""
     folder = model_folder(name_or_path)
@@ -294,7 +285,7 @@ class SPAGTrainer(Trainer):
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.learning_rate = 0.0  # of the step at work
-        self.add_callback(_Beginnings(self))
+        self.add_callback(_AtTheBeginning(self))
 
     def before_first_step(self) -> None:
         """The model is wrapped and placed, on resume also loaded; no step of this launch is done."""
@@ -342,6 +333,7 @@ class SPAGTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of an optimizer step; under `step` normalization with their counts over all ranks."""
+        self.learning_rate = self._get_learning_rate()  # once the step is over, DeepSpeed has the next one
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
@@ -383,7 +375,7 @@ class SPAGTrainer(Trainer):
         missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = _load_stored(path, len(dataset)) if self.is_world_process_zero() else None
+            stored = np.load(path) if self.is_world_process_zero() and path.is_file() else None
             (dataset.ref_logprobs,) = broadcast_object_list([stored])
             if dataset.ref_logprobs is None:
                 missing.append((path, dataset))
@@ -503,7 +495,7 @@ class SPAGTrainer(Trainer):
         sums = gather_object([utils.checksums(folder, of_rank=self.args.process_index)])
         if self.args.should_save:
             here = {name: each for of_rank in sums for name, each in of_rank.items() if (folder / name).is_file()}
-            utils.mark_complete(folder, here)
+            utils.write_json(folder / utils.COMPLETE, here)
             for other in utils.checkpoints(self.args.output_dir):
                 if not utils.is_complete(other):  # a kill left it; it must not count below
                     shutil.rmtree(other)
@@ -521,17 +513,14 @@ class SPAGTrainer(Trainer):
         super().log(logs, start_time)
 
 
-class _Beginnings(TrainerCallback):
-    """Tells the trainer when training and when a step begins."""
+class _AtTheBeginning(TrainerCallback):
+    """Tells the trainer when training begins."""
 
     def __init__(self, trainer: SPAGTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.before_first_step()
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.learning_rate = self.trainer._get_learning_rate()  # once it is over, DeepSpeed has the next one
 
 
 class SFTTrainer(SPAGTrainer):

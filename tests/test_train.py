@@ -39,6 +39,11 @@ def flags_of(output, settings: dict) -> list[str]:
     return flags
 
 
+def mark(checkpoint: Path) -> None:
+    """Write down that a checkpoint folder is whole, as the trainer does."""
+    utils.write_json(checkpoint / utils.COMPLETE, utils.checksums(checkpoint))
+
+
 def run(output, settings: dict, **changes) -> list[dict]:
     """Call train.py in this process; what it logged, a dict each step."""
     if trainer := train.set_up(flags_of(output, settings | changes)):
@@ -511,7 +516,7 @@ def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(
     for name in saved:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
-    utils.mark_complete(checkpoint)
+    mark(checkpoint)
     output.settings.write(output.args.same_run)
     if message is None:
         assert output.claim() and output.args.resume_from_checkpoint == str(checkpoint)
@@ -537,7 +542,7 @@ def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(tmp_
         checkpoint.mkdir(parents=True)
         (checkpoint / "optimizer.pt").touch()
         utils.write_json(checkpoint / "trainer_state.json", {"global_step": step})
-        utils.mark_complete(checkpoint)
+        mark(checkpoint)
         return checkpoint
 
     other = save("other", 10)
@@ -559,7 +564,7 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"12345")
     assert not utils.is_complete(folder)
-    utils.mark_complete(folder)
+    mark(folder)
     assert utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) == str(folder)
     (folder / "model.safetensors").write_bytes(b"123")
     assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
@@ -870,7 +875,7 @@ def test_rows_that_lose_nearly_all_are_told_and_refused_where_they_are_most(tmp_
     [
         ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: not a JSON object"),
         ('[{"query": "a", "target": "b"}, {"query"', r"rows\.jsonl:1: .*cut off"),
-        ('{"query": "a", "target": null}\n', "'target' must be a text"),
+        ('{"query": "a", "target": null}\n', "'target' is missing or no text"),
         ("", "the file is empty"),
     ],
 )
