@@ -75,27 +75,17 @@ def label_logprob(
     if output_layer is None:
         return sequence_logprob(model(**inputs).logits, labels)
     places = scored_places(labels) if "scored_places" not in batch else batch["scored_places"]
-    with _narrowed(output_layer, places):
+
+    def select(layer, args):  # hidden states that predict a scored label, as (1, scored tokens, hidden)
+        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
+
+    with output_layer.register_forward_pre_hook(select):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
     if logits.shape[:2] != (1, len(places)):
         raise ValueError(f"{type(module).__name__} does not use its output layer as other causal LMs do")
     logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
     by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
     return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
-
-
-@contextlib.contextmanager
-def _narrowed(output_layer: nn.Module, places: torch.Tensor) -> Iterator[None]:
-    """Let the output layer see only hidden states that predict a scored label, as (1, scored tokens, hidden)."""
-
-    def select(module, args):
-        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
-
-    handle = output_layer.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
@@ -285,7 +275,7 @@ class SPAGTrainer(Trainer):
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.learning_rate = 0.0  # of the step at work
-        self.add_callback(_AtTheBeginning(self))
+        self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
         """The model is wrapped and placed, on resume also loaded; no step of this launch is done."""
@@ -333,7 +323,6 @@ class SPAGTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of an optimizer step; under `step` normalization with their counts over all ranks."""
-        self.learning_rate = self._get_learning_rate()  # once the step is over, DeepSpeed has the next one
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
@@ -443,11 +432,10 @@ class SPAGTrainer(Trainer):
         self.model.train(training)
 
     def _starts_at_reference(self) -> bool:
-        names = [self.args.model_name_or_path, self.args.ref_model_name_or_path]
-        same = len({os.path.realpath(name) for name in names}) == 1
-        if not same and self.is_world_process_zero():
-            same = len({model_digest(name) for name in names}) == 1
-        return broadcast_object_list([same])[0]
+        def same(identity: Callable[[str], str]) -> bool:
+            return identity(self.args.model_name_or_path) == identity(self.args.ref_model_name_or_path)
+
+        return utils.from_rank_0(lambda: same(os.path.realpath) or same(model_digest))
 
     def _load_reference_model(self) -> nn.Module:
         """The frozen reference in eval mode, on its device; under ZeRO-3 with an engine of its own."""
@@ -513,14 +501,17 @@ class SPAGTrainer(Trainer):
         super().log(logs, start_time)
 
 
-class _AtTheBeginning(TrainerCallback):
-    """Tells the trainer when training begins."""
+class _Beginnings(TrainerCallback):
+    """Tells the trainer when training and when a step begins."""
 
     def __init__(self, trainer: SPAGTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.before_first_step()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.learning_rate = self.trainer._get_learning_rate()  # once it is over, DeepSpeed has the next one
 
 
 class SFTTrainer(SPAGTrainer):

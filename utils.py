@@ -258,14 +258,15 @@ def write_json(path: str | os.PathLike, value) -> None:
 
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
-    lines = str(path).endswith(".jsonl")
     with replacing(path) as file:
-        before, after = ("", "\n") if lines else ("[\n", "")
+        if str(path).endswith(".jsonl"):
+            file.writelines(to_json(record) + "\n" for record in records)
+            return
+        before = "[\n"
         for record in records:
-            file.write(before + to_json(record) + after)
-            before = before and ",\n"
-        if not lines:
-            file.write("[]\n" if before == "[\n" else "\n]\n")
+            file.write(before + to_json(record))
+            before = ",\n"
+        file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
