@@ -152,13 +152,6 @@ class RowCounts:
     mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
     dropped: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.mostly_cut} "
-            f"nearly to nothing, {self.long_targets} with a target longer than that, {self.empty_targets} with an "
-            f"empty target, {self.dropped} dropped"
-        )
-
 
 def load_rows(
     paths: list[str], tokenizer: PreTrainedTokenizerBase, cache_dir: str | None = None, *, drop_unscored: bool = False

@@ -161,7 +161,8 @@ def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset
     """Read, check and encode rows: the first process of each machine does, the others find its result."""
     with args.main_process_first(desc="encoding rows"), utils.naming_full_disk(args.cache_dir):
         rows, counts = load_rows(paths, tokenizer, args.cache_dir, drop_unscored=args.drop_unscored_rows)
-    logger.info("%s: %s", ", ".join(paths), counts)
+    counted = [f"{number} {name}" for name, number in dataclasses.asdict(counts).items()]
+    logger.info("%s: %s", ", ".join(paths), ", ".join(counted))
     if args.show_examples:
         rows = rows.select(range(min(args.show_examples, len(rows))))
     return RowDataset(rows, counts)

@@ -145,10 +145,10 @@ def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
                 raise BadRecordError(f"{where}: expected ',' or ']', found {text[at : at + 20]!r}; cut off?")
             if text.startswith("]", gap.end()):
                 break
-            skipped = gap[0].count("\n")
-            where = f"{path}:{line + skipped}"
+            first_line = line + gap[0].count("\n")
+            where = f"{path}:{first_line}"
             record, end = _scan(text, gap.end(), where)
-        except BadRecordError:
+        except BadRecordError:  # unless it goes on in what is not read yet
             if not (more := file.read(max(CHUNK, len(text) - at))):
                 raise
             text, at = text[at:] + more, 0
@@ -303,8 +303,8 @@ def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row)
         text = record.get(name, record.get(other))
         if not isinstance(text, str):
             raise ValueError(
-                f"'{name}' is missing or no text; every row needs 'query' and 'target' (or 'prompt' and 'answer', or "
-                "Alpaca's 'instruction' and 'output')"
+                f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
+                "'instruction' and 'output'), which are texts"
             )
         text.encode()  # raises UnicodeEncodeError, a ValueError
         texts.append(text)
@@ -663,13 +663,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         several = list in (get_origin(hint), get_origin(inner))
         plain = (*get_args(inner), inner)[0]
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        needed = default is dataclasses.MISSING
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         line = each.metadata["help"]
-        if not needed and default not in (None, []):
+        if default not in (dataclasses.MISSING, None, []):
             line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
-        settings |= {"required": needed, "default": None if needed else default, "help": line.replace("%", "%%")}
+        settings |= {"required": default is dataclasses.MISSING, "default": default, "help": line.replace("%", "%%")}
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
 
 
@@ -818,12 +817,10 @@ def shown(text: str) -> str:
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
-class CleanFormatter(logging.Formatter):
-    """Messages of the log may quote models, servers and files."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = shown(record.message)
-        return super().formatMessage(record)
+def _clean(record: logging.LogRecord) -> bool:
+    """A filter of the log, whose messages may quote models, servers and files."""
+    record.msg, record.args = shown(record.getMessage()), None
+    return True
 
 
 def set_up_logging() -> None:
@@ -833,7 +830,8 @@ def set_up_logging() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(CleanFormatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_clean)
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, handlers=[handler], force=True)
 
 

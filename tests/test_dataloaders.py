@@ -184,7 +184,7 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
         ('{"query": "a", "target": "b"}\nnot json\n', r"bad\.json:2: not a JSON object"),
         ('{"query": "a", "target": "b"}\n[1]\n', r"bad\.json:2: expected a JSON object"),
         ('{"query": "a"}\n', r"bad\.json:1: 'target' is missing"),
-        ('[\n{"query": "a", "target": null}]', r"bad\.json:2: 'target' is missing or no text"),
+        ('[\n{"query": "a", "target": null}]', r"bad\.json:2: 'target' is missing; .* texts"),
         ('{"query": "a", "target": "b", "reward": NaN}\n', r"bad\.json:1: 'reward' must be a finite number"),
         ('{"instruction": "a"}\n', r"bad\.json:1: 'output' is missing"),
         ('{"instruction": "a", "input": 5, "output": "b"}\n', r"bad\.json:1: 'input' must be a text"),
