@@ -123,6 +123,8 @@ class SPAGArguments(TrainingArguments):
             self.ref_model_name_or_path = self.model_name_or_path
         if self.cache_dir is None:
             self.cache_dir = str(datasets.config.HF_DATASETS_CACHE)
+        if str(self.resume_from_checkpoint).lower() in ("true", "false"):
+            self.resume_from_checkpoint = None  # every start continues
         self._hand_over_old_flags()
         self._settle_without_gpu()
         if self.show_examples:
@@ -254,21 +256,15 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     return arguments
 
 
-class _Loader(yaml.SafeLoader):
-    """Without aliases, with which a few lines of YAML make gigabytes."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not read")
-        return super().compose_node(parent, index)
-
-
 def _yaml_to_flags(path: str) -> list[str]:
     with utils.open_text(path) as file:
-        try:
-            settings = yaml.load(file, _Loader)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        text = file.read()
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise yaml.YAMLError("aliases (*name) are not read")  # with which a few lines make gigabytes
+        settings = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected settings, one 'name: value' a line")
     flags = []
@@ -371,9 +367,3 @@ def _deepspeed_problems(path: str) -> Iterator[str]:
 
 def _same_path(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
-
-
-def named_checkpoint(args) -> str | None:
-    """The folder that --resume_from_checkpoint names; True names none, since every start continues."""
-    given = str(args.resume_from_checkpoint or False)
-    return None if given.lower() in ("true", "false") else given

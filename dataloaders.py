@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 import utils
@@ -151,13 +152,6 @@ class RowCounts:
     mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
     dropped: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.rows} rows ({self.sft_rows} of them SFT), {self.truncated} cut to max_length, {self.mostly_cut} "
-            f"nearly to nothing, {self.long_targets} with a target longer than that, {self.empty_targets} with an "
-            f"empty target, {self.dropped} dropped"
-        )
-
 
 def load_rows(
     paths: list[str], tokenizer: PreTrainedTokenizerBase, cache_dir: str | None = None, *, drop_unscored: bool = False
@@ -258,8 +252,7 @@ class RowDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        columns = self.rows[indices]
-        batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        batch = self.rows.__getitems__(indices)
         for example, index in zip(batch, indices, strict=True):
             example["labels"] = _labels(example)
             example["role"] = int(self.roles[index])
@@ -306,10 +299,8 @@ class SPAGCollator:
         return batch
 
     def _pad(self, sequences: list[list[int]], value: int) -> torch.Tensor:
-        padded = torch.full((len(sequences), max(map(len, sequences))), value)
-        for row, ids in zip(padded, sequences, strict=True):
-            row[len(row) - len(ids) if self.pad_left else 0 :][: len(ids)] = torch.tensor(ids)
-        return padded
+        tensors, side = [torch.tensor(ids) for ids in sequences], "left" if self.pad_left else "right"
+        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def scored_places(labels: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
-from arguments import SPAGArguments, named_checkpoint, parse_arguments
+from arguments import SPAGArguments, parse_arguments
 from dataloaders import IGNORE_INDEX, RowCounts, RowDataset, SPAGCollator, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer
 from utils import TOKENIZER_FILES
@@ -91,7 +91,7 @@ class Output:
 
     def _furthest_checkpoint(self) -> str | None:
         """Of this folder's whole ones and the one that was named, which a start of the same command names again."""
-        own, named = utils.last_complete_checkpoint(self.folder), named_checkpoint(self.args)
+        own, named = utils.last_complete_checkpoint(self.folder), self.args.resume_from_checkpoint
         if not named or own and os.path.realpath(Path(named).parent) == os.path.realpath(self.folder):
             return own
         if not (utils.is_complete(named) and utils.is_undamaged(named)):
@@ -103,12 +103,11 @@ class Output:
 
     def _check_optimizer(self, checkpoint: Path) -> None:
         """Raise ValueError where the optimizer's state is not there, or not as this launch would read it."""
-        plain, by_deepspeed = (any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
         parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))  # of ZeRO: one of each rank
-        if not plain and not by_deepspeed:
-            why = "saved without its optimizer (--save_only_model), which training cannot continue from"
-        elif by_deepspeed != bool(self.args.deepspeed):
-            why = f"saved {'with' if by_deepspeed else 'without'} --deepspeed; continue it so"
+        if not any(checkpoint.glob("global_step*" if self.args.deepspeed else "optimizer*")):
+            why = (
+                "no optimizer state for this launch (was it saved by --save_only_model, or --deepspeed changed since?)"
+            )
         elif parts not in (0, self.args.world_size) and not self.args.save_on_each_node:
             why = f"ZeRO saved it for {parts} processes, here are {self.args.world_size}; continue with {parts}"
         else:
@@ -162,7 +161,8 @@ def load_dataset(paths: list[str], tokenizer, args: SPAGArguments) -> RowDataset
     """Read, check and encode rows: the first process of each machine does, the others find its result."""
     with args.main_process_first(desc="encoding rows"), utils.naming_full_disk(args.cache_dir):
         rows, counts = load_rows(paths, tokenizer, args.cache_dir, drop_unscored=args.drop_unscored_rows)
-    logger.info("%s: %s", ", ".join(paths), counts)
+    counted = [f"{number} {name}" for name, number in dataclasses.asdict(counts).items()]
+    logger.info("%s: %s", ", ".join(paths), ", ".join(counted))
     if args.show_examples:
         rows = rows.select(range(min(args.show_examples, len(rows))))
     return RowDataset(rows, counts)

@@ -75,27 +75,17 @@ def label_logprob(
     if output_layer is None:
         return sequence_logprob(model(**inputs).logits, labels)
     places = scored_places(labels) if "scored_places" not in batch else batch["scored_places"]
-    with _narrowed(output_layer, places):
+
+    def select(layer, args):  # hidden states that predict a scored label, as (1, scored tokens, hidden)
+        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
+
+    with output_layer.register_forward_pre_hook(select):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
     if logits.shape[:2] != (1, len(places)):
         raise ValueError(f"{type(module).__name__} does not use its output layer as other causal LMs do")
     logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
     by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
     return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
-
-
-@contextlib.contextmanager
-def _narrowed(output_layer: nn.Module, places: torch.Tensor) -> Iterator[None]:
-    """Let the output layer see only hidden states that predict a scored label, as (1, scored tokens, hidden)."""
-
-    def select(module, args):
-        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
-
-    handle = output_layer.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
@@ -257,15 +247,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
-def _load_stored(path: Path, rows: int) -> np.ndarray | None:
-    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
-    try:
-        values = np.load(path)
-        return values if values.shape == (rows,) else None
-    except (OSError, ValueError, EOFError):
-        return None
-
-
 def model_digest(name_or_path: str) -> str:
     """SHA-256 over the configuration, code and weights of a model."""
     folder = model_folder(name_or_path)
@@ -383,7 +364,7 @@ class SPAGTrainer(Trainer):
         missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = _load_stored(path, len(dataset)) if self.is_world_process_zero() else None
+            stored = np.load(path) if self.is_world_process_zero() and path.is_file() else None
             (dataset.ref_logprobs,) = broadcast_object_list([stored])
             if dataset.ref_logprobs is None:
                 missing.append((path, dataset))
@@ -451,11 +432,10 @@ class SPAGTrainer(Trainer):
         self.model.train(training)
 
     def _starts_at_reference(self) -> bool:
-        names = [self.args.model_name_or_path, self.args.ref_model_name_or_path]
-        same = len({os.path.realpath(name) for name in names}) == 1
-        if not same and self.is_world_process_zero():
-            same = len({model_digest(name) for name in names}) == 1
-        return broadcast_object_list([same])[0]
+        def same(identity: Callable[[str], str]) -> bool:
+            return identity(self.args.model_name_or_path) == identity(self.args.ref_model_name_or_path)
+
+        return utils.from_rank_0(lambda: same(os.path.realpath) or same(model_digest))
 
     def _load_reference_model(self) -> nn.Module:
         """The frozen reference in eval mode, on its device; under ZeRO-3 with an engine of its own."""
@@ -503,7 +483,7 @@ class SPAGTrainer(Trainer):
         sums = gather_object([utils.checksums(folder, of_rank=self.args.process_index)])
         if self.args.should_save:
             here = {name: each for of_rank in sums for name, each in of_rank.items() if (folder / name).is_file()}
-            utils.mark_complete(folder, here)
+            utils.write_json(folder / utils.COMPLETE, here)
             for other in utils.checkpoints(self.args.output_dir):
                 if not utils.is_complete(other):  # a kill left it; it must not count below
                     shutil.rmtree(other)

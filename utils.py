@@ -24,24 +24,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
-# What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
+# What files, safetensors, torch, and numpy say of a full disk, a quota, and a limit on a file's size.
 ON_FULL_DISK = re.compile(
-    r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
+    r"Errno (27|28|122)\b|os error 28|No space left|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
-BLANKS = re.compile(r"\s*")
+LIST_START = re.compile(r"\s*\[\s*")
+LIST_COMMA = re.compile(r"\s*(,\s*(?!])|(?=]))")  # between elements, or before the end
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line ends of Unicode
 DECODER = json.JSONDecoder()
-AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, besides an element
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
@@ -87,13 +87,14 @@ def log_skipped(message: str) -> None:
 
 
 def iter_records(
-    path: str | os.PathLike, *, skip_bad: bool = False, on_skip: Callable[[str], None] = log_skipped
+    path: str | os.PathLike, *, on_skip: Callable[[str], None] | None = None
 ) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
     A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). Neither
     needs more memory than its largest record, but for the rest of a list after its first fault.
-    `skip_bad` passes over JSONL lines that are no objects and ends a list at its first fault, telling `on_skip`.
+    With `on_skip`, which is told of each, JSONL lines that are no objects are passed over, and a list ends at its
+    first fault.
 
     Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
     a list that is cut off, and a record that is not an object.
@@ -104,12 +105,12 @@ def iter_records(
             raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
         file.seek(0)
         if first != "[":
-            yield from _iter_lines(path, file, on_skip if skip_bad else None)
+            yield from _iter_lines(path, file, on_skip)
             return
         try:
             yield from _iter_list(path, file)
         except BadRecordError as error:
-            if not skip_bad:
+            if not on_skip:
                 raise
             on_skip(f"{error} (the rest of the file is lost)")
 
@@ -136,34 +137,27 @@ def _iter_lines(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterat
 
 def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
     """The elements of a list; the text at hand grows until the next one is whole."""
-    text, at, line, expected = "", 0, 1, "["  # one of the characters `expected` comes next, or an element
+    text, at, line, before = "", 0, 1, LIST_START
     while True:
-        blanks = BLANKS.match(text, at)
-        line, at = line + blanks[0].count("\n"), blanks.end()
-        where, found = f"{path}:{line}", text[at : at + 1]
-        if not found and (more := file.read(CHUNK)):
-            text, at = more, 0
-        elif not found or expected == AFTER["]"]:
-            break
-        elif found in expected:
-            at, expected = at + 1, AFTER[found]
-        elif expected == ",]":
-            raise BadRecordError(f"{where}: expected ',' or ']', found {found!r}")
-        else:
-            try:
-                record, end = _scan(text, at, where)
-            except BadRecordError:
-                if not (more := file.read(len(text))):
-                    raise
-                text, at = text[at:] + more, 0
-                continue
-            yield where, record
-            line += text.count("\n", at, end)
-            at, expected = end, ",]"
-    if found:
-        raise BadRecordError(f"{where}: {found!r} after the end of the JSON list; one list a file")
-    if expected != AFTER["]"]:
-        raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
+        where = f"{path}:{line}"
+        try:
+            if not (gap := before.match(text, at)):
+                raise BadRecordError(f"{where}: expected ',' or ']', found {text[at : at + 20]!r}; cut off?")
+            if text.startswith("]", gap.end()):
+                break
+            first_line = line + gap[0].count("\n")
+            where = f"{path}:{first_line}"
+            record, end = _scan(text, gap.end(), where)
+        except BadRecordError:  # unless it goes on in what is not read yet
+            if not (more := file.read(max(CHUNK, len(text) - at))):
+                raise
+            text, at = text[at:] + more, 0
+            continue
+        yield where, record
+        line += text.count("\n", at, end)
+        at, before = end, LIST_COMMA
+    if rest := (text[gap.end() + 1 :] + file.read()).strip():
+        raise BadRecordError(f"{where}: {rest[:20]!r} after the end of the JSON list; one list a file")
 
 
 def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
@@ -250,10 +244,9 @@ def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
-        if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
+        if getattr(error, "filename", None) or not ON_FULL_DISK.search(str(error)):
             raise
-        number = error.errno if full else ENOSPC
+        number = getattr(error, "errno", None) or ENOSPC
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
@@ -265,14 +258,15 @@ def write_json(path: str | os.PathLike, value) -> None:
 
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
-    lines = str(path).endswith(".jsonl")
     with replacing(path) as file:
-        before, after = ("", "\n") if lines else ("[\n", "")
+        if str(path).endswith(".jsonl"):
+            file.writelines(to_json(record) + "\n" for record in records)
+            return
+        before = "[\n"
         for record in records:
-            file.write(before + to_json(record) + after)
-            before = before and ",\n"
-        if not lines:
-            file.write("[]\n" if before == "[\n" else "\n]\n")
+            file.write(before + to_json(record))
+            before = ",\n"
+        file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
@@ -300,25 +294,20 @@ def alpaca_to_row(example: dict) -> dict:
 def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
     """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
 
-    Raises ValueError for a missing text, and for one that is no Unicode.
+    Raises ValueError for a text that is missing or holds what is no Unicode.
     """
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | from_alpaca(record)
     texts = []
     for name, other in (("query", "prompt"), ("target", "answer")):
-        key = name if name in record else other
-        if key not in record:
+        text = record.get(name, record.get(other))
+        if not isinstance(text, str):
             raise ValueError(
                 f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
-                "'instruction' and 'output')"
+                "'instruction' and 'output'), which are texts"
             )
-        if not isinstance(record[key], str):
-            raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
-        try:
-            record[key].encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
-        texts.append(record[key])
+        text.encode()  # raises UnicodeEncodeError, a ValueError
+        texts.append(text)
     return texts[0], texts[1], record
 
 
@@ -599,11 +588,6 @@ def _size_and_crc(path: Path) -> list[int]:
         return [file.tell(), crc]
 
 
-def mark_complete(folder: str | os.PathLike, sums: dict[str, list[int]] | None = None) -> None:
-    """Write down that a checkpoint folder is whole, with the `checksums` of its files."""
-    write_json(Path(folder) / COMPLETE, checksums(folder) if sums is None else sums)
-
-
 def is_complete(folder: str | os.PathLike) -> bool:
     """Whether a checkpoint folder was written to its end and still has all its files, of their sizes."""
     paths = {Path(folder, name): size for name, (size, _) in _mark(folder).items()}
@@ -679,13 +663,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         several = list in (get_origin(hint), get_origin(inner))
         plain = (*get_args(inner), inner)[0]
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        needed = default is dataclasses.MISSING
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         line = each.metadata["help"]
-        if not needed and default not in (None, []):
+        if default not in (dataclasses.MISSING, None, []):
             line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
-        settings |= {"required": needed, "default": None if needed else default, "help": line.replace("%", "%%")}
+        settings |= {"required": default is dataclasses.MISSING, "default": default, "help": line.replace("%", "%%")}
         parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
 
 
@@ -834,12 +817,10 @@ def shown(text: str) -> str:
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
-class CleanFormatter(logging.Formatter):
-    """Messages of the log may quote models, servers and files."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = shown(record.message)
-        return super().formatMessage(record)
+def _clean(record: logging.LogRecord) -> bool:
+    """A filter of the log, whose messages may quote models, servers and files."""
+    record.msg, record.args = shown(record.getMessage()), None
+    return True
 
 
 def set_up_logging() -> None:
@@ -849,7 +830,8 @@ def set_up_logging() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(CleanFormatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_clean)
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, handlers=[handler], force=True)
 
 

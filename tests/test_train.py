@@ -39,6 +39,11 @@ def flags_of(output, settings: dict) -> list[str]:
     return flags
 
 
+def mark(checkpoint: Path) -> None:
+    """Write down that a checkpoint folder is whole, as the trainer does."""
+    utils.write_json(checkpoint / utils.COMPLETE, utils.checksums(checkpoint))
+
+
 def run(output, settings: dict, **changes) -> list[dict]:
     """Call train.py in this process; what it logged, a dict each step."""
     if trainer := train.set_up(flags_of(output, settings | changes)):
@@ -475,7 +480,9 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     run(tmp_path / "out", settings | {"save_only_model": True})
     (tmp_path / "out" / "train_results.json").unlink()
-    with pytest.raises(ValueError, match="saved without its optimizer.*--overwrite_output_dir True to start anew"):
+    with pytest.raises(
+        ValueError, match="no optimizer state for this launch.*--overwrite_output_dir True to start anew"
+    ):
         run(tmp_path / "out", settings, resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="--resume_from_checkpoint nowhere: not a whole checkpoint folder"):
         run(tmp_path / "other", settings, resume_from_checkpoint="nowhere")
@@ -488,8 +495,8 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
 @pytest.mark.parametrize(
     ("saved", "deepspeed", "message"),
     [
-        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed; continue it so"),
-        (["optimizer.pt"], True, "saved without --deepspeed; continue it so"),
+        (["global_step3/mp_rank_00_model_states.pt"], False, "no optimizer state for this launch"),
+        (["optimizer.pt"], True, "no optimizer state for this launch"),
         (
             ["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"],
             True,
@@ -511,7 +518,7 @@ def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(
     for name in saved:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
-    utils.mark_complete(checkpoint)
+    mark(checkpoint)
     output.settings.write(output.args.same_run)
     if message is None:
         assert output.claim() and output.args.resume_from_checkpoint == str(checkpoint)
@@ -537,7 +544,7 @@ def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(tmp_
         checkpoint.mkdir(parents=True)
         (checkpoint / "optimizer.pt").touch()
         utils.write_json(checkpoint / "trainer_state.json", {"global_step": step})
-        utils.mark_complete(checkpoint)
+        mark(checkpoint)
         return checkpoint
 
     other = save("other", 10)
@@ -559,7 +566,7 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"12345")
     assert not utils.is_complete(folder)
-    utils.mark_complete(folder)
+    mark(folder)
     assert utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) == str(folder)
     (folder / "model.safetensors").write_bytes(b"123")
     assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
@@ -870,7 +877,7 @@ def test_rows_that_lose_nearly_all_are_told_and_refused_where_they_are_most(tmp_
     [
         ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: not a JSON object"),
         ('[{"query": "a", "target": "b"}, {"query"', r"rows\.jsonl:1: .*cut off"),
-        ('{"query": "a", "target": null}\n', "'target' must be a text"),
+        ('{"query": "a", "target": null}\n', "'target' is missing; .* texts"),
         ("", "the file is empty"),
     ],
 )

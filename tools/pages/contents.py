@@ -136,7 +136,7 @@ class Report:
         for path in paths:
             if unfinished and path.is_file() and not path.stat().st_size:
                 continue
-            for where, episode in iter_records(path, skip_bad=unfinished, on_skip=log_skipped):
+            for where, episode in iter_records(path, on_skip=log_skipped if unfinished else None):
                 try:
                     counted.add(episode)
                 except (ValueError, TypeError, AttributeError, LookupError) as error:  # a game may get odd messages

@@ -101,7 +101,7 @@ def read_records(
 ) -> Iterator[tuple[str, dict]]:
     """What messages call a record, and the record, of several files; with `skip_bad`, `on_skip` is told of others."""
     for path in paths:
-        for index, (where, record) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
+        for index, (where, record) in enumerate(iter_records(path, on_skip=on_skip if skip_bad else None)):
             yield f"{where}: episode {index} of the file, counted from 0", record
 
 
