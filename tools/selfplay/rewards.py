@@ -8,32 +8,29 @@ from functools import partial
 
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
-from utils import BadRecordError, log_skipped
+from utils import BadRecordError
 
 PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
-Reader = Callable[..., Iterable[tuple[str, dict]]]  # what messages call a record, and the record; takes `on_skip`
+Reader = Callable[[], Iterable[tuple[str, dict]]]  # what messages call a record, and the record
 
 
 class Games:
     """Episodes that are read twice: first to judge them all and see how many games paid each role, then for rows.
 
-    What is no game of this kind, or has rewards that are none, is a BadRecordError or, with `skip_bad`, passed over.
+    Raises BadRecordError for what is no game of this kind, or has rewards that are none.
     """
 
-    def __init__(self, game: Game, read: Reader, *, skip_bad: bool = False):
-        self.game, self.skipped, self._read = game, 0, read
+    def __init__(self, game: Game, read: Reader):
+        self.game, self._read = game, read
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
-        self._verdicts: list[Verdict | None] = []  # None: no episode; equal ones are one object, 8 bytes a game
+        self._verdicts: list[Verdict] = []  # equal ones are one object, 8 bytes a game
         known: dict[Verdict, Verdict] = {}
-        for where, record in read(on_skip=self._skip):
+        for where, episode in read():
             try:
-                verdict = self._judge(record)
-                self._verdicts.append(known.setdefault(verdict, verdict))
+                verdict = self._judge(episode)
             except ValueError as error:
-                if not skip_bad:
-                    raise BadRecordError(f"{where}: {error}") from None
-                self._skip(f"{where}: {error}")
-                self._verdicts.append(None)
+                raise BadRecordError(f"{where}: {error}") from None
+            self._verdicts.append(known.setdefault(verdict, verdict))
 
     def _judge(self, episode: dict) -> Verdict:
         self.game.check_kind(episode)
@@ -42,21 +39,15 @@ class Games:
             self.paid[role] += 1
         return verdict
 
-    def _skip(self, message: str) -> None:
-        log_skipped(message)
-        self.skipped += 1
-
     def judged(self) -> Iterator[tuple[dict, Verdict]]:
         """The episodes, read once more, with their verdicts."""
-        for (_, record), verdict in zip(self._read(), self._verdicts, strict=True):
-            if verdict:
-                yield record, verdict
+        for (_, episode), verdict in zip(self._read(), self._verdicts, strict=True):
+            yield episode, verdict
 
     def counts(self) -> dict[str, int]:
-        """How many episodes there are, how many had each outcome, and how many records were passed over."""
-        found = Counter(verdict.outcome for verdict in self._verdicts if verdict)
-        outcomes = {outcome.name: found[outcome.name] for outcome in self.game.outcomes}
-        return {"episodes": found.total(), **outcomes, "skipped": self.skipped}
+        """How many episodes there are, and how many had each outcome."""
+        found = Counter(verdict.outcome for verdict in self._verdicts)
+        return {"episodes": found.total(), **{outcome.name: found[outcome.name] for outcome in self.game.outcomes}}
 
     def role_weights(self) -> dict[str, float]:
         """What rows of each role weigh, so that all roles count the same in sum: N / (2 N_role), or 0 without games.
@@ -99,7 +90,7 @@ def assign_rewards(
 def in_memory(episodes: Iterable[dict]) -> Reader:
     """How `Games` reads episodes that are no file."""
     named = [(f"episode {index}", episode) for index, episode in enumerate(episodes)]
-    return lambda on_skip=None: named
+    return lambda: named
 
 
 def paid_rows(games: Games, *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
