@@ -7,55 +7,32 @@ from tools.games import prompts
 from tools.games.taboo import Taboo
 from utils import open_text
 
-RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
-
-
-def read_literals(path: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """The values of variables that a Python file sets to literals; the file is parsed, never run.
-
-    Raises FileNotFoundError; ValueError for a file that is not Python, lacks one of `names`, or computes its value.
-    """
-    with open_text(path) as file:
-        try:
-            statements = ast.parse(file.read()).body
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"{path}: not Python ({error})") from None
-    values: dict[str, Any] = {}
-    for statement in statements:
-        match statement:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in names:
-                try:
-                    values[name] = ast.literal_eval(value)
-                except (ValueError, TypeError):
-                    line = statement.lineno
-                    raise ValueError(f"{path}:{line}: {name} is computed; only literals are read") from None
-    if missing := [name for name in names if name not in values]:
-        raise ValueError(f"{path}: {', '.join(missing)} is not set; is this the utils.py of the released code?")
-    return values
+RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = NAMES = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
 
 
 def release_templates(path: str) -> prompts.Templates:
-    """The released prompts as a prompt file of this project.
+    """The released prompts, three literals of a Python file that is parsed, never run, as a prompt file.
 
-    Raises ValueError where they do not fit: play and training must word a player's instruction alike.
+    Raises FileNotFoundError; ValueError for a file without them, and where they do not fit: play and training must
+    word a player's instruction alike.
     """
-    game = Taboo()
-    literals = read_literals(path, (RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS))
-    for name in (PLAY_INSTRUCTIONS, INSTRUCTIONS):
-        texts = literals[name]
-        if not isinstance(texts, dict) or not all(isinstance(texts.get(role), str) for role in game.roles):
-            raise ValueError(f"{path}: {name} must be a dictionary with texts for {' and '.join(game.roles)}")
-    for role in game.roles:
-        if literals[PLAY_INSTRUCTIONS][role] != prompts.play_request(literals[INSTRUCTIONS][role]):
-            raise ValueError(
-                f"{path}: {PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell the {role} different things;"
-                " a prompt file has one instruction for both, laid out for play"
-            )
-    rules = literals[RULES]
-    templates = {
-        "rules": list(rules) if isinstance(rules, tuple) else rules,
-        **{f"{role}_instruction": literals[INSTRUCTIONS][role] for role in game.roles},
-    }
-    if problems := prompts.template_problems(templates, game):
+    game, values = Taboo(), dict[str, Any]()
+    with open_text(path) as file:
+        text = file.read()
+    try:
+        for statement in ast.parse(text).body:
+            match statement:
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in NAMES:
+                    values[name] = ast.literal_eval(value)
+        played, trained = values[PLAY_INSTRUCTIONS], values[INSTRUCTIONS]
+        templates = {"rules": list(values[RULES]), **{f"{role}_instruction": trained[role] for role in game.roles}}
+        alike = all(played[role] == prompts.play_request(trained[role]) for role in game.roles)
+    except (SyntaxError, ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not the utils.py of the released code ({problem})") from None
+    problems = prompts.template_problems(templates, game)
+    if not alike:
+        problems.append(f"{PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell a player different things; there is one text")
+    if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return templates

@@ -75,10 +75,7 @@ class Words(OutputFile):
 
     def run(self) -> None:
         self.check(*([self.compare] if self.compare else []), number=1, min_letters=1)
-        counts = Counter(dict.fromkeys(("words", "not_alphabetic", "too_short", "stop_words"), 0))
-        ranked, stop_words = load_word_sources()
-        words = frequent_words(ranked, stop_words, number=self.number, min_letters=self.min_letters, counts=counts)
-        counts["words"] = len(words)
+        words, counts = frequent_words(*load_word_sources(), number=self.number, min_letters=self.min_letters)
         write_words(self.output, words)
         settings = {"number": self.number, "min_letters": self.min_letters, "packages": WORD_PACKAGES}
         self.write_source(WORD_SOURCE, settings=settings, counts=counts)
@@ -89,13 +86,13 @@ class Words(OutputFile):
 
 
 def frequent_words(
-    ranked: Iterable[str], stop_words: Iterable[str], *, number: int, min_letters: int, counts: Counter
-) -> list[str]:
+    ranked: Iterable[str], stop_words: Iterable[str], *, number: int, min_letters: int
+) -> tuple[list[str], Counter[str]]:
     """The first `number` words of a ranked list that are letters a to z only, long enough, and no stop words.
 
-    Adds to `counts` what was passed over and why. Raises ValueError if the list has fewer such words.
+    Also counts them, and what was passed over and why. Raises ValueError if the list has fewer such words.
     """
-    stop, words = set(stop_words), []
+    stop, words, counts = set(stop_words), [], Counter(words=number, not_alphabetic=0, too_short=0, stop_words=0)
     for word in ranked:
         if not re.fullmatch("[a-z]+", word):
             counts["not_alphabetic"] += 1
@@ -106,20 +103,19 @@ def frequent_words(
         else:
             words.append(word)
         if len(words) == number:
-            return words
+            return words, counts
     raise ValueError(f"--number {number}: the source has only {len(words)} words of at least {min_letters} letters")
 
 
 def load_word_sources() -> tuple[Iterable[str], list[str]]:
     """All English words by falling frequency, and the stop words; ValueError where a package is missing or another."""
-    install = "pip install " + " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
-    for name, version in WORD_PACKAGES.items():
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            raise ValueError(f"words needs the package {name}: {install}") from None
-        if installed != version:
-            raise ValueError(f"words needs {name} {version}, not {installed}, whose words are others: {install}")
+    try:
+        installed = {name: metadata.version(name) for name in WORD_PACKAGES}
+    except metadata.PackageNotFoundError:
+        installed = {}
+    if installed != WORD_PACKAGES:
+        wanted = " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
+        raise ValueError(f"words needs these versions, others rank other words: pip install {wanted}")
     from stop_words import get_stop_words
     from wordfreq import iter_wordlist
 
