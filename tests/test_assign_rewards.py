@@ -18,6 +18,7 @@ from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
 from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
+from tools.selfplay.rows import RowFlags
 from utils import parse_flags, read_json_or_jsonl, run_program
 
 GAME, WORD = Taboo(), "apple"
@@ -147,14 +148,14 @@ def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
 
 def test_episodes_that_change_between_the_passes_are_an_error():
     named = [("", each) for each in EPISODES]
-    games = Games(GAME, lambda: named)
+    games = Games(GAME, lambda on_skip=None: named)
     named.pop()
     with pytest.raises(ValueError):
         list(paid_rows(games, decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
-    def read():
+    def read(on_skip=None):
         return (("", episode(f"Hello number {i}", "x" * 1000, "So", "An apple")) for i in range(2000))
 
     tracemalloc.start()
@@ -281,6 +282,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
         "defender wins": 1,
         "attacker breaks the rules": 1,
         "tied game": 1,
+        "skipped": 0,
     }
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
@@ -420,13 +422,22 @@ def test_a_bad_episode_is_named_by_file_line_and_index(refuse, broken, complaint
     assert "episodes1.jsonl:2: episode 1 of the file" in line and complaint in line
 
 
+@pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
+def test_a_bad_episode_is_skipped_and_counted_on_request(run, broken, complaint):
+    rows, printed = run("--skip_bad", "True", inputs=([broken, *EPISODES, broken],))
+    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 2 and printed["games"]["episodes"] == 4
+
+
 @pytest.mark.parametrize(
     "name, form", [("cut.json", json.dumps), ("cut.jsonl", lambda x: "\n".join(map(json.dumps, x)))]
 )
-def test_a_file_that_was_cut_off_is_an_error(refuse, tmp_path, name, form):
+def test_a_file_that_was_cut_off_is_an_error_or_recovered_as_far_as_it_goes(refuse, run, tmp_path, name, form):
     text = form([*EPISODES, DEFENDER_WON])
     (tmp_path / name).write_text(text[:-20])
-    assert name in refuse("--input_data_path", tmp_path / name)
+    line = refuse("--input_data_path", tmp_path / name)
+    assert name in line
+    rows, printed = run("--input_data_path", tmp_path / name, "--skip_bad", "True")
+    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -461,6 +472,18 @@ def test_an_input_is_never_written_over(refuse, tmp_path):
 def test_files_of_one_run_never_overwrite_each_other(refuse, tmp_path, flag):
     rows = write(tmp_path / "same.json", [])
     assert "would be written over another file" in refuse("--output_data_path", rows, flag, rows)
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, form):
+    games = [{**game, "target_word": "naïve 🎻"} for game in EPISODES]
+    texts = [json.dumps(game, ensure_ascii=False) for game in games]
+    data = ("[" + ", ".join(texts) + "]" if form == "json" else "\n".join(texts) + "\n").encode()
+    last = data.rindex("🎻".encode())
+    for cut in range(last, last + 5):
+        (tmp_path / "cut").write_bytes(data[:cut])
+        found = RowFlags(skip_bad=True).read_games(GAME, [tmp_path / "cut"])
+        assert [game for game, _ in found.judged()] == games[:-1] and found.skipped == 1
 
 
 def test_an_sft_example_without_texts_is_named(refuse, tmp_path):
@@ -527,7 +550,7 @@ def test_a_decay_of_the_command_line_is_checked(refuse):
 
 
 def test_flags_are_not_abbreviated_and_take_true_or_false():
-    for flags in (["--decay", "0.5"], ["--chat_template", "maybe"]):
+    for flags in (["--decay", "0.5"], ["--skip_bad", "maybe"]):
         with pytest.raises(SystemExit) as exit_info:
             parse_flags(program.Flags, ["--input_data_path", "x", "--output_data_path", "y", *flags], description="")
         assert exit_info.value.code == 2

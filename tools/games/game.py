@@ -192,7 +192,7 @@ class Game:
 DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
-TAKEN |= {"both", "sft", "empty", "dropped"}
+TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:

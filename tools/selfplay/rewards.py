@@ -8,29 +8,32 @@ from functools import partial
 
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
-from utils import BadRecordError
+from utils import BadRecordError, log_skipped
 
 PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
-Reader = Callable[[], Iterable[tuple[str, dict]]]  # what messages call a record, and the record
+Reader = Callable[..., Iterable[tuple[str, dict]]]  # what messages call a record, and the record; takes `on_skip`
 
 
 class Games:
     """Episodes that are read twice: first to judge them all and see how many games paid each role, then for rows.
 
-    Raises BadRecordError for what is no game of this kind, or has rewards that are none.
+    What is no game of this kind, or has rewards that are none, is a BadRecordError or, with `skip_bad`, passed over.
     """
 
-    def __init__(self, game: Game, read: Reader):
-        self.game, self._read = game, read
+    def __init__(self, game: Game, read: Reader, *, skip_bad: bool = False):
+        self.game, self.skipped, self._read = game, 0, read
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
-        self._verdicts: list[Verdict] = []  # equal ones are one object, 8 bytes a game
+        self._verdicts: list[Verdict | None] = []  # None: no episode; equal ones are one object, 8 bytes a game
         known: dict[Verdict, Verdict] = {}
-        for where, episode in read():
+        for where, record in read(on_skip=self._skip):
             try:
-                verdict = self._judge(episode)
+                verdict = self._judge(record)
+                self._verdicts.append(known.setdefault(verdict, verdict))
             except ValueError as error:
-                raise BadRecordError(f"{where}: {error}") from None
-            self._verdicts.append(known.setdefault(verdict, verdict))
+                if not skip_bad:
+                    raise BadRecordError(f"{where}: {error}") from None
+                self._skip(f"{where}: {error}")
+                self._verdicts.append(None)
 
     def _judge(self, episode: dict) -> Verdict:
         self.game.check_kind(episode)
@@ -39,15 +42,21 @@ class Games:
             self.paid[role] += 1
         return verdict
 
+    def _skip(self, message: str) -> None:
+        log_skipped(message)
+        self.skipped += 1
+
     def judged(self) -> Iterator[tuple[dict, Verdict]]:
         """The episodes, read once more, with their verdicts."""
-        for (_, episode), verdict in zip(self._read(), self._verdicts, strict=True):
-            yield episode, verdict
+        for (_, record), verdict in zip(self._read(), self._verdicts, strict=True):
+            if verdict:
+                yield record, verdict
 
     def counts(self) -> dict[str, int]:
-        """How many episodes there are, and how many had each outcome."""
-        found = Counter(verdict.outcome for verdict in self._verdicts)
-        return {"episodes": found.total(), **{outcome.name: found[outcome.name] for outcome in self.game.outcomes}}
+        """How many episodes there are, how many had each outcome, and how many records were passed over."""
+        found = Counter(verdict.outcome for verdict in self._verdicts if verdict)
+        outcomes = {outcome.name: found[outcome.name] for outcome in self.game.outcomes}
+        return {"episodes": found.total(), **outcomes, "skipped": self.skipped}
 
     def role_weights(self) -> dict[str, float]:
         """What rows of each role weigh, so that all roles count the same in sum: N / (2 N_role), or 0 without games.
@@ -90,7 +99,7 @@ def assign_rewards(
 def in_memory(episodes: Iterable[dict]) -> Reader:
     """How `Games` reads episodes that are no file."""
     named = [(f"episode {index}", episode) for index, episode in enumerate(episodes)]
-    return lambda: named
+    return lambda on_skip=None: named
 
 
 def paid_rows(games: Games, *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:

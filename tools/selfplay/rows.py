@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -49,6 +49,7 @@ class RowFlags(GameFlags):
     messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
     min_game_rows: int = flag("fewer rows of games are an error: rows of an optimizer step; 0: any number", default=1)
     drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
+    skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
     overwrite: bool = flag("True: write rows of other settings or inputs anew", default=False)
 
     def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
@@ -77,6 +78,10 @@ class RowFlags(GameFlags):
             return partial(prompts.training_prompt, game, rng=rng, templates=templates)
         return partial(prompts.play_prompt, game, templates=templates)
 
+    def read_games(self, game: Game, paths: list[str]) -> Games:
+        """The episodes of these files, judged."""
+        return Games(game, partial(read_records, paths, skip_bad=self.skip_bad), skip_bad=self.skip_bad)
+
     def game_rows(self, games: Games, prompt_fn: PromptFn) -> Iterator[dict]:
         """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
 
@@ -91,15 +96,13 @@ class RowFlags(GameFlags):
         )
 
 
-def read_games(game: Game, paths: Sequence[str]) -> Games:
-    """The episodes of several files, judged."""
-
-    def read() -> Iterator[tuple[str, dict]]:
-        for path in paths:
-            for index, (where, episode) in enumerate(iter_records(path)):
-                yield f"{where}: episode {index} of the file, counted from 0", episode
-
-    return Games(game, read)
+def read_records(
+    paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
+) -> Iterator[tuple[str, dict]]:
+    """What messages call a record, and the record, of several files; with `skip_bad`, `on_skip` is told of others."""
+    for path in paths:
+        for index, (where, record) in enumerate(iter_records(path, skip_bad=skip_bad, on_skip=on_skip)):
+            yield f"{where}: episode {index} of the file, counted from 0", record
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
@@ -142,7 +145,7 @@ def make_rows(
             check_number(flags, game, results["rows"], inputs)
             logger.info("%s: all is there: %s", output, rows_line(game, results))
             return results
-        games = read_games(game, inputs)
+        games = flags.read_games(game, inputs)
         results = {"games": games.counts()}
         rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
@@ -172,7 +175,7 @@ def check_number(flags: RowFlags, game: Game, rows: Mapping[str, int], paths: li
     if (number := sum(rows[role] for role in game.roles)) >= flags.min_game_rows:
         return
     counts = GameCounts(game)
-    for episode, verdict in read_games(game, paths).judged():
+    for episode, verdict in flags.read_games(game, paths).judged():
         counts.add(episode, verdict)
     raise ValueError(
         f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({result_line(counts.as_dict())})."
