@@ -20,9 +20,6 @@ ALL = "all"  # the row that pools all word lists
 RATES = ("win", "loss", "tie", "breach")
 
 
-# --- intervals -----------------------------------------------------------------------------------------------------
-
-
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | None, list[float] | None]:
     """A mean between 0 and 1 and its 95% interval, from clusters of dependent observations; None, None of none.
 
@@ -76,9 +73,6 @@ def t_quantile(freedom: int) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-# --- who meets whom ------------------------------------------------------------------------------------------------
-
-
 class Match(NamedTuple):
     """Games of one player in the game's first role against another in its second."""
 
@@ -114,9 +108,6 @@ def schedule(
     ]
 
 
-# --- counting ------------------------------------------------------------------------------------------------------
-
-
 Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and target word
 
 
@@ -150,9 +141,6 @@ def _sums_of(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, floa
         if clean:
             sums |= {"clean": 1, "clean points": points}
         yield role, sums
-
-
-# --- results -------------------------------------------------------------------------------------------------------
 
 
 def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:

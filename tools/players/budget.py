@@ -81,9 +81,6 @@ class TokenBudget:
         self.ended_tokens += self.in_flight.pop(game, 0)
 
 
-# --- the estimate --------------------------------------------------------------------------------------------------
-
-
 class Assumed(NamedTuple):
     """What an estimate takes for granted."""
 

@@ -49,10 +49,9 @@ async def play_game(
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
-    named = {} if game.name == DEFAULT_GAME else {"game": game.name}
     return {
         "index": index,
-        **named,
+        **({} if game.name == DEFAULT_GAME else {"game": game.name}),
         "target_word": task,
         "max_turns": max_turns,
         "history": history,
@@ -176,8 +175,7 @@ class Run:
         quiet = HUMAN in self.names
         progress = Progress(self.flags, self.files, len(to_play), lineup.budget, report_to=self.report_to, quiet=quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
-            task = self.files.words[0]
-            estimator = self.estimator
+            task, estimator = self.files.words[0], self.estimator
             likely = max(estimator.cost(each.names, task, estimator.likely).tokens for each in self.pairings)
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
             lineup.budget.set_limit(left / world_size(), likely)

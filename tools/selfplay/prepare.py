@@ -1,5 +1,6 @@
 """The files that play and training start from, each with a file beside it that tells what it was made of."""
 
+import ast
 import json
 import random
 import re
@@ -8,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import game_setting
-from tools.games.release import release_templates
+from tools.games.taboo import Taboo
 from tools.selfplay.rows import RowFlags, make_rows, refuse_overwriting
 from utils import (
     BadRecordError,
@@ -20,6 +22,7 @@ from utils import (
     file_sha256,
     flag,
     iter_records,
+    open_text,
     read_words,
     replacing,
     too_small,
@@ -32,6 +35,8 @@ WORD_SOURCE = (
     "wordfreq's list 'large' of English, most frequent first, without the English stop words of stop-words;"
     " wordfreq's data are under CC BY-SA 4.0 (see data/README.md)"
 )
+# What the released code calls its prompts.
+RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = RELEASED = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
 
 
 @dataclass(kw_only=True)
@@ -226,3 +231,31 @@ class Prompts(OutputFile):
         settings = {"templates_sha256": prompts.templates_digest(templates)}
         counts = {"rules": len(templates["rules"]), "instructions": len(templates) - 1}
         self.write_source("utils.py of the released code", self.from_release, settings=settings, counts=counts)
+
+
+def release_templates(path: str) -> prompts.Templates:
+    """Taboo's released prompts, three literals of a Python file that is parsed, never run, as a prompt file.
+
+    Raises FileNotFoundError; ValueError for a file without them, and where they do not fit: play and training must
+    word a player's instruction alike.
+    """
+    game, values = Taboo(), dict[str, Any]()
+    try:
+        with open_text(path) as file:
+            statements = ast.parse(file.read()).body
+        for statement in statements:
+            match statement:
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in RELEASED:
+                    values[name] = ast.literal_eval(value)
+        played, trained = values[PLAY_INSTRUCTIONS], values[INSTRUCTIONS]
+        templates = {"rules": list(values[RULES]), **{f"{role}_instruction": trained[role] for role in game.roles}}
+        alike = all(played[role] == prompts.play_request(trained[role]) for role in game.roles)
+    except (SyntaxError, ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not the utils.py of the released code ({problem})") from None
+    problems = prompts.template_problems(templates, game)
+    if not alike:
+        problems.append(f"{PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell a player different things; there is one text")
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return templates
