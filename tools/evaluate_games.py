@@ -20,7 +20,6 @@ from tools.engine.model import model_folder
 from tools.games.game import Game
 from tools.matches.results import RESULTS, write_results
 from tools.matches.stats import ALL, Match, pairs, schedule
-from tools.players.human import HUMAN
 from tools.players.player import TESTING
 from tools.players.server_flags import is_server
 from tools.selfplay.files import EpisodeFiles
@@ -83,8 +82,6 @@ class Flags(PlayFlags):
                 problems.append(f"--{name} names {repeated[0]} twice")
         if odd := [name for name in (*names, *lists) if not name.isprintable()]:
             problems.append(f"{odd[0]!r} is no name of a player or word list: it has characters that cannot be shown")
-        if HUMAN in paths:
-            problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
         if ALL in lists:
             problems.append(f"--words names a list {ALL!r}, the name of what pools the lists; call it otherwise")
         if self.against is not None and self.against not in names:

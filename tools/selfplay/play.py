@@ -134,7 +134,7 @@ class Run:
             print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
             return None
         self._settle_engine(settings)
-        self.flags.set_precision()
+        torch.set_float32_matmul_precision("high" if self.flags.tf32 else "highest")
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, missing = 0.0, finished.missing()
         if to_play := [index for index in missing if index % world_size() == rank()]:
@@ -166,14 +166,14 @@ class Run:
             (self.pairings[number].names, [self.files.words[index] for index in indices])
             for number, indices in itertools.groupby(games, key=self.pairing_of)
         )
-        return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
+        return self.estimator.describe(matches, self.flags.price_in, self.flags.price_out)
 
     def _play(self, to_play: list[int], before: GameCounts) -> Progress:
         games, lineup = len(self.files.words), Lineup(self.flags, self.game)
         for names in sorted({pairing.names for pairing in self.pairings}):
             lineup.check_openings(names, self.files.words, self.templates)
         quiet = HUMAN in self.names
-        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, report_to=self.report_to, quiet=quiet)
+        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, self.report_to, quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             task, estimator = self.files.words[0], self.estimator
             likely = max(estimator.cost(each.names, task, estimator.likely).tokens for each in self.pairings)
