@@ -236,4 +236,4 @@ def test_a_match_is_not_for_people(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate_games", *flags, str(tmp_path / "out")])
     with pytest.raises(SystemExit):
         run_program(evaluate_games.main)
-    assert "human: no such folder" in capsys.readouterr().err
+    assert "human plays by tools.play_llm_game only" in capsys.readouterr().err

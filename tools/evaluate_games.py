@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.engine.model import model_folder
 from tools.games.game import Game
 from tools.matches.results import RESULTS, write_results
 from tools.matches.stats import ALL, Match, pairs, schedule
+from tools.players.human import HUMAN
 from tools.players.player import TESTING
-from tools.players.server_flags import is_server
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
@@ -82,6 +81,8 @@ class Flags(PlayFlags):
                 problems.append(f"--{name} names {repeated[0]} twice")
         if odd := [name for name in (*names, *lists) if not name.isprintable()]:
             problems.append(f"{odd[0]!r} is no name of a player or word list: it has characters that cannot be shown")
+        if HUMAN in paths:
+            problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
         if ALL in lists:
             problems.append(f"--words names a list {ALL!r}, the name of what pools the lists; call it otherwise")
         if self.against is not None and self.against not in names:
@@ -94,12 +95,12 @@ class Flags(PlayFlags):
             raise ValueError("; ".join(problems))
 
     def pairings(self, matches: Sequence[Match], game: Game) -> list[Pairing]:
-        """The matches as they are played: models by their folders, so that equal ones are loaded once."""
-        folders = {name: path if is_server(path) else str(model_folder(path)) for name, path in self.players}
+        """The matches as they are played."""
+        paths = dict(self.players)
         return [
             # The seed holds the names, so that a match does not depend on what was played before.
             Pairing(
-                (folders[match.first], folders[match.second]),
+                (paths[match.first], paths[match.second]),
                 seed=json.dumps(match),
                 labels=dict(zip(Match.keys(game), match, strict=True)),
             )
