@@ -53,8 +53,6 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    """The flags of this program."""
-
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
     against: str | None = flag("only matches with this player; unset: every pair", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
@@ -72,7 +70,6 @@ class Flags(PlayFlags):
             self.games_per_word = 1 if self.task_type == TESTING else GAMES_PER_WORD
 
     def check(self) -> None:
-        """Raise one ValueError for all that is wrong with the flags."""
         paths = [player.path for player in self.players]
         problems = too_small(self, games_per_word=1, max_words=1) + self.problems(paths)
         names, lists = [player.name for player in self.players], [item.name for item in self.words]

@@ -74,7 +74,6 @@ class TokenBudget:
             yield index, task
 
     def end(self, game: int) -> None:
-        """Note that a game has ended or was given up."""
         self.ended += 1
         self.ended_tokens += self.in_flight.pop(game, 0)
 

@@ -75,7 +75,6 @@ class Progress:
         return self.games - self.counts.games
 
     def begin(self) -> None:
-        """Start the clock, once."""
         self.started = self.started or time.monotonic()
 
     def batch(self) -> None:
