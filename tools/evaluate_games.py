@@ -12,7 +12,6 @@ plays those that are missing. Under torchrun the games are dealt out to the proc
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,18 +90,11 @@ class Flags(PlayFlags):
         if problems:
             raise ValueError("; ".join(problems))
 
-    def pairings(self, matches: Sequence[Match], game: Game) -> list[Pairing]:
-        """The matches as they are played."""
-        paths = dict(self.players)
-        return [
-            # The seed holds the names, so that a match does not depend on what was played before.
-            Pairing(
-                (paths[match.first], paths[match.second]),
-                seed=json.dumps(match),
-                labels=dict(zip(Match.keys(game), match, strict=True)),
-            )
-            for match in matches
-        ]
+    def pairing(self, match: Match, game: Game) -> Pairing:
+        """A match as it is played."""
+        paths, labels = dict(self.players), dict(zip(Match.keys(game), match, strict=True))
+        # The seed holds the names, so that a match does not depend on what was played before.
+        return Pairing((paths[match.first], paths[match.second]), seed=json.dumps(match), labels=labels)
 
 
 def main() -> None:
@@ -114,7 +106,8 @@ def main() -> None:
     game = flags.load_game()
     templates, players = flags.load_templates(game), [player.name for player in flags.players]
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
-    matches, games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
+    games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
+    pairings = {match: flags.pairing(match, game) for match in dict.fromkeys(match for match, _ in games)}
     words = [word for _, word in games]
     files = EpisodeFiles(flags.output_dir, STEM, words, game, made_of_results=RESULTS)
     settings = {
@@ -127,7 +120,7 @@ def main() -> None:
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    run = Run(flags, game, templates, files, flags.pairings(matches, game), lambda index: games[index][0])
+    run = Run(flags, game, templates, files, [pairings[match] for match, _ in games])
     if run.play(settings):
         print(write_results(files.folder, files.results_path, settings, game), end="")
 

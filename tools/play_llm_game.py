@@ -75,8 +75,8 @@ def main() -> None:
     words = read_words(flags.data_path, game.check_task)
     stem = f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}"
     files = EpisodeFiles(flags.output_dir, stem, words[: flags.max_games], game)
-    pairing = Pairing(flags.names, flags.seed)
-    run = Run(flags, game, templates, files, [pairing], lambda index: 0, flags.report_to)
+    pairings = [Pairing(flags.names, flags.seed)] * len(files.words)
+    run = Run(flags, game, templates, files, pairings, flags.report_to)
     settings = {
         "attacker_model_name_or_path": player_setting(flags.names[0], flags),
         "defender_model_name_or_path": player_setting(flags.names[1], flags),

@@ -99,13 +99,13 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
 
 def schedule(
     pairs: Iterable[tuple[str, str]], lists: Mapping[str, Sequence[str]], seeds: Sequence[int], games_per_word: int = 1
-) -> tuple[list[Match], list[tuple[int, str]]]:
-    """All matches with each word list (by name) and each seed; and their games, (number of the match, word), match
-    after match: in each, every word of its list once, then all again."""
-    matches = [Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds]
-    return matches, [
-        (number, word) for number, match in enumerate(matches) for word in [*lists[match.words]] * games_per_word
-    ]
+) -> list[tuple[Match, str]]:
+    """The games of all pairs with each word list (by name) and each seed, match after match.
+
+    In each match every word of its list is played once, then all again.
+    """
+    matches = (Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds)
+    return [(match, word) for match in matches for word in [*lists[match.words]] * games_per_word]
 
 
 Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and target word
