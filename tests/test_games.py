@@ -91,8 +91,8 @@ def test_all_that_an_incomplete_game_lacks_is_listed_at_once():
     assert game_problems(Half) == [
         *(f"Half.{name} is missing" for name in ("title", "max_turns", "prompt_file", "outcomes")),
         *(f"Half.{name} is missing" for name in ("example_task", "likely_messages")),
-        "Half.secrets() is missing",
-        "Half.decide() is missing",
+        "Half.secrets is missing",
+        "Half.decide is missing",
     ]
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_does_not_work_is_refused_in_one_line(tmp_path, text, compla
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"max_turns": None}, "max_turns is None; it must be a whole number"),
+        ({"max_turns": 0}, "max_turns is 0; it must be a whole number"),
         ({"roles": ("one", "one")}, "roles are"),
         ({"roles": ("history", "two")}, "roles are"),
         ({"roles": ("one two", "three")}, "roles are"),

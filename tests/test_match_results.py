@@ -33,14 +33,14 @@ def test_a_single_player_meets_itself(against):
 
 
 def test_the_schedule_is_match_after_match_and_the_list_again_for_each_game_of_a_word():
-    _, games = schedule([("a", "a")], {"long": ["x", "y", "z"], "short": ["w"]}, [0], games_per_word=2)
+    games = schedule([("a", "a")], {"long": ["x", "y", "z"], "short": ["w"]}, [0], games_per_word=2)
     assert [word for _, word in games] == ["x", "y", "z", "x", "y", "z", "w", "w"]
-    assert [match for match, _ in games] == [0] * 6 + [1] * 2
+    assert [match.words for match, _ in games] == ["long"] * 6 + ["short"] * 2
 
 
 def test_every_pair_plays_each_list_with_each_seed():
-    matches, games = schedule(pairs(["a", "b"]), {"long": ["x", "y"], "short": ["z"]}, [3, 4], games_per_word=2)
-    assert matches[:5] == [
+    games = schedule(pairs(["a", "b"]), {"long": ["x", "y"], "short": ["z"]}, [3, 4], games_per_word=2)
+    assert list(dict.fromkeys(match for match, _ in games))[:5] == [
         Match("a", "b", "long", 3),
         Match("a", "b", "long", 4),
         Match("a", "b", "short", 3),

@@ -719,7 +719,7 @@ class TestEstimate:
     def test_the_imitation_games_of_the_paper(self, capsys):
         """30,000 words, both sides: the README's figures."""
         estimator = Estimator(GAME, default_templates(GAME), GAME.max_turns, PlayFlags().max_new_tokens)
-        text = estimator.describe([((MODEL, MODEL), ["sixish"] * 30000)])
+        text = estimator.describe([((MODEL, MODEL), ["sixish"] * 30000)], None, None)
         assert "30,000 games to play\nlikely:  180,000 calls" in text
         assert "at most: 300,000 calls" in text
 

@@ -12,17 +12,14 @@ plays those that are missing. Under torchrun the games are dealt out to the proc
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.engine.model import model_folder
 from tools.games.game import Game
 from tools.matches.results import RESULTS, write_results
 from tools.matches.stats import ALL, Match, pairs, schedule
 from tools.players.human import HUMAN
 from tools.players.player import TESTING
-from tools.players.server_flags import is_server
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
@@ -55,8 +52,6 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    """The flags of this program."""
-
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
     against: str | None = flag("only matches with this player; unset: every pair", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
@@ -74,7 +69,6 @@ class Flags(PlayFlags):
             self.games_per_word = 1 if self.task_type == TESTING else GAMES_PER_WORD
 
     def check(self) -> None:
-        """Raise one ValueError for all that is wrong with the flags."""
         paths = [player.path for player in self.players]
         problems = too_small(self, games_per_word=1, max_words=1) + self.problems(paths)
         names, lists = [player.name for player in self.players], [item.name for item in self.words]
@@ -96,18 +90,11 @@ class Flags(PlayFlags):
         if problems:
             raise ValueError("; ".join(problems))
 
-    def pairings(self, matches: Sequence[Match], game: Game) -> list[Pairing]:
-        """The matches as they are played: models by their folders, so that equal ones are loaded once."""
-        folders = {name: path if is_server(path) else str(model_folder(path)) for name, path in self.players}
-        return [
-            # The seed holds the names, so that a match does not depend on what was played before.
-            Pairing(
-                (folders[match.first], folders[match.second]),
-                seed=json.dumps(match),
-                labels=dict(zip(Match.keys(game), match, strict=True)),
-            )
-            for match in matches
-        ]
+    def pairing(self, match: Match, game: Game) -> Pairing:
+        """A match as it is played."""
+        paths, labels = dict(self.players), dict(zip(Match.keys(game), match, strict=True))
+        # The seed holds the names, so that a match does not depend on what was played before.
+        return Pairing((paths[match.first], paths[match.second]), seed=json.dumps(match), labels=labels)
 
 
 def main() -> None:
@@ -119,7 +106,8 @@ def main() -> None:
     game = flags.load_game()
     templates, players = flags.load_templates(game), [player.name for player in flags.players]
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
-    matches, games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
+    games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
+    pairings = {match: flags.pairing(match, game) for match in dict.fromkeys(match for match, _ in games)}
     words = [word for _, word in games]
     files = EpisodeFiles(flags.output_dir, STEM, words, game, made_of_results=RESULTS)
     settings = {
@@ -132,7 +120,7 @@ def main() -> None:
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    run = Run(flags, game, templates, files, flags.pairings(matches, game), lambda index: games[index][0])
+    run = Run(flags, game, templates, files, [pairings[match] for match, _ in games])
     if run.play(settings):
         print(write_results(files.folder, files.results_path, settings, game), end="")
 

@@ -55,7 +55,7 @@ class Flags(PlayFlags):
 
     def check(self) -> None:
         problems = too_small(self, max_games=1) + self.problems(list(self.names))
-        problems += report_problems(self.report_to) + human_problems(self.names, self.concurrent_games)
+        problems += [*report_problems(self.report_to), *human_problems(self.names)]
         for name in ("model_prefix", "data_suffix"):
             value = getattr(self, name)
             if not value or Path(value).name != value:
@@ -75,8 +75,8 @@ def main() -> None:
     words = read_words(flags.data_path, game.check_task)
     stem = f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}"
     files = EpisodeFiles(flags.output_dir, stem, words[: flags.max_games], game)
-    pairing = Pairing(flags.names, flags.seed)
-    run = Run(flags, game, templates, files, [pairing], lambda index: 0, flags.report_to)
+    pairings = [Pairing(flags.names, flags.seed)] * len(files.words)
+    run = Run(flags, game, templates, files, pairings, flags.report_to)
     settings = {
         "attacker_model_name_or_path": player_setting(flags.names[0], flags),
         "defender_model_name_or_path": player_setting(flags.names[1], flags),

@@ -191,6 +191,7 @@ class Game:
 
 DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
+NEEDED += ("secrets", "decide")
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
 TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
 
@@ -214,12 +215,9 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 
 def game_problems(kind: type[Game]) -> list[str]:
     """What keeps a class from being a game, a phrase each."""
-    problems = [f"{kind.__name__}.{name} is missing" for name in NEEDED if not hasattr(kind, name)]
-    methods = [name for name in ("secrets", "decide") if getattr(kind, name) is getattr(Game, name)]
-    problems += [f"{kind.__name__}.{name}() is missing" for name in methods]
-    if problems:
-        return problems
-    roles, names = kind.roles, [outcome.name for outcome in kind.outcomes]
+    if missing := [name for name in NEEDED if getattr(kind, name, None) is getattr(Game, name, None)]:
+        return [f"{kind.__name__}.{name} is missing" for name in missing]
+    problems, roles, names = [], kind.roles, [outcome.name for outcome in kind.outcomes]
     if len(set(roles)) != 2 or not all(re.fullmatch(r"[a-z][a-z_]*", role) for role in roles) or set(roles) & TAKEN:
         problems.append(f"roles are {roles!r}; they must be two names of small letters, none of {sorted(TAKEN)}")
     if not names or len(set(names)) < len(names):
@@ -261,7 +259,7 @@ def _import(place: str) -> ModuleType:
         if not place.endswith(".py"):
             sys.path.append("")
             return importlib.import_module(place)
-        name = f"game_{hashlib.sha256(str(Path(place).resolve()).encode()).hexdigest()[:12]}"
+        name = str(Path(place).resolve())
         spec = importlib.util.spec_from_file_location(name, place)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

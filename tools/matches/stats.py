@@ -20,9 +20,6 @@ ALL = "all"  # the row that pools all word lists
 RATES = ("win", "loss", "tie", "breach")
 
 
-# --- intervals -----------------------------------------------------------------------------------------------------
-
-
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | None, list[float] | None]:
     """A mean between 0 and 1 and its 95% interval, from clusters of dependent observations; None, None of none.
 
@@ -76,9 +73,6 @@ def t_quantile(freedom: int) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-# --- who meets whom ------------------------------------------------------------------------------------------------
-
-
 class Match(NamedTuple):
     """Games of one player in the game's first role against another in its second."""
 
@@ -105,60 +99,51 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
 
 def schedule(
     pairs: Iterable[tuple[str, str]], lists: Mapping[str, Sequence[str]], seeds: Sequence[int], games_per_word: int = 1
-) -> tuple[list[Match], list[tuple[int, str]]]:
-    """All matches with each word list (by name) and each seed; and their games, (number of the match, word), match
-    after match: in each, every word of its list once, then all again."""
-    matches = [Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds]
-    return matches, [
-        (number, word) for number, match in enumerate(matches) for word in [*lists[match.words]] * games_per_word
-    ]
+) -> list[tuple[Match, str]]:
+    """The games of all pairs with each word list (by name) and each seed, match after match.
 
-
-# --- counting ------------------------------------------------------------------------------------------------------
-
-
-class MatchCounts:
-    """Sums over the games of one match, for each role and target word.
-
-    A game is clean if it was decided without breach or empty reply.
+    In each match every word of its list is played once, then all again.
     """
-
-    def __init__(self, game: Game):
-        self.game = game
-        self.words: dict[str, dict[str, Counter[str]]] = {role: defaultdict(Counter) for role in game.roles}
-
-    def add(self, episode: Mapping) -> None:
-        """Count one game. Raises ValueError for an outcome that the game does not have."""
-        word, history = episode["target_word"], episode["history"]
-        ended = self.game.outcome(episode["outcome"])
-        decided = ended.name != self.game.outcomes[-1].name and not ended.breach
-        clean = decided and all(message["content"].strip() for message in history)
-        gained = self.game.checked_points(word, history[: episode["length"]], ended.name)
-        for role, points in zip(self.game.roles, gained, strict=True):
-            result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
-            said = [message["content"].strip() for message in history if message["role"] == role]
-            sums = {"games": 1, "points": points, result: 1, "length": episode["length"]}
-            sums |= {"messages": len(said), "empty": said.count("")}
-            if ended.breach:
-                sums |= {"breach": 1, f"breach {result}": 1}
-            if clean:
-                sums |= {"clean": 1, "clean points": points}
-            self.words[role][word].update(sums)
+    matches = (Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds)
+    return [(match, word) for match in matches for word in [*lists[match.words]] * games_per_word]
 
 
-def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, MatchCounts]:
-    """Counts by match, of episodes that say who played them, with which word list and seed."""
-    counts: dict[Match, MatchCounts] = {}
+Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and target word
+
+
+def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts]:
+    """Counts by match, of episodes that say who played them, with which word list and seed.
+
+    Raises ValueError for an outcome that the game does not have.
+    """
+    counts: dict[Match, Counts] = {}
     for episode in episodes:
         match = Match(*(episode[key] for key in Match.keys(game)))
-        counts.setdefault(match, MatchCounts(game)).add(episode)
+        by_role = counts.setdefault(match, {role: defaultdict(Counter) for role in game.roles})
+        for role, sums in _sums_of(episode, game):
+            by_role[role][episode["target_word"]].update(sums)
     return counts
 
 
-# --- results -------------------------------------------------------------------------------------------------------
+def _sums_of(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, float]]]:
+    """What one game adds to the sums of each role. Clean: decided without breach or empty reply."""
+    history, ended = episode["history"], game.outcome(episode["outcome"])
+    decided = ended.name != game.outcomes[-1].name and not ended.breach
+    clean = decided and all(message["content"].strip() for message in history)
+    gained = game.checked_points(episode["target_word"], history[: episode["length"]], ended.name)
+    for role, points in zip(game.roles, gained, strict=True):
+        result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
+        said = [message["content"].strip() for message in history if message["role"] == role]
+        sums = {"games": 1, "points": points, result: 1, "length": episode["length"]}
+        sums |= {"messages": len(said), "empty": said.count("")}
+        if ended.breach:
+            sums |= {"breach": 1, f"breach {result}": 1}
+        if clean:
+            sums |= {"clean": 1, "clean points": points}
+        yield role, sums
 
 
-def result_rows(counts: Mapping[Match, MatchCounts]) -> Iterator[dict]:
+def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
     """One row per player, opponent, word list, role and seed that played, and those that pool lists and seeds.
 
     Everything is seen from the player's side. Of a player against itself there is no row for both roles: each game
@@ -166,7 +151,7 @@ def result_rows(counts: Mapping[Match, MatchCounts]) -> Iterator[dict]:
     """
     pairs = dict.fromkeys(pair for match in counts for pair in (match[:2], match[1::-1]))
     lists = list(dict.fromkeys(match.words for match in counts))
-    roles = next((counted.game.roles for counted in counts.values()), ())
+    roles = tuple(next(iter(counts.values()), ()))
     for player, opponent in pairs:
         for words in [*lists, ALL] if len(lists) > 1 else lists:
             for role in roles if player == opponent else (*roles, BOTH):
@@ -177,16 +162,16 @@ def result_rows(counts: Mapping[Match, MatchCounts]) -> Iterator[dict]:
                     if role in (own, BOTH) and match[:2] == met and words in (ALL, match.words)
                 ]
                 for seed in (None, *sorted({match.seed for match, _ in sides})):
-                    of_seed = [(counts[match], own) for match, own in sides if seed in (None, match.seed)]
+                    of_seed = [counts[match][own] for match, own in sides if seed in (None, match.seed)]
                     head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
                     yield head | summarise(of_seed)
 
 
-def summarise(sides: Sequence[tuple[MatchCounts, str]]) -> dict:
-    """The numbers of a row, over matches in each of which the player had the given role."""
+def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
+    """The numbers of a row, from the player's sums by word in each of its matches."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)
-    for match, role in sides:
-        for word, sums in match.words[role].items():
+    for side in sides:
+        for word, sums in side.items():
             by_word[word].update(sums)
     words, total = by_word.values(), Counter()
     for sums in words:

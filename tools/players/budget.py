@@ -28,7 +28,6 @@ class Cost:
     completion: float = 0
 
     def add(self, other: "Cost", times: int = 1) -> None:
-        """Add another cost, so many times."""
         self.calls += times * other.calls
         self.prompt += times * other.prompt
         self.completion += times * other.completion
@@ -59,7 +58,6 @@ class TokenBudget:
         self.limit, self.ended_tokens = tokens, PRIOR_GAMES * likely_game
 
     def charge(self, game: int, prompt: int, completion: int) -> None:
-        """Note what a call cost."""
         self.spent.add(Cost(1, prompt, completion))
         self.in_flight[game] = self.in_flight.get(game, 0) + prompt + completion
 
@@ -76,12 +74,8 @@ class TokenBudget:
             yield index, task
 
     def end(self, game: int) -> None:
-        """Note that a game has ended or was given up."""
         self.ended += 1
         self.ended_tokens += self.in_flight.pop(game, 0)
-
-
-# --- the estimate --------------------------------------------------------------------------------------------------
 
 
 class Assumed(NamedTuple):
@@ -118,11 +112,7 @@ class Estimator:
         return cost
 
     def describe(
-        self,
-        matches: Iterable[tuple[Sequence[str], Sequence[str]]],
-        *,
-        price_in: float | None = None,
-        price_out: float | None = None,
+        self, matches: Iterable[tuple[Sequence[str], Sequence[str]]], price_in: float | None, price_out: float | None
     ) -> str:
         """What games will cost, in words: of each match the names of its players, and the tasks to be played."""
         games, likely, most = 0, Cost(), Cost()

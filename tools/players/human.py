@@ -6,7 +6,7 @@ Nothing else is written to the terminal while a game is on. No torch.
 import contextlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tools.games.game import LONE_SURROGATE, Game, History
 from tools.players.player import STOP, Reply, Turn
@@ -86,15 +86,13 @@ def read_line(prompt: str) -> str:
         signal.signal(signal.SIGINT, handler)
 
 
-def human_problems(names: tuple[str, str], concurrent_games: int | None) -> list[str]:
+def human_problems(names: tuple[str, str]) -> Iterator[str]:
     """What keeps a person from playing, a phrase each; `names` are the players of both roles."""
     if HUMAN not in names:
-        return []
-    wrong = {
-        f"{HUMAN} can play one side: on one screen the other one's secrets would be read": names[0] == names[1],
-        f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun": world_size()
-        > 1,
-        f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time": (concurrent_games or 1) > 1,
-        f"{HUMAN} needs a terminal, for input and for output": not (sys.stdin.isatty() and sys.stdout.isatty()),
-    }
-    return [phrase for phrase, holds in wrong.items() if holds]
+        return
+    if names[0] == names[1]:
+        yield f"{HUMAN} can play one side: on one screen the other one's secrets would be read"
+    if world_size() > 1:
+        yield f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun"
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield f"{HUMAN} needs a terminal, for input and for output"

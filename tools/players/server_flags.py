@@ -87,10 +87,8 @@ def _url_problem(url: str) -> str | None:
 
 
 def is_server(name: str) -> bool:
-    """Whether a player's name asks for a server."""
     return name.startswith(PREFIX)
 
 
 def model_of(name: str) -> str:
-    """What the server calls the model of a player."""
     return name.removeprefix(PREFIX)

@@ -164,11 +164,8 @@ class EpisodeFiles:
         """
         games = self.finished()
         if missing := games.missing():
-            ranks, words = (
-                sorted({index % world_size() for index in missing}),
-                [self.words[i] for i in missing[:NAMED]],
-            )
-            named = ", ".join(words) + (", ..." if len(missing) > NAMED else "")
+            ranks = sorted({index % world_size() for index in missing})
+            named = ", ".join(self.words[index] for index in missing[:NAMED]) + ", ..." * (len(missing) > NAMED)
             message = f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named})"
             if not self.shared:
                 raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")

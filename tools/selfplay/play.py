@@ -49,10 +49,9 @@ async def play_game(
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
-    named = {} if game.name == DEFAULT_GAME else {"game": game.name}
     return {
         "index": index,
-        **named,
+        **({} if game.name == DEFAULT_GAME else {"game": game.name}),
         "target_word": task,
         "max_turns": max_turns,
         "history": history,
@@ -116,12 +115,12 @@ class Run:
     game: Game
     templates: prompts.Templates
     files: EpisodeFiles  # its words are the tasks of all games
-    pairings: Sequence[Pairing]
-    pairing_of: Callable[[int], int]  # from a game's index to its pairing
+    pairings: Sequence[Pairing]  # of each game; equal ones follow each other
     report_to: Sequence[str] = ()
 
     def __post_init__(self):
-        self.names = {name for pairing in self.pairings for name in pairing.names}
+        self.opponents = sorted({pairing.names for pairing in self.pairings})
+        self.names = set(itertools.chain(*self.opponents))
         self.max_turns = self.flags.turns(self.game)
         self.estimator = Estimator(self.game, self.templates, self.max_turns, self.flags.max_new_tokens)
 
@@ -135,7 +134,7 @@ class Run:
             print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
             return None
         self._settle_engine(settings)
-        self.flags.set_precision()
+        torch.set_float32_matmul_precision("high" if self.flags.tf32 else "highest")
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, missing = 0.0, finished.missing()
         if to_play := [index for index in missing if index % world_size() == rank()]:
@@ -164,27 +163,26 @@ class Run:
 
     def cost(self, games: Sequence[int]) -> str:
         matches = (
-            (self.pairings[number].names, [self.files.words[index] for index in indices])
-            for number, indices in itertools.groupby(games, key=self.pairing_of)
+            (pairing.names, [self.files.words[index] for index in indices])
+            for pairing, indices in itertools.groupby(games, key=self.pairings.__getitem__)
         )
-        return self.estimator.describe(matches, price_in=self.flags.price_in, price_out=self.flags.price_out)
+        return self.estimator.describe(matches, self.flags.price_in, self.flags.price_out)
 
     def _play(self, to_play: list[int], before: GameCounts) -> Progress:
         games, lineup = len(self.files.words), Lineup(self.flags, self.game)
-        for names in sorted({pairing.names for pairing in self.pairings}):
+        for names in self.opponents:
             lineup.check_openings(names, self.files.words, self.templates)
         quiet = HUMAN in self.names
-        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, report_to=self.report_to, quiet=quiet)
+        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, self.report_to, quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
-            task = self.files.words[0]
-            estimator = self.estimator
-            likely = max(estimator.cost(each.names, task, estimator.likely).tokens for each in self.pairings)
+            task, estimator = self.files.words[0], self.estimator
+            likely = max(estimator.cost(names, task, estimator.likely).tokens for names in self.opponents)
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
             lineup.budget.set_limit(left / world_size(), likely)
         try:
-            for number, indices in itertools.groupby(to_play, key=self.pairing_of):
+            for pairing, indices in itertools.groupby(to_play, key=self.pairings.__getitem__):
                 if not lineup.budget.exhausted:
-                    self._play_pairing(self.pairings[number], list(indices), lineup, progress)
+                    self._play_pairing(pairing, list(indices), lineup, progress)
         except GivenUpError as error:
             logger.error("%s", error)
         except (HumanQuit, KeyboardInterrupt):

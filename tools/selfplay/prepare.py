@@ -1,5 +1,6 @@
 """The files that play and training start from, each with a file beside it that tells what it was made of."""
 
+import ast
 import json
 import random
 import re
@@ -8,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tools.games import prompts
 from tools.games.flags import GameChoice
-from tools.games.game import game_setting
-from tools.games.release import release_templates
+from tools.games.game import game_setting, load_game
 from tools.selfplay.rows import RowFlags, make_rows, refuse_overwriting
 from utils import (
     BadRecordError,
@@ -20,6 +21,7 @@ from utils import (
     file_sha256,
     flag,
     iter_records,
+    open_text,
     read_words,
     replacing,
     too_small,
@@ -32,6 +34,8 @@ WORD_SOURCE = (
     "wordfreq's list 'large' of English, most frequent first, without the English stop words of stop-words;"
     " wordfreq's data are under CC BY-SA 4.0 (see data/README.md)"
 )
+# What the released code calls its prompts.
+RULES, PLAY_INSTRUCTIONS, INSTRUCTIONS = RELEASED = "GAME_RULE_PROMPTS", "INSTRUCT_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
 
 
 @dataclass(kw_only=True)
@@ -75,10 +79,7 @@ class Words(OutputFile):
 
     def run(self) -> None:
         self.check(*([self.compare] if self.compare else []), number=1, min_letters=1)
-        counts = Counter(dict.fromkeys(("words", "not_alphabetic", "too_short", "stop_words"), 0))
-        ranked, stop_words = load_word_sources()
-        words = frequent_words(ranked, stop_words, number=self.number, min_letters=self.min_letters, counts=counts)
-        counts["words"] = len(words)
+        words, counts = frequent_words(*load_word_sources(), number=self.number, min_letters=self.min_letters)
         write_words(self.output, words)
         settings = {"number": self.number, "min_letters": self.min_letters, "packages": WORD_PACKAGES}
         self.write_source(WORD_SOURCE, settings=settings, counts=counts)
@@ -89,13 +90,13 @@ class Words(OutputFile):
 
 
 def frequent_words(
-    ranked: Iterable[str], stop_words: Iterable[str], *, number: int, min_letters: int, counts: Counter
-) -> list[str]:
+    ranked: Iterable[str], stop_words: Iterable[str], *, number: int, min_letters: int
+) -> tuple[list[str], Counter[str]]:
     """The first `number` words of a ranked list that are letters a to z only, long enough, and no stop words.
 
-    Adds to `counts` what was passed over and why. Raises ValueError if the list has fewer such words.
+    Also counts them, and what was passed over and why. Raises ValueError if the list has fewer such words.
     """
-    stop, words = set(stop_words), []
+    stop, words, counts = set(stop_words), [], Counter(words=number, not_alphabetic=0, too_short=0, stop_words=0)
     for word in ranked:
         if not re.fullmatch("[a-z]+", word):
             counts["not_alphabetic"] += 1
@@ -106,20 +107,19 @@ def frequent_words(
         else:
             words.append(word)
         if len(words) == number:
-            return words
+            return words, counts
     raise ValueError(f"--number {number}: the source has only {len(words)} words of at least {min_letters} letters")
 
 
 def load_word_sources() -> tuple[Iterable[str], list[str]]:
     """All English words by falling frequency, and the stop words; ValueError where a package is missing or another."""
-    install = "pip install " + " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
-    for name, version in WORD_PACKAGES.items():
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            raise ValueError(f"words needs the package {name}: {install}") from None
-        if installed != version:
-            raise ValueError(f"words needs {name} {version}, not {installed}, whose words are others: {install}")
+    try:
+        installed = {name: metadata.version(name) for name in WORD_PACKAGES}
+    except metadata.PackageNotFoundError:
+        installed = {}
+    if installed != WORD_PACKAGES:
+        wanted = " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
+        raise ValueError(f"words needs these versions, others rank other words: pip install {wanted}")
     from stop_words import get_stop_words
     from wordfreq import iter_wordlist
 
@@ -171,8 +171,6 @@ class Tasks(GameChoice, OutputFile):
         self.check(number=1)
         game = self.load_game()
         tasks = game.tasks(self.number, random.Random(self.seed))
-        for task in tasks:
-            game.check_task(task)
         write_words(self.output, tasks)
         settings = {"game": game_setting(game), "number": self.number, "seed": self.seed}
         self.write_source(f"tasks of {game.title}", settings=settings, counts={"tasks": len(tasks)})
@@ -230,3 +228,31 @@ class Prompts(OutputFile):
         settings = {"templates_sha256": prompts.templates_digest(templates)}
         counts = {"rules": len(templates["rules"]), "instructions": len(templates) - 1}
         self.write_source("utils.py of the released code", self.from_release, settings=settings, counts=counts)
+
+
+def release_templates(path: str) -> prompts.Templates:
+    """The released prompts, three literals of a Python file that is parsed, never run, as a prompt file.
+
+    Raises FileNotFoundError; ValueError for a file without them, and where they do not fit: play and training must
+    word a player's instruction alike.
+    """
+    game, values = load_game(), dict[str, Any]()
+    try:
+        with open_text(path) as file:
+            statements = ast.parse(file.read()).body
+        for statement in statements:
+            match statement:
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in RELEASED:
+                    values[name] = ast.literal_eval(value)
+        played, trained = values[PLAY_INSTRUCTIONS], values[INSTRUCTIONS]
+        templates = {"rules": list(values[RULES]), **{f"{role}_instruction": trained[role] for role in game.roles}}
+        alike = all(played[role] == prompts.play_request(trained[role]) for role in game.roles)
+    except (SyntaxError, ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not the utils.py of the released code ({problem})") from None
+    problems = prompts.template_problems(templates, game)
+    if not alike:
+        problems.append(f"{PLAY_INSTRUCTIONS} and {INSTRUCTIONS} tell a player different things; there is one text")
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return templates

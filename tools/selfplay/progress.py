@@ -42,9 +42,8 @@ class Progress:
         files: EpisodeFiles,
         games: int,
         budget: TokenBudget,
-        *,
-        report_to: Sequence[str] = (),
-        quiet: bool = False,
+        report_to: Sequence[str],
+        quiet: bool,
     ):
         self.flags, self.games, self.budget, self.quiet = flags, games, budget, quiet
         self.before = len(range(rank(), len(files.words), world_size())) - games  # games of earlier starts
@@ -76,7 +75,6 @@ class Progress:
         return self.games - self.counts.games
 
     def begin(self) -> None:
-        """Start the clock, once."""
         self.started = self.started or time.monotonic()
 
     def batch(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.games.game import DEFAULT_GAME, load_game
 from tools.games.guess_my_city import FOUND
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED, Taboo
-from tools.matches.stats import ALL, BOTH, Match, MatchCounts, count_matches, estimate, mean_difference, result_rows
+from tools.matches.stats import ALL, BOTH, Counts, Match, count_matches, estimate, mean_difference, result_rows
 from tools.matches.text import with_interval
 from tools.tiny.questions import BASE, CHOICES, IMITATION, KINDS, METRIC, REASONING, TASK, TASKS, ceiling, tasks_digest
 from utils import iter_records, read_json, read_json_or_jsonl, replacing, write_json
@@ -118,21 +118,19 @@ def points_cell(row: Mapping) -> str:
     return with_interval(row["points"], row["points_interval"])
 
 
-def arm_differences(
-    counts: Mapping[Match, MatchCounts], pairs: Iterable[tuple[str, str]], epochs: int
-) -> Iterator[dict]:
+def arm_differences(counts: Mapping[Match, Counts], pairs: Iterable[tuple[str, str]], epochs: int) -> Iterator[dict]:
     """What an arm has over another after the last epoch, on the same words, seeds and roles."""
     for name, other in pairs:
         mean, interval = word_difference(*(words_of(counts, f"{arm}{epochs}") for arm in (name, other)))
         yield {"arm": name, "minus": other, "difference": mean, "interval": interval}
 
 
-def words_of(counts: Mapping[Match, MatchCounts], player: str) -> Words:
+def words_of(counts: Mapping[Match, Counts], player: str) -> Words:
     """A player's games and points over all lists, seeds and both roles."""
     words: Words = {}
     for match, counted in counts.items():
-        for name, role in zip((match.first, match.second), counted.game.roles, strict=True):
-            for word, sums in counted.words[role].items() if name == player else ():
+        for name, of_role in zip((match.first, match.second), counted.values(), strict=True):
+            for word, sums in of_role.items() if name == player else ():
                 words.setdefault(word, Counter()).update(sums)
     return words
 
