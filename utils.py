@@ -62,7 +62,7 @@ class RunError(ValueError):
     """What ends a program at work; its message is all that is to be said, where other errors need a traceback."""
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# Reading.
 
 
 def open_text(path: str | os.PathLike, *, errors: str = "strict"):
@@ -206,7 +206,7 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
     return words
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# Writing.
 
 
 @contextmanager
@@ -272,7 +272,7 @@ def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
 
 
-# --- data ----------------------------------------------------------------------------------------------------------
+# Data.
 
 
 def alpaca_to_row(example: dict) -> dict:
@@ -343,7 +343,7 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# --- finished work -------------------------------------------------------------------------------------------------
+# Finished work.
 
 
 class RunSettings:
@@ -480,7 +480,7 @@ def _warn_without_locks(folder: Path, error: str) -> None:
     logger.warning("%s: no locks on this file system (%s); run one launch at a time", folder, error)
 
 
-# --- the ranks of a launch -----------------------------------------------------------------------------------------
+# The ranks of a launch.
 
 
 _meetings = itertools.count()
@@ -560,7 +560,7 @@ def restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------
+# Checkpoints.
 
 COMPLETE = "complete.json"  # written last into a checkpoint folder: [size, CRC-32] of every other file in it
 
@@ -633,7 +633,7 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     return None
 
 
-# --- programs ------------------------------------------------------------------------------------------------------
+# Programs.
 
 
 def parse_bool(text: str) -> bool:
@@ -761,7 +761,7 @@ def _name_missing_package(kind, error, trace) -> None:
 sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
 
 
-# --- processes -----------------------------------------------------------------------------------------------------
+# Processes.
 
 
 def rank() -> int:
@@ -841,7 +841,7 @@ def warn_on_rank_0(message: str, *values) -> None:
         logger.warning(message, *values)
 
 
-# --- tokenizers ----------------------------------------------------------------------------------------------------
+# Tokenizers.
 
 
 def ensure_pad_token(tokenizer) -> None:

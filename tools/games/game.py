@@ -61,7 +61,7 @@ class Game:
     example_task: ClassVar[str]  # a valid one, for checks of prompt files
     likely_messages: ClassVar[float]  # of a game, for estimates of its cost
 
-    # --- what a game writes ---------------------------------------------------------------------------------------
+    # What a game writes.
 
     def secrets(self, role: str, task: str) -> dict[str, str]:
         """What only this role may know, by the name of its slot in the prompt file."""
@@ -71,7 +71,7 @@ class Game:
         """The name of the outcome that the last message brings; None: the game goes on. `history` is not empty."""
         raise NotImplementedError
 
-    # --- where it differs from the usual --------------------------------------------------------------------------
+    # Where it differs from the usual.
 
     def check_task(self, task: str) -> None:
         """Raise ValueError for a line of the word list that is no task."""
@@ -110,7 +110,7 @@ class Game:
         """Lines for a word list, at most so many, where the game can make them itself."""
         raise ValueError(f"{self.title} makes no tasks of its own; write a list, one a line")
 
-    # --- what follows ---------------------------------------------------------------------------------------------
+    # What follows.
 
     def outcome(self, name: str) -> Outcome:
         """The outcome of this name; ValueError if the game has none."""

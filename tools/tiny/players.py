@@ -151,7 +151,7 @@ class LexiconDefender(LexiconPlayer):
         return CHAT.format(rng.choice(self.lexicon.shared[word]))
 
 
-# --- partners: a guesser asks, an answerer answers -----------------------------------------------------------------
+# Partners: a guesser asks, an answerer answers.
 
 
 def city_task(lexicon: Lexicon, word: str) -> str:
@@ -234,7 +234,7 @@ def found(form: re.Pattern, history: History) -> list[str]:
     return [text for message in history for text in form.findall(message["content"])]
 
 
-# --- facts ---------------------------------------------------------------------------------------------------------
+# Facts.
 
 
 def fact_rows(lexicon: Lexicon, rng: random.Random, number: int) -> Iterator[dict]:

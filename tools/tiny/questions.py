@@ -150,7 +150,7 @@ def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
     return made
 
 
-# --- asking them ---------------------------------------------------------------------------------------------------
+# Asking them.
 
 
 def tasks_digest(folder: Path = TASKS) -> str:
