@@ -247,6 +247,15 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
 
 
+def _load_stored(path: Path, rows: int) -> np.ndarray | None:
+    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
+    try:
+        values = np.load(path)
+        return values if values.shape == (rows,) else None
+    except (OSError, ValueError, EOFError):
+        return None
+
+
 def model_digest(name_or_path: str) -> str:
     """SHA-256 over the configuration, code and weights of a model."""
     folder = model_folder(name_or_path)
@@ -364,7 +373,7 @@ class SPAGTrainer(Trainer):
         missing = []
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = np.load(path) if self.is_world_process_zero() and path.is_file() else None
+            stored = _load_stored(path, len(dataset)) if self.is_world_process_zero() else None
             (dataset.ref_logprobs,) = broadcast_object_list([stored])
             if dataset.ref_logprobs is None:
                 missing.append((path, dataset))

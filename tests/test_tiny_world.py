@@ -252,6 +252,11 @@ def world(tmp_path_factory):
     return folder
 
 
+def test_a_world_without_taboo_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--games guess_my_city: taboo must be one of them"):
+        build("--output_dir", str(tmp_path), "--games", "guess_my_city")
+
+
 def test_build_leaves_what_the_loop_starts_from(world, lexicon):
     from transformers import AutoModelForCausalLM
 
@@ -318,7 +323,7 @@ def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
     (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games, GAME)))}))
 
 
-def test_show_prints_points_by_epoch_and_the_report(tmp_path, capsys):
+def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path, capsys):
     won = {"imitation": taboo.DEFENDER_WINS}
     write_match(tmp_path / "epoch10" / "eval", "epoch10", won | {"epoch10": taboo.ATTACKER_WINS})
     write_match(tmp_path / "epoch2" / "eval", "epoch2", won | {"epoch2": taboo.TIED})
@@ -327,7 +332,9 @@ def test_show_prints_points_by_epoch_and_the_report(tmp_path, capsys):
     lines = [line.split() for line in out.splitlines() if line.startswith("epoch")]
     assert [line[:3] for line in lines[:2]] == [["epoch2", "4", "0.750"], ["epoch10", "4", "1.000"]]
     assert lines[0][5] == "0.500" and lines[0][8] == "1.000"  # as attacker all ties, as defender all won
-    assert out.endswith(f"Report, with games to read, to open in a browser: {tmp_path / 'report.html'}\n")
+    assert "epoch10 attacks, imitation defends\n--- cat ---\nattacker: epoch10 speaks\n--- attacker wins ---" in out
+    assert "imitation attacks, epoch10 defends\n--- cat ---" in out and "tied game" not in out
+    assert out.endswith(f"Report, to open in a browser: {tmp_path / 'report.html'}\n")
 
 
 def write_answers(folder, model: str, share: float) -> None:

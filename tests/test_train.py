@@ -441,12 +441,13 @@ def checkpoints(output: Path) -> list[int]:
 
 
 def test_a_resumed_run_reads_the_reference_from_its_own_path(tmp_path, mixed_rows, tiny_model):
-    """Resuming from a later checkpoint with the cache lost: the reference is still the start."""
+    """Resuming from a later checkpoint with the cache damaged: the reference is still the start."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     expected = run(tmp_path / "out", settings)
     (tmp_path / "out" / "train_results.json").unlink()
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    shutil.rmtree(tmp_path / "cache" / "ref_logprobs")
+    (stored,) = (tmp_path / "cache" / "ref_logprobs").iterdir()
+    stored.write_bytes(stored.read_bytes()[:-1])
     steps = run(tmp_path / "out", settings, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
     assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
 

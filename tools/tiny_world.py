@@ -16,23 +16,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.games.taboo import ATTACKER, DEFENDER
+from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 from tools.matches.stats import ALL, BOTH
 from tools.matches.text import with_interval
+from tools.selfplay.files import Episode
+from tools.selfplay.progress import describe
 from tools.tiny.build import Build
 from tools.tiny.questions import IMITATION, KINDS, REASONING, RESULTS, Questions, Reason
 from tools.tiny.reproduce import CompareLosses, Reproduce
 from tools.tiny.table import Reasoning
-from utils import flag, parse_command, read_json, run_program
+from utils import flag, iter_records, parse_command, read_json, run_program
 
 
 @dataclass(kw_only=True)
 class Show:
-    """Print each epoch's points against imitation, what was answered outside the game, and where the report is."""
+    """Print each epoch's points against imitation, a game for each outcome, and where the report is."""
 
     output_dir: str = flag("OUTPUT of tools/run_spag.sh")
 
     def run(self) -> None:
+        """Print it."""
         found = Path(self.output_dir).glob("epoch*/eval/matches.json")
         matches = sorted(found, key=lambda path: int(path.parts[-3].removeprefix("epoch")))
         if not matches:
@@ -42,7 +45,13 @@ class Show:
         for cells in (head, *map(points_cells, matches)):
             print("  ".join(cell.ljust(width) for cell, width in zip(cells, (8, 6, 20, 20, 20, 20), strict=True)))
         self.show_reasoning([path.parts[-3] for path in matches])
-        print(f"\nReport, with games to read, to open in a browser: {Path(self.output_dir) / 'report.html'}")
+        print("\nGames of the last model, one for each outcome:\n")
+        games: dict[str, Episode] = {}
+        for _, episode in iter_records(matches[-1].with_name("games_results.json")):
+            games.setdefault(episode["outcome"], episode)
+        for episode in (games[outcome] for outcome in (ATTACKER_WINS, DEFENDER_WINS, TIED) if outcome in games):
+            print(f"{episode['attacker']} attacks, {episode['defender']} defends\n{describe(episode)}\n")
+        print(f"Report, to open in a browser: {Path(self.output_dir) / 'report.html'}")
 
     def show_reasoning(self, epochs: Sequence[str]) -> None:
         """Print the share of questions outside the game that each model answers right, if they were asked."""

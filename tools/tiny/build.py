@@ -65,6 +65,10 @@ class Build:
     games: list[str] = flag("whose scripted games are imitated", default=[DEFAULT_GAME], choices=tuple(GAMES))
     lexicon: str = flag("file of what the world knows", default=str(LEXICON))
 
+    def __post_init__(self):
+        if DEFAULT_GAME not in self.games:
+            raise ValueError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
+
     def run(self) -> None:
         """Write all that is missing."""
         folder = Path(self.output_dir)

@@ -44,6 +44,8 @@ class Flags(RowFlags):
     sft_data_path: str = flag("file of SFT examples whose rows are appended")
 
     def __post_init__(self):
+        if self.control in (SFT, AS_MANY) and not self.like:
+            raise ValueError(f"--control {self.control} needs --like")
         if self.control == SFT:
             self.min_game_rows = 0  # its rows come from no games
 
