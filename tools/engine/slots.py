@@ -109,7 +109,7 @@ class SlotEngine:
         free = self.fitting - sum(busy)
         for request in requests:
             ids = request.ids + request.reply
-            common = self._num_common(self.prefix, ids)
+            common = _num_common(self.prefix, ids)
             free -= self._likely_blocks(len(ids) - common)
             slot = own.pop(request.game, None)
             if slot is None:
@@ -120,17 +120,13 @@ class SlotEngine:
 
     def _assign(self, slot: Slot, request: Request, ids: list[int], common: int) -> None:
         """Begin a request: reuse the longest cached prefix of its tokens, the slot's own or the common one."""
-        kept = self._num_common(slot.ids, ids)
+        kept = _num_common(slot.ids, ids)
         if kept <= max(slot.shared, common):  # none of the slot's own blocks, which begin at `shared`, is of use
             kept = slot.shared = common
         slot.ids, slot.pending, slot.request, slot.game = ids[:kept], ids[kept:], request, request.game
         self.block_manager.resize(slot.blocks, kept - slot.shared)
         self.idle.remove(slot)
         self.waiting.remove(request)
-
-    def _num_common(self, cached: list[int], ids: list[int]) -> int:
-        """Tokens that need not be computed; the last must be, for its logits."""
-        return len(commonprefix([cached, ids[:-1]]))
 
     def _likely_blocks(self, tokens: int) -> int:
         """Blocks of a slot with so many tokens at the end of its reply, if that is as long as those before."""
@@ -140,7 +136,7 @@ class SlotEngine:
 
     def _compute_prefix(self, prompts: list[list[int]]) -> None:
         """Compute the prefix that the first prompts have in common."""
-        prefix = list(commonprefix([ids[:-1] for ids in prompts]))  # works on lists as on strings
+        prefix = list(commonprefix([ids[:-1] for ids in prompts]))
         if prefix:
             blocks = list(range(num_blocks_for(len(prefix))))
             self._forward([Slot(blocks=blocks, pending=prefix, chunk=len(prefix))])
@@ -278,6 +274,11 @@ class SlotEngine:
         self.counts.prompt_tokens += len(request.ids)
         self.counts.new_tokens += len(request.reply)
         return request.number, self.local.decode(request.reply, request.prompt_cut)
+
+
+def _num_common(cached: list[int], ids: list[int]) -> int:
+    """Tokens that need not be computed; the last must be, for its logits."""
+    return len(commonprefix([cached, ids[:-1]]))  # works on lists as on strings
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
