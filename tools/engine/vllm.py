@@ -7,6 +7,7 @@ loopback. A program has `VLLMFlags` among its flags and calls
         ...  # it answers: server.url (.../v1), server.key (Authorization: Bearer KEY), server.model (name in requests)
 """
 
+import contextlib
 import functools
 import http.client
 import importlib.util
@@ -37,7 +38,6 @@ AUTO, VLLM = "auto", "vllm"  # of --engine
 HOST = "127.0.0.1"
 VARIABLE = "VLLM"  # names the executable
 LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds, while a server starts
-ANSWER_LIMIT = 1 << 20  # bytes
 TAIL_BYTES, TAIL_LINES = 1 << 16, 15  # of a server's output
 CPU_TOKENS = 4096  # that a server without GPUs computes at once
 PORT_TAKEN, PORTS = "address already in use", 3  # what a server says then, and how many ports are tried
@@ -264,15 +264,13 @@ class VLLMServer:
         return False
 
     def _answers(self) -> bool:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=10)
-        try:
-            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {self.key}"})
-            response = connection.getresponse()
-            return response.status == 200 and self.model.encode() in response.read(ANSWER_LIMIT)
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=10)) as connection:
+            try:
+                connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {self.key}"})
+                response = connection.getresponse()
+                return response.status == 200 and self.model.encode() in response.read()
+            except (OSError, http.client.HTTPException):
+                return False
 
     @functools.cached_property
     def death(self) -> str:
