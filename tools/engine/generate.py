@@ -88,15 +88,13 @@ def generation_config(local: LocalModel) -> GenerationConfig:
     """The model's sampling as `generate` takes it."""
     sampling = local.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    # Attention never sees padding: any token will do.
-    known = (local.tokenizer.pad_token_id, *local.stop_ids, 0)
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens,
         do_sample=sampling.do_sample,
         **(drawn if sampling.do_sample else {}),
         use_cache=True,
-        pad_token_id=next(token for token in known if token is not None),
+        pad_token_id=0,  # attention never sees padding: any token will do
         eos_token_id=local.stop_ids or None,
     )
 
