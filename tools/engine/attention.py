@@ -188,10 +188,10 @@ class Plan:
             *tables,
         ) = upload(lists, device)
         # Added to the rows' scores, (used blocks, BLOCK) and (rows, prefix): -inf where a token must not attend.
-        self.block_mask = _hide(torch.arange(BLOCK, device=device) > visible[:, None])
+        self.block_mask = torch.where(torch.arange(BLOCK, device=device) > visible[:, None], -math.inf, 0.0)
         self.prefix_mask = None
         if any(slot.shared < prefix for slot in single):
-            self.prefix_mask = _hide(torch.arange(prefix, device=device) >= shared[:, None])
+            self.prefix_mask = torch.where(torch.arange(prefix, device=device) >= shared[:, None], -math.inf, 0.0)
         self.prefills = []
         for slot, end, table in zip(longer, ends[self.rows :], tables, strict=True):
             cached = len(slot.ids)
@@ -218,11 +218,6 @@ def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
     """The lists as tensors on the device, by one copy."""
     packed = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.long).to(device)
     return list(packed.split([len(one) for one in lists]))
-
-
-def _hide(hidden: torch.Tensor) -> torch.Tensor:
-    """-inf where `hidden`, else 0."""
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
