@@ -7,7 +7,7 @@ from forks import python
 
 from tools.bench import train as bench_train
 
-TINY = {"preset": "tiny", "learning_rate": 1e-3, "steps": 3, "warmup_steps": 1}
+TINY = {"preset": "tiny", "steps": 3, "warmup_steps": 1}
 
 
 def compare(**changes) -> list[dict]:

@@ -62,7 +62,6 @@ class Settings(LlamaFlags):
     accumulation: int = flag("micro-batches of a step", default=1)
     steps: int = flag("measured steps", default=10)
     warmup_steps: int = flag("steps before them that are left out, at least 1", default=2)
-    learning_rate: float = flag("learning rate", default=2e-6)
     bf16: bool = flag("True: computing in bf16, as train.py does", default=False)
     gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
     deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
@@ -165,7 +164,6 @@ def measure(settings: Settings, inputs: str, mode: str) -> dict:
             gradient_accumulation_steps=settings.accumulation,
             per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
             num_train_epochs=1,
-            learning_rate=settings.learning_rate,
             seed=settings.seed,
             bf16=settings.bf16,
             gradient_checkpointing=settings.gradient_checkpointing,
