@@ -310,11 +310,15 @@ class SPAGTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
-        logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
+        logprob = self.logprob(model, self.module, inputs)
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         (self.metrics if self.module.training else self.eval_metrics).add(metrics, inputs)
         return (loss, {"logprob": logprob}) if return_outputs else loss
+
+    def logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
+        """(batch,) log-probabilities under the policy or the reference."""
+        return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
 
     def evaluate(self, *args, **kwargs):
         self.eval_metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
@@ -397,7 +401,7 @@ class SPAGTrainer(Trainer):
     def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
         """As the policy's forward, in the same dtype and autocast; no gradient."""
         with torch.no_grad(), self.accelerator.autocast():
-            return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
+            return self.logprob(model, module, batch)
 
     def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
         """Log-probability of every row that needs one under the reference, (rows,) in fp32; each rank does its share.

@@ -128,17 +128,7 @@ class TimedTrainer(trainers.OfflinePOTrainer):
 class PlainTrainer(TimedTrainer):
     """The usual recipe: (batch, T, vocabulary) logits for policy and reference, with an attention mask."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        ref_logprob = self.reference_logprob(inputs)
-        loss, metrics = self.method_loss(self._logprob(model, inputs), ref_logprob, inputs, num_items_in_batch)
-        self.metrics.add(metrics, inputs)
-        return loss
-
-    def _frozen_logprob(self, model, module, batch):
-        with torch.no_grad(), self.accelerator.autocast():
-            return self._logprob(model, batch)
-
-    def _logprob(self, model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def logprob(self, model, module, batch):
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return trainers.sequence_logprob(logits, batch["labels"])
 
