@@ -133,7 +133,7 @@ def make_inputs(folder: Path, settings: Settings) -> None:
     (folder / "words.txt").write_text("\n".join(map(word_of, range(most))), encoding="utf-8")
 
 
-# --- a run ---------------------------------------------------------------------------------------------------------
+# A run.
 
 
 class FixedLengths:
@@ -184,7 +184,7 @@ def measure(settings: Settings, folder: str, mode: str, lengths: str) -> dict:
     return noted | dataclasses.asdict(engine.counts)
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
+# The table.
 
 
 def compare(settings: Settings) -> list[dict]:

@@ -94,7 +94,7 @@ def make_inputs(folder: Path, settings: Settings) -> None:
     utils.write_records(folder / "rows.jsonl", (settings.row(rng) for _ in range(count)))
 
 
-# --- trainers ------------------------------------------------------------------------------------------------------
+# Trainers.
 
 
 class TimedTrainer(trainers.OfflinePOTrainer):
@@ -133,7 +133,7 @@ class PlainTrainer(TimedTrainer):
         return trainers.sequence_logprob(logits, batch["labels"])
 
 
-# --- a run ---------------------------------------------------------------------------------------------------------
+# A run.
 
 
 def measure(settings: Settings, inputs: str, mode: str) -> dict:
@@ -197,7 +197,7 @@ def useful_operations(shape: Shape, tokens: int, scored: int, squares: int) -> i
     return 6 * ((shape.layer_weights + norms) * tokens + output * scored + attention * squares)
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
+# The table.
 
 
 def compare(settings: Settings) -> list[dict]:

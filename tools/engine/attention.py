@@ -132,7 +132,7 @@ class LayerCache:
         self.blocks[:, plan.blocks, :, :, plan.offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
 
 
-# --- planning ------------------------------------------------------------------------------------------------------
+# Planning.
 
 
 class PrefillChunk(NamedTuple):
@@ -220,7 +220,7 @@ def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
     return list(packed.split([len(one) for one in lists]))
 
 
-# --- attention -----------------------------------------------------------------------------------------------------
+# Attention.
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kwargs):

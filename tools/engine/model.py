@@ -83,7 +83,7 @@ class LocalModel(ModelTokens):
         model.generation_config = GenerationConfig()
 
 
-# --- loading -------------------------------------------------------------------------------------------------------
+# Loading.
 
 
 def model_folder(name: str) -> Path:
