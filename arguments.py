@@ -256,15 +256,21 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     return arguments
 
 
+class _Loader(yaml.SafeLoader):
+    """Without aliases, with which a few lines of YAML make gigabytes."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read")
+        return super().compose_node(parent, index)
+
+
 def _yaml_to_flags(path: str) -> list[str]:
     with utils.open_text(path) as file:
-        text = file.read()
-    try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise yaml.YAMLError("aliases (*name) are not read")  # with which a few lines make gigabytes
-        settings = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        try:
+            settings = yaml.load(file, _Loader)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected settings, one 'name: value' a line")
     flags = []

@@ -130,6 +130,8 @@ def serve(listener: socket.socket, path: str, owner: int) -> list[str]:
     for name in HEAVY:
         with contextlib.suppress(Exception):  # a broken program fails in its own tests, not in all
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # as above
+        spare_repeated_work()
     logging.disable(logging.NOTSET)
     gc.freeze()
     sys.executable = path
@@ -147,6 +149,18 @@ def serve(listener: socket.socket, path: str, owner: int) -> list[str]:
             os.close(alive)
             return keep(connection)
         connection.close()
+
+
+def spare_repeated_work() -> None:
+    """Do once what torch's launcher and DeepSpeed do at each start, for a second and for three."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # The original looks through all modules for the lines of source of all callers, eighteen times.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    import cpuinfo
+
+    info = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: info
 
 
 def keep(connection: socket.socket) -> list[str]:
