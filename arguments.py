@@ -21,7 +21,6 @@ from pathlib import Path
 import datasets
 import torch
 import yaml
-from huggingface_hub import snapshot_download
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -52,7 +51,6 @@ SAME_RUN = (
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
 RENAMED = {"--evaluation_strategy": "--eval_strategy", "--warmup_ratio": "--warmup_steps", "--no_cuda": "--use_cpu"}
-MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def _help(text: str, **metadata):
@@ -173,7 +171,7 @@ class SPAGArguments(TrainingArguments):
                 settings[name] = utils.files_setting(*paths)
         for name in ("model_name_or_path", REFERENCE_NAME):
             if model := getattr(self, name):
-                settings[name] = {"path": model, "sha256": utils.model_fingerprint(model_folder(model))}
+                settings[name] = {"path": model, "sha256": utils.model_fingerprint(utils.model_folder(model))}
         return settings
 
     @cached_property
@@ -212,18 +210,6 @@ class SPAGArguments(TrainingArguments):
         if not torch.distributed.is_initialized():  # by arguments read before in this process
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
-
-
-def model_folder(name: str) -> Path:
-    """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub."""
-    try:
-        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=MODEL_FILES))
-    except (OSError, ValueError) as error:
-        why = type(error).__name__
-        raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json; this is not a model folder")
-    return folder
 
 
 def parse_arguments(argv: list[str]) -> SPAGArguments:

@@ -299,7 +299,8 @@ class SPAGCollator:
         return batch
 
     def _pad(self, sequences: list[list[int]], value: int) -> torch.Tensor:
-        tensors, side = [torch.tensor(ids) for ids in sequences], "left" if self.pad_left else "right"
+        tensors = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
+        side = "left" if self.pad_left else "right"
         return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 

@@ -103,11 +103,12 @@ class Output:
 
     def _check_optimizer(self, checkpoint: Path) -> None:
         """Raise ValueError where the optimizer's state is not there, or not as this launch would read it."""
+        plain, by_deepspeed = (any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
         parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))  # of ZeRO: one of each rank
-        if not any(checkpoint.glob("global_step*" if self.args.deepspeed else "optimizer*")):
-            why = (
-                "no optimizer state for this launch (was it saved by --save_only_model, or --deepspeed changed since?)"
-            )
+        if not plain and not by_deepspeed:
+            why = "saved without its optimizer (--save_only_model), which training cannot continue from"
+        elif by_deepspeed != bool(self.args.deepspeed):
+            why = f"saved {'with' if by_deepspeed else 'without'} --deepspeed; continue it so"
         elif parts not in (0, self.args.world_size) and not self.args.save_on_each_node:
             why = f"ZeRO saved it for {parts} processes, here are {self.args.world_size}; continue with {parts}"
         else:

@@ -33,7 +33,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 
 import utils
-from arguments import SPAGArguments, model_folder
+from arguments import SPAGArguments
 from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def _load_stored(path: Path, rows: int) -> np.ndarray | None:
 
 def model_digest(name_or_path: str) -> str:
     """SHA-256 over the configuration, code and weights of a model."""
-    folder = model_folder(name_or_path)
+    folder = utils.model_folder(name_or_path)
     return utils.file_digest(sorted(path for pattern in DIGESTED for path in folder.glob(pattern)))
 
 

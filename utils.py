@@ -24,24 +24,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from errno import ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
-# What files, safetensors, torch, and numpy say of a full disk, a quota, and a limit on a file's size.
+# What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
 ON_FULL_DISK = re.compile(
-    r"Errno (27|28|122)\b|os error 28|No space left|PytorchStreamWriter|file write failed|\d requested and \d+ written"
+    r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
-LIST_START = re.compile(r"\s*\[\s*")
-LIST_COMMA = re.compile(r"\s*(,\s*(?!])|(?=]))")  # between elements, or before the end
+BLANKS = re.compile(r"\s*")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line ends of Unicode
 DECODER = json.JSONDecoder()
+AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, besides an element
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
@@ -137,27 +138,34 @@ def _iter_lines(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterat
 
 def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
     """The elements of a list; the text at hand grows until the next one is whole."""
-    text, at, line, before = "", 0, 1, LIST_START
+    text, at, line, expected = "", 0, 1, "["  # one of the characters `expected` comes next, or an element
     while True:
-        where = f"{path}:{line}"
-        try:
-            if not (gap := before.match(text, at)):
-                raise BadRecordError(f"{where}: expected ',' or ']', found {text[at : at + 20]!r}; cut off?")
-            if text.startswith("]", gap.end()):
-                break
-            first_line = line + gap[0].count("\n")
-            where = f"{path}:{first_line}"
-            record, end = _scan(text, gap.end(), where)
-        except BadRecordError:  # unless it goes on in what is not read yet
-            if not (more := file.read(max(CHUNK, len(text) - at))):
-                raise
-            text, at = text[at:] + more, 0
-            continue
-        yield where, record
-        line += text.count("\n", at, end)
-        at, before = end, LIST_COMMA
-    if rest := (text[gap.end() + 1 :] + file.read()).strip():
-        raise BadRecordError(f"{where}: {rest[:20]!r} after the end of the JSON list; one list a file")
+        blanks = BLANKS.match(text, at)
+        line, at = line + blanks[0].count("\n"), blanks.end()
+        where, found = f"{path}:{line}", text[at : at + 1]
+        if not found and (more := file.read(CHUNK)):
+            text, at = more, 0
+        elif not found or expected == AFTER["]"]:
+            break
+        elif found in expected:
+            at, expected = at + 1, AFTER[found]
+        elif expected == ",]":
+            raise BadRecordError(f"{where}: expected ',' or ']', found {found!r}")
+        else:
+            try:
+                record, end = _scan(text, at, where)
+            except BadRecordError:
+                if not (more := file.read(len(text))):
+                    raise
+                text, at = text[at:] + more, 0
+                continue
+            yield where, record
+            line += text.count("\n", at, end)
+            at, expected = end, ",]"
+    if found:
+        raise BadRecordError(f"{where}: {found!r} after the end of the JSON list; one list a file")
+    if expected != AFTER["]"]:
+        raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
 
 
 def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
@@ -244,9 +252,10 @@ def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "filename", None) or not ON_FULL_DISK.search(str(error)):
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
+        if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
             raise
-        number = getattr(error, "errno", None) or ENOSPC
+        number = error.errno if full else ENOSPC
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
@@ -294,20 +303,25 @@ def alpaca_to_row(example: dict) -> dict:
 def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
     """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
 
-    Raises ValueError for a text that is missing or holds what is no Unicode.
+    Raises ValueError for a missing text, and for one that is no Unicode.
     """
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | from_alpaca(record)
     texts = []
     for name, other in (("query", "prompt"), ("target", "answer")):
-        text = record.get(name, record.get(other))
-        if not isinstance(text, str):
+        key = name if name in record else other
+        if key not in record:
             raise ValueError(
                 f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
-                "'instruction' and 'output'), which are texts"
+                "'instruction' and 'output')"
             )
-        text.encode()  # raises UnicodeEncodeError, a ValueError
-        texts.append(text)
+        if not isinstance(record[key], str):
+            raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+        try:
+            record[key].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
+        texts.append(record[key])
     return texts[0], texts[1], record
 
 
@@ -323,6 +337,29 @@ def file_sha256(path: str | os.PathLike) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def model_folder(name: str) -> Path:
+    """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub.
+
+    Raises ValueError if there is none, and for a folder without a config.json.
+    """
+    folder = Path(name) if os.path.isdir(name) else _from_hub(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no config.json; this is not a model folder")
+    return folder
+
+
+@functools.cache
+def _from_hub(name: str) -> Path:
+    """Looked up once: what is called so may change while this process is at work."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+    except (OSError, ValueError) as error:
+        why = type(error).__name__
+        raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -817,10 +854,12 @@ def shown(text: str) -> str:
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
-def _clean(record: logging.LogRecord) -> bool:
-    """A filter of the log, whose messages may quote models, servers and files."""
-    record.msg, record.args = shown(record.getMessage()), None
-    return True
+class CleanFormatter(logging.Formatter):
+    """Messages of the log may quote models, servers and files."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = shown(record.message)
+        return super().formatMessage(record)
 
 
 def set_up_logging() -> None:
@@ -830,8 +869,7 @@ def set_up_logging() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_clean)
+    handler.setFormatter(CleanFormatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, handlers=[handler], force=True)
 
 

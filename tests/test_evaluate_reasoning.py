@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -377,6 +376,7 @@ def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, 
     "flags, complaint",
     [
         (["--models", "base=M", "base=N"], "--models names base twice"),
+        (["--models", "a/b=M"], "--models a/b: it names a folder too"),
         (["--tasks", "MMLU", "MMLU:0"], "--tasks names mmlu twice"),
         (["--tasks", "MMLU:"], "expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got 'MMLU:'"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),
@@ -389,14 +389,23 @@ def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, comp
     assert exit_info.value.code == 2 and len(lines) == 1 and complaint in lines[0]
 
 
-@pytest.mark.parametrize("name, found", [("no-such-harness", "not installed"), ("torch", "2.")])
-def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, name, found):
-    version = metadata.version
-    monkeypatch.setattr(evaluate_reasoning.metadata, "version", lambda _: version(name))
+@pytest.mark.parametrize("installed, found", [(None, "it is not there"), ("0.4.1", "there is 0.4.1, and results")])
+def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, installed, found):
+    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: installed)
+    monkeypatch.setattr(evaluate_reasoning.metadata, "version", lambda name: installed)
     with pytest.raises(SystemExit):
         call("--models", "base=M", "--output_dir", str(tmp_path))
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"lm-evaluation-harness is {found}" in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
+    assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
+
+
+def test_vllm_needs_the_harness_client_of_servers(call, capsys, monkeypatch, tmp_path):
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: None if name == "tenacity" else 1)
+    with pytest.raises(SystemExit):
+        call("--models", "base=M", "--output_dir", str(tmp_path), "--engine", "vllm", "--vllm", str(tmp_path / "vllm"))
+    assert f"--engine vllm needs more: pip install 'lm-eval[api]=={HARNESS_VERSION}'" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_is_told_once_and_not_waited_for(

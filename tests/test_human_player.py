@@ -217,6 +217,7 @@ def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, 
     [
         ({"attacker": "human"}, 1, "human can play one side"),
         ({}, 2, "human plays in one process"),
+        ({"concurrent_games": 2}, 1, "one game at a time"),
         ({}, 1, "human needs a terminal"),
     ],
 )

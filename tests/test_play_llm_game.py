@@ -533,7 +533,7 @@ def assert_every_word_once(folder):
 
 
 def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
-    out, _ = finish(torchrun(2, flags(place, tiny_model, tmp_path, bf16=True, tf32=True)))
+    out, err = finish(torchrun(2, flags(place, tiny_model, tmp_path, bf16=True, tf32=True)))
     assert_every_word_once(tmp_path)
     for rank in (0, 1):
         games = read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")
@@ -543,6 +543,7 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert summary["tokens_per_second"] > 0
     assert json.dumps(summary) in out
     assert "---" in out  # a game to look at
+    assert err.count("--tf32 True has no effect") == 1
     settings = json.loads((tmp_path / f"{STEM}_settings.json").read_text())["settings"]
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 

@@ -653,10 +653,12 @@ def test_what_is_not_installed_is_told_in_one_line(inputs, tmp_path):
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without what pip has installed
     python.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [SCRIPT, *flags_of(inputs | {"nproc": "auto"})]
-    done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "No module named 'torch'" in line and "activate the environment" in line
+    for changes in ({"nproc": "auto"}, {"lora_rank": 4, "deepspeed": ROOT / "configs/zero2.json"}):
+        command = [SCRIPT, *flags_of(inputs | changes)]
+        done = subprocess.run(command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2 and "torch is not installed; " in lines[0] and "another one's PYTHON" in lines[0]
+        assert [line.split()[1] for line in lines] == ["torch", "transformers"]
 
 
 @pytest.mark.parametrize(

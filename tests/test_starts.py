@@ -64,6 +64,12 @@ def test_an_error_of_all_ranks_is_told_once_before_the_launchers_report(tmp_path
     assert wrong_flag.stderr.count("unknown flag --outputs") <= 1 and wrong_flag.stderr.count(": error: ") == 1
 
 
+def test_a_malformed_call_of_a_librarys_log_does_not_end_the_program():
+    code = "import logging, utils; utils.set_up_logging(); logging.getLogger('x').warning('two', 2); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "alive\n" and "--- Logging error ---" in done.stderr
+
+
 def test_a_rank_that_alone_fails_is_heard():
     code = "import utils; utils.RANK_0_FIRST = 0.1; utils.run_program(lambda: open('none'))"
     done = start("-c", code, RANK="1", WORLD_SIZE="2")

@@ -9,8 +9,10 @@ same command runs those that are missing. tools/reasoning/README.md tells what i
 import argparse
 import logging
 import os
+import re
 from dataclasses import dataclass, fields
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.engine.model import model_folder
@@ -77,6 +79,8 @@ class Flags(VLLMFlags):
         problems = too_small(self, limit=1, num_processes=1) + self.vllm_problems(self.engine)
         for given, values in (("models", names), ("tasks", tasks)):
             problems += [f"--{given} names {value} twice" for value in sorted(set(values)) if values.count(value) > 1]
+        no_folders = [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]
+        problems += [f"--models {name}: it names a folder too; use letters, digits, . _ and -" for name in no_folders]
         if world_size() > 1:
             problems.append("start it without torchrun: it uses every GPU that it sees by itself")
         if problems:
@@ -107,14 +111,17 @@ class Flags(VLLMFlags):
         return [devices[number % len(devices)] for number in range(self.num_processes or len(devices))]
 
 
-def check_harness() -> None:
-    """Raise ValueError unless the right version of the harness is installed, since results change with it."""
+def check_harness(engine: str) -> None:
+    """Raise ValueError unless the right version of the harness is installed, with its client of servers if needed."""
     try:
         installed = metadata.version(HARNESS)
     except metadata.PackageNotFoundError:
-        installed = "not installed"
+        installed = None
     if installed != HARNESS_VERSION:
-        raise ValueError(f"lm-evaluation-harness is {installed}; needs: pip install {HARNESS}=={HARNESS_VERSION}")
+        found = f"there is {installed}, and results change with its version" if installed else "it is not there"
+        raise ValueError(f"needs lm-evaluation-harness; {found}: pip install {HARNESS}=={HARNESS_VERSION}")
+    if engine == VLLM and find_spec("tenacity") is None:
+        raise ValueError(f"--engine {VLLM} needs more: pip install '{HARNESS}[api]=={HARNESS_VERSION}'")
 
 
 def main() -> None:
@@ -122,7 +129,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()
-    check_harness()
+    check_harness(flags.engine)
     jobs, folder = flags.jobs(), Path(flags.output_dir)
     lock(folder / LOCK)
     to_run = [job for job in jobs if job.is_to_run(overwrite=flags.overwrite)]

@@ -55,7 +55,7 @@ class Flags(PlayFlags):
 
     def check(self) -> None:
         problems = too_small(self, max_games=1) + self.problems(list(self.names))
-        problems += [*report_problems(self.report_to), *human_problems(self.names)]
+        problems += [*report_problems(self.report_to), *human_problems(self.names, self.concurrent_games)]
         for name in ("model_prefix", "data_suffix"):
             value = getattr(self, name)
             if not value or Path(value).name != value:

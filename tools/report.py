@@ -39,6 +39,8 @@ def parse_args() -> tuple[Path | None, Flags]:
         parser.error("give either FOLDER or --episodes FILE ...")
     if flags.episodes and not flags.output:
         parser.error("--episodes needs --output FILE, the page to write")
+    if flags.games < 0:
+        parser.error(f"--games is {flags.games}; it must be at least 0")
     return folder, flags
 
 

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+import utils
 from tools.games.chat import ChatTemplate
 from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
 from utils import TOKENIZER_FILES, rank, warn_on_rank_0
 
-MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
 
 
@@ -88,16 +87,7 @@ class LocalModel(ModelTokens):
 
 def model_folder(name: str) -> Path:
     """The folder of a model given as a folder or a name on the Hugging Face hub; ValueError if it is incomplete."""
-    if os.path.isdir(name):
-        folder = Path(name)
-    else:
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
-        except (OSError, ValueError) as error:
-            why = type(error).__name__
-            raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json; this is not a model folder")
+    folder = utils.model_folder(name)
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save it beside the model")
     if not any(folder.glob("*.safetensors")):

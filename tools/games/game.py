@@ -259,7 +259,7 @@ def _import(place: str) -> ModuleType:
         if not place.endswith(".py"):
             sys.path.append("")
             return importlib.import_module(place)
-        name = str(Path(place).resolve())
+        name = f"game_{hashlib.sha256(str(Path(place).resolve()).encode()).hexdigest()[:12]}"
         spec = importlib.util.spec_from_file_location(name, place)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

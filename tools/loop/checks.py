@@ -1,5 +1,6 @@
 """What can be wrong with the settings of tools/run_spag.sh and would show only hours after its start. No torch."""
 
+import importlib.util
 import json
 import math
 import os
@@ -44,6 +45,8 @@ def find_problems(settings: Mapping[str, str]) -> Iterator[str]:
         yield from (f"--{name.lower()} is {settings[name]!r}; it must be {kind}" for name in wrong)
     yield from _number_problems(settings)
     yield from _path_problems(settings)
+    missing = (name for name in ("torch", "transformers") if not importlib.util.find_spec(name))
+    yield from (f"{name} is not installed; {REMEDY}" for name in missing)
 
 
 def package_problems(settings: Mapping[str, str]) -> Iterator[str]:

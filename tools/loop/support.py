@@ -4,6 +4,7 @@ Applies the flags to the settings, makes the automatic choices, tells all that i
 written), and prints assignments for the shell: the settings, and what follows from them.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -68,7 +69,9 @@ def settle(settings: dict[str, str], gpus: Sequence[int]) -> None:
 
 
 def gpu_memory() -> list[int]:
-    """Bytes of each CUDA device of this machine."""
+    """Bytes of each CUDA device of this machine; none without torch."""
+    if not importlib.util.find_spec("torch"):
+        return []
     import torch
 
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):

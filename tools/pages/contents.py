@@ -24,6 +24,7 @@ IMITATION = "imitation"
 RESULTS, RANK_FILES = "*_*_*_results.json", "*_*_*_rank*.jsonl"  # of play: finished, still going on
 LARGEST_NUMBER = 1e300  # sums stay finite
 NO_MATCHES = {"settings": {"players": [], "against": None}, "results": []}
+MOST_CHARACTERS = 4000  # of a message that are shown
 # Control characters, marks that turn the direction of writing around, and halves of characters.
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 T = TypeVar("T")
@@ -100,12 +101,14 @@ def shown_game(game: Game, number: int, episode: Mapping, verdict: Verdict) -> d
 
 def marked(game: Game, task: str, text: str) -> list[list[str]]:
     """The text in (kinds, text) pieces by the game's marks: "", SECRET, GUESS, or both with a blank between."""
-    marks = game.marks(task, text)
-    edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
+    shown, marks = text[:MOST_CHARACTERS], game.marks(task, text[:MOST_CHARACTERS])
+    edges = sorted({0, len(shown), *(edge for _, *span in marks for edge in span)})
     pieces = []
     for start, end in zip(edges, edges[1:], strict=False):
         kinds = {kind for kind, first, last in marks if first <= start < last}
-        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(text[start:end])])
+        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), visible(shown[start:end])])
+    if len(text) > len(shown):
+        pieces.append(["", f" … and {len(text) - len(shown):,} more characters"])
     return pieces
 
 

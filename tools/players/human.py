@@ -86,7 +86,7 @@ def read_line(prompt: str) -> str:
         signal.signal(signal.SIGINT, handler)
 
 
-def human_problems(names: tuple[str, str]) -> Iterator[str]:
+def human_problems(names: tuple[str, str], concurrent_games: int | None) -> Iterator[str]:
     """What keeps a person from playing, a phrase each; `names` are the players of both roles."""
     if HUMAN not in names:
         return
@@ -94,5 +94,7 @@ def human_problems(names: tuple[str, str]) -> Iterator[str]:
         yield f"{HUMAN} can play one side: on one screen the other one's secrets would be read"
     if world_size() > 1:
         yield f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun"
+    if (concurrent_games or 1) > 1:
+        yield f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time"
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield f"{HUMAN} needs a terminal, for input and for output"

@@ -110,8 +110,9 @@ def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
     begun = lines.count(BEGINS)
     if done.returncode > 0 or not begun:  # not killed, or before its first task: another one would get no further
         begun = len(jobs)
+    said = [line.strip() for line in lines if line.strip() not in ("", BEGINS)] or ["no message"]
     names = ", ".join(job.name for job in jobs[:begun] if not job.path.is_file())
-    problem = f"{names} ended with status {done.returncode}: {lines[-1].strip() or 'no message'} ({log})"
+    problem = f"{names} ended with status {done.returncode}: {said[-1]} ({log})"
     return [problem, *(run_portion(jobs[begun:], device) if begun < len(jobs) else [])]
 
 

@@ -96,10 +96,10 @@ class Lineup:
             self.vllms.popitem()[1].end()
 
     def _games_at_once(self, names: Sequence[str]) -> int:
-        if HUMAN in names:
-            return 1
         if self.flags.concurrent_games:
             return self.flags.concurrent_games
+        if HUMAN in names:
+            return 1
         if self.vllms:
             return self.flags.per_device_eval_batch_size or VLLM_GAMES
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):

@@ -12,7 +12,7 @@ from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
-from utils import flag, too_small
+from utils import flag, too_small, warn_on_rank_0
 
 SLOTS, GENERATE = "slots", "generate"
 DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling
@@ -93,6 +93,11 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine", "chat_template", "vllm_args")
         own = {name: getattr(self, name) for name in names}
         return self.game_settings(game, templates) | {"max_turns": self.turns(game)} | own
+
+    def set_precision(self) -> None:
+        if self.tf32 and not torch.cuda.is_available():
+            warn_on_rank_0("--tf32 True has no effect: there is no GPU")
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
 
 
 def words_setting(path: str, words: list[str]) -> dict[str, str]:

@@ -134,7 +134,7 @@ class Run:
             print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
             return None
         self._settle_engine(settings)
-        torch.set_float32_matmul_precision("high" if self.flags.tf32 else "highest")
+        self.flags.set_precision()
         finished = self.files.start(settings, overwrite=self.flags.overwrite)
         seconds, missing = 0.0, finished.missing()
         if to_play := [index for index in missing if index % world_size() == rank()]:

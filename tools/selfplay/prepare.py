@@ -171,6 +171,8 @@ class Tasks(GameChoice, OutputFile):
         self.check(number=1)
         game = self.load_game()
         tasks = game.tasks(self.number, random.Random(self.seed))
+        for task in tasks:
+            game.check_task(task)
         write_words(self.output, tasks)
         settings = {"game": game_setting(game), "number": self.number, "seed": self.seed}
         self.write_source(f"tasks of {game.title}", settings=settings, counts={"tasks": len(tasks)})

@@ -45,7 +45,7 @@ class Flags(RowFlags):
 
     def __post_init__(self):
         if self.control in (SFT, AS_MANY) and not self.like:
-            raise ValueError(f"--control {self.control} needs --like")
+            raise ValueError(f"--control {self.control} needs --like, the OUTPUT of a loop")
         if self.control == SFT:
             self.min_game_rows = 0  # its rows come from no games
 
