@@ -481,9 +481,7 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     run(tmp_path / "out", settings | {"save_only_model": True})
     (tmp_path / "out" / "train_results.json").unlink()
-    with pytest.raises(
-        ValueError, match="no optimizer state for this launch.*--overwrite_output_dir True to start anew"
-    ):
+    with pytest.raises(ValueError, match="saved without its optimizer.*--overwrite_output_dir True to start anew"):
         run(tmp_path / "out", settings, resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="--resume_from_checkpoint nowhere: not a whole checkpoint folder"):
         run(tmp_path / "other", settings, resume_from_checkpoint="nowhere")
@@ -496,8 +494,8 @@ def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
 @pytest.mark.parametrize(
     ("saved", "deepspeed", "message"),
     [
-        (["global_step3/mp_rank_00_model_states.pt"], False, "no optimizer state for this launch"),
-        (["optimizer.pt"], True, "no optimizer state for this launch"),
+        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed; continue it so"),
+        (["optimizer.pt"], True, "saved without --deepspeed; continue it so"),
         (
             ["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"],
             True,
@@ -878,7 +876,7 @@ def test_rows_that_lose_nearly_all_are_told_and_refused_where_they_are_most(tmp_
     [
         ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: not a JSON object"),
         ('[{"query": "a", "target": "b"}, {"query"', r"rows\.jsonl:1: .*cut off"),
-        ('{"query": "a", "target": null}\n', "'target' is missing; .* texts"),
+        ('{"query": "a", "target": null}\n', "'target' must be a text"),
         ("", "the file is empty"),
     ],
 )
