@@ -95,9 +95,9 @@ train() { # train STAGE FOLDER FLAGS...: from $model, which is the reference too
 }
 
 match() { # match NAME PLAYER...: against the imitation model
-  NPROC=$players launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation --words "${EVAL_WORDS[@]}" \
-    --seeds "${EVAL_SEEDS[@]}" --games_per_word "$EVAL_GAMES_PER_WORD" --output_dir "$OUTPUT/$1/eval" \
-    "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
+  NPROC=$players launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation \
+    --words "${EVAL_WORDS[@]}" --seeds "${EVAL_SEEDS[@]}" --games_per_word "$EVAL_GAMES_PER_WORD" \
+    --output_dir "$OUTPUT/$1/eval" "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
 }
 
 { # read as a whole before it runs: this file may change meanwhile
