@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -82,9 +83,8 @@ def look_for_hub() -> None:
     if os.environ.get("HF_HUB_OFFLINE"):
         return
     try:
-        urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        pass  # it answers
+        with suppress(urllib.error.HTTPError):  # then it answers
+            urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
     except OSError as error:
         logger.warning("%s cannot be reached (%s): only data sets that are in the cache can be used", ENDPOINT, error)
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
