@@ -154,6 +154,7 @@ def measure(settings: Settings, inputs: str, mode: str) -> dict:
             gradient_accumulation_steps=settings.accumulation,
             per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
             num_train_epochs=1,
+            learning_rate=2e-6,  # the paper's, of self-play
             seed=settings.seed,
             bf16=settings.bf16,
             gradient_checkpointing=settings.gradient_checkpointing,
