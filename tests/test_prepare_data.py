@@ -80,6 +80,7 @@ def test_the_prompt_file_plays_as_the_released_literals_say(convert):
         ),
         (CODE.replace("no slot here\\n", "no newline"), "rules[6] must be a text that ends in a newline"),
         (CODE.replace("GAME_RULE_PROMPTS = [", "GAME_RULE_PROMPTS = 5, ["), "rules[0] must be a text that ends in a"),
+        (CODE.replace("GAME_RULE_PROMPTS = [", 'GAME_RULE_PROMPTS = "one text"  # ['), "'rules' must be"),
         (CODE.replace(": Defend.", ": Beware."), "tell a player different things"),
         (CODE.replace('"defender": "Defend."', '"judge": ""'), "(KeyError: 'defender')"),
         (CODE.replace('"defender": "Defend."', '"defender": 5'), "'defender_instruction' must be a text"),
@@ -191,7 +192,7 @@ def test_a_missing_package_names_its_install_command(call, capsys, monkeypatch, 
     with pytest.raises(SystemExit) as exit_info:
         call("words", "--output", tmp_path / "words.txt")
     lines = capsys.readouterr().err.splitlines()
-    assert exit_info.value.code == 2 and len(lines) == 1 and "words needs these versions" in lines[0]
+    assert exit_info.value.code == 2 and len(lines) == 1 and f"words needs the package {missing}" in lines[0]
     assert lines[0].endswith("pip install wordfreq==3.1.1 stop-words==2018.7.23")
 
 
@@ -199,7 +200,7 @@ def test_another_version_of_a_package_is_refused(call, capsys, monkeypatch, tmp_
     monkeypatch.setattr(prepare.metadata, "version", lambda name: "2025.11.4")
     with pytest.raises(SystemExit):
         call("words", "--output", tmp_path / "words.txt")
-    assert "pip install wordfreq==3.1.1" in capsys.readouterr().err
+    assert "words needs wordfreq 3.1.1, not 2025.11.4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl"])

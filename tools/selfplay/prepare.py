@@ -113,13 +113,14 @@ def frequent_words(
 
 def load_word_sources() -> tuple[Iterable[str], list[str]]:
     """All English words by falling frequency, and the stop words; ValueError where a package is missing or another."""
-    try:
-        installed = {name: metadata.version(name) for name in WORD_PACKAGES}
-    except metadata.PackageNotFoundError:
-        installed = {}
-    if installed != WORD_PACKAGES:
-        wanted = " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
-        raise ValueError(f"words needs these versions, others rank other words: pip install {wanted}")
+    install = "pip install " + " ".join(f"{name}=={version}" for name, version in WORD_PACKAGES.items())
+    for name, version in WORD_PACKAGES.items():
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise ValueError(f"words needs the package {name}: {install}") from None
+        if installed != version:
+            raise ValueError(f"words needs {name} {version}, not {installed}, whose words are others: {install}")
     from stop_words import get_stop_words
     from wordfreq import iter_wordlist
 
@@ -246,8 +247,9 @@ def release_templates(path: str) -> prompts.Templates:
             match statement:
                 case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if name in RELEASED:
                     values[name] = ast.literal_eval(value)
-        played, trained = values[PLAY_INSTRUCTIONS], values[INSTRUCTIONS]
-        templates = {"rules": list(values[RULES]), **{f"{role}_instruction": trained[role] for role in game.roles}}
+        played, trained, rules = values[PLAY_INSTRUCTIONS], values[INSTRUCTIONS], values[RULES]
+        templates = {"rules": list(rules) if isinstance(rules, tuple) else rules}
+        templates |= {f"{role}_instruction": trained[role] for role in game.roles}
         alike = all(played[role] == prompts.play_request(trained[role]) for role in game.roles)
     except (SyntaxError, ValueError, TypeError, KeyError) as error:
         problem = f"{type(error).__name__}: {error}"
