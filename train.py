@@ -335,7 +335,7 @@ def main(argv: list[str]) -> None:
     utils.end_with_launcher()
     utils.set_up_logging()
     if trainer := utils.run_program(lambda: set_up(argv)):
-        utils.run_program(lambda: run(trainer), expected=utils.RunError)
+        utils.run_program(lambda: run(trainer))
     leave()
 
 

@@ -299,11 +299,11 @@ class SPAGTrainer(Trainer):
         self.metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
 
     def check_learning_rate(self) -> None:
-        """Raise RunError if warm-up sits on the only step, which leaves it no learning rate."""
+        """Raise UserError if warm-up sits on the only step, which leaves it no learning rate."""
         one_step = self.state.max_steps == 1 and not self.state.global_step
         if one_step and self.args.learning_rate and not self._get_learning_rate():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            raise utils.RunError(
+            raise utils.UserError(
                 f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
                 "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
@@ -507,7 +507,7 @@ class SPAGTrainer(Trainer):
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 step = self.state.global_step
-                raise utils.RunError(f"the loss of step {step} is {logs['loss']}; training stops here")
+                raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}

@@ -1,8 +1,7 @@
-"""What every program shares: records in and out, flags, finished work and its locks, ranks, tokens. No torch."""
+"""What all programs share: reading, whole writes, settings and locks of runs, ranks of a launch. No torch."""
 
 import argparse
 import ctypes
-import dataclasses
 import difflib
 import fcntl
 import functools
@@ -25,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, NoReturn, TypeVar
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
@@ -39,10 +39,8 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
-BLANKS = re.compile(r"\s*")
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line ends of Unicode
-DECODER = json.JSONDecoder()
-AFTER = {"[": "]", ",": "", "]": None}  # of a JSON list: what may follow, besides an element
+# In a word: control characters, line ends of Unicode, and bytes that are not UTF-8, which are read as surrogates.
+UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
@@ -55,12 +53,15 @@ LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 T = TypeVar("T")
 
 
-class BadRecordError(ValueError):
+class UserError(ValueError):
+    """An error that the user can mend. The message says where, what, and what to do.
+
+    `run_program` prints it as one line and exits with status 2. All other errors keep their traceback.
+    """
+
+
+class BadRecordError(UserError):
     """An unreadable or invalid record of a file; the message starts with the file and the line."""
-
-
-class RunError(ValueError):
-    """What ends a program at work; its message is all that is to be said, where other errors need a traceback."""
 
 
 # Reading.
@@ -74,12 +75,12 @@ def open_text(path: str | os.PathLike, *, errors: str = "strict"):
 
 
 def read_json(path: str | os.PathLike):
-    """What a JSON file holds. Raises FileNotFoundError, and ValueError that names the file."""
+    """Return the content of a JSON file. Raises FileNotFoundError, and UserError that names the file."""
     try:
         with open_text(path) as file:
             return json.load(file)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+        raise UserError(f"{path}: not JSON ({error})") from None
 
 
 def log_skipped(message: str) -> None:
@@ -92,125 +93,111 @@ def iter_records(
 ) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
-    A file whose first character is "[" is one JSON list, any other is JSONL (blank lines are passed over). Neither
-    needs more memory than its largest record, but for the rest of a list after its first fault.
-    With `on_skip`, which is told of each, JSONL lines that are no objects are passed over, and a list ends at its
-    first fault.
+    A file that begins with "[" is a JSON list, any other file is JSONL. JSONL, and lists with one object a line (as
+    `write_records` writes them), are read line by line in constant memory; other lists are read whole.
 
-    Raises FileNotFoundError; ValueError for an empty file; BadRecordError for text that is not JSON or not UTF-8,
-    a list that is cut off, and a record that is not an object.
+    With `on_skip`, records that are not objects are skipped and `on_skip` gets a message for each. A list that is cut
+    off raises an error in either case, after its whole lines.
+
+    Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
+    for a record that is not an object.
     """
     with open_text(path, errors="surrogateescape") as file:
         first = file.read(CHUNK).lstrip()[:1]
         if not first:
-            raise ValueError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
+            raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
         file.seek(0)
-        if first != "[":
-            yield from _iter_lines(path, file, on_skip)
+        if first == "[":
+            yield from _iter_list(path, file, on_skip)
             return
-        try:
-            yield from _iter_list(path, file)
-        except BadRecordError as error:
-            if not on_skip:
-                raise
-            on_skip(f"{error} (the rest of the file is lost)")
+        for number, line in enumerate(file, start=1):
+            if not line.isspace():
+                yield from _checked(f"{path}:{number}", partial(_parse, line, f"{path}:{number}"), on_skip)
 
 
 def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
-    """Every object of a JSON list or JSONL file; errors as in `iter_records`."""
+    """Return every object of a JSON list or JSONL file; errors as in `iter_records`."""
     return [record for _, record in iter_records(path)]
 
 
-def _iter_lines(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+    """Read a list line by line while each line holds one object; from the first line that does not, read it whole."""
+    yielded, comma = 0, True  # whether the line before allows another object
     for number, line in enumerate(file, start=1):
-        where, text = f"{path}:{number}", line.strip()
-        try:
-            if text:
-                record, end = _scan(text, 0, where)
-                if rest := text[end:].strip():
-                    raise BadRecordError(f"{where}: {rest[:20]!r} after the JSON object; one object a line")
-                yield where, record
-        except BadRecordError as error:
-            if not on_skip:
-                raise
-            on_skip(str(error))
-
-
-def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
-    """The elements of a list; the text at hand grows until the next one is whole."""
-    text, at, line, expected = "", 0, 1, "["  # one of the characters `expected` comes next, or an element
-    while True:
-        blanks = BLANKS.match(text, at)
-        line, at = line + blanks[0].count("\n"), blanks.end()
-        where, found = f"{path}:{line}", text[at : at + 1]
-        if not found and (more := file.read(CHUNK)):
-            text, at = more, 0
-        elif not found or expected == AFTER["]"]:
+        text, where = line.strip(), f"{path}:{number}"
+        if number == 1 and text == "[":
+            continue
+        if number == 1 or not comma or not text.startswith("{"):
             break
-        elif found in expected:
-            at, expected = at + 1, AFTER[found]
-        elif expected == ",]":
-            raise BadRecordError(f"{where}: expected ',' or ']', found {found!r}")
-        else:
-            try:
-                record, end = _scan(text, at, where)
-            except BadRecordError:
-                if not (more := file.read(len(text))):
-                    raise
-                text, at = text[at:] + more, 0
-                continue
-            yield where, record
-            line += text.count("\n", at, end)
-            at, expected = end, ",]"
-    if found:
-        raise BadRecordError(f"{where}: {found!r} after the end of the JSON list; one list a file")
-    if expected != AFTER["]"]:
-        raise BadRecordError(f"{where}: the JSON list has no end; was the file cut off?")
+        try:
+            record = _parse(text.removesuffix(","), where)
+        except BadRecordError:
+            break
+        yield where, record
+        yielded, comma = yielded + 1, text.endswith(",")
+    file.seek(0)
+    for number, value in enumerate(_parse(file.read(), str(path), kind=list)[yielded:], start=yielded + 1):
+        where = f"{path}: record {number}"
+        yield from _checked(where, lambda value=value, where=where: _as_object(value, where), on_skip)
 
 
-def _scan(text: str, at: int, where: str) -> tuple[dict, int]:
-    """The object that begins at a place of a text, and where it ends."""
+def _checked(where: str, make: Callable[[], dict], on_skip: Callable | None) -> Iterator[tuple[str, dict]]:
+    """Yield the record that `make` returns, or skip it."""
     try:
-        record, end = DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        why = f"({error.msg} at character {error.pos - at + 1} of {text[at : at + 40]!r}...)"
-        raise BadRecordError(f"{where}: not a JSON object, or the file was cut off here {why}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise BadRecordError(f"{where}: JSON that Python does not read ({error})") from None
-    _check_utf8(text[at:end], where)
-    if not isinstance(record, dict):
-        raise BadRecordError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return record, end
+        yield where, make()
+    except BadRecordError as error:
+        if not on_skip:
+            raise
+        on_skip(str(error))
 
 
-def _check_utf8(text: str, where: str) -> None:
+def _parse(text: str, where: str, kind: type = dict):
+    """Parse one JSON value; BadRecordError, with the line of a longer text, if it is not JSON of this kind."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes that are no UTF-8 were read as surrogates
-        raise BadRecordError(f"{where}: not UTF-8") from None
+        value = json.loads(text)
+    except UnicodeEncodeError as error:  # open_text reads bytes that are not UTF-8 as surrogates
+        raise BadRecordError(f"{_line(where, text, error.start, kind)}: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at character {error.colno}"
+        raise BadRecordError(
+            f"{_line(where, text, error.pos, kind)}: not JSON, or the file was cut off here ({why})"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BadRecordError(f"{where}: JSON that Python cannot read ({error})") from None
+    return value if kind is list else _as_object(value, where)
+
+
+def _line(where: str, text: str, position: int, kind: type) -> str:
+    return where if kind is dict else f"{where}:{text.count(chr(10), 0, position) + 1}"
+
+
+def _as_object(value, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise BadRecordError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
-    """The words of a list, one a line; blank lines are passed over, repeated words kept.
+    """Return the words of a list, one a line. Blank lines are skipped, repeated words are kept.
 
-    Raises FileNotFoundError; ValueError for a list without words, and, with its line, for text that is not UTF-8, for
-    a word with a control character or another kind of line end in it, and for one that `check` raises ValueError for.
+    Raises FileNotFoundError; UserError for a list without words, and, with file and line, for text that is not UTF-8,
+    for a word with a control character, and for a word that `check` raises ValueError for.
     """
     words = []
     with open_text(path, errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
-            word, where = line.strip(), f"{path}:{number}"
-            _check_utf8(word, where)
-            if unprintable := UNPRINTABLE.search(word):
-                raise ValueError(f"{where}: {unprintable[0]!r} in a word; expected one a line, as UTF-8")
+            word = line.strip()
             try:
+                if bad := UNREADABLE.search(word):
+                    raise ValueError(f"{bad[0]!r} in a word; expected one word a line, as UTF-8")
                 if word:
                     check(word)
                     words.append(word)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise UserError(f"{path}:{number}: {error}") from None
     if not words:
-        raise ValueError(f"{path}: no words; expected one a line")
+        raise UserError(f"{path}: no words; expected one a line")
     return words
 
 
@@ -221,12 +208,12 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place.
 
-    What killed processes left is deleted after an hour. Raises ValueError for what is no regular file, such as a
-    device or a link.
+    Temporary files of killed processes are deleted after an hour. Raises UserError if the path is a link, a device, or
+    anything else that is not a regular file.
     """
     path = Path(path)
     if path.is_symlink() or path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a regular file, which outputs take the place of; name another one")
+        raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError):  # another process may be at it, or another user's
@@ -342,11 +329,11 @@ def file_sha256(path: str | os.PathLike) -> str:
 def model_folder(name: str) -> Path:
     """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub.
 
-    Raises ValueError if there is none, and for a folder without a config.json.
+    Raises UserError if there is none, and for a folder without a config.json.
     """
     folder = Path(name) if os.path.isdir(name) else _from_hub(name)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json; this is not a model folder")
+        raise UserError(f"{folder}: no config.json; this is not a model folder")
     return folder
 
 
@@ -359,7 +346,7 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
         why = type(error).__name__
-        raise ValueError(f"{name}: no such folder, nor a model that can be had from the hub ({why})") from None
+        raise UserError(f"{name}: no such folder, and no such model on the hub ({why})") from None
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -384,55 +371,55 @@ def model_fingerprint(folder: Path) -> str:
 
 
 class RunSettings:
-    """Results in a folder: what they were made with, and the lock that keeps a second launch out.
+    """The settings file of a run, and the lock that keeps a second launch out.
 
-    The file holds {"settings": ...}, all that the results depend on; of a file or a model, {"path", "sha256"},
-    only the content counts. `results()` is a path among what settings bind, None if nothing is there yet; `remedy`
-    ends the message of a refused start, which has written nothing.
+    The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
+    {"path", "sha256"}; only its content is compared. `results()` returns an existing output made under these
+    settings, or None. `remedy` ends the message of a refused start, which has written nothing.
     """
 
     def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
         self.path, self.results, self.remedy = Path(settings_path), results, remedy
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
-    def claim(self, settings: Mapping, *, overwrite: bool = False) -> None:
-        """Keep other launches out from now on; ValueError as in `check`, with `overwrite` for another launch only."""
-        self.check(settings, overwrite=overwrite)
+    def claim(self, settings: Mapping) -> None:
+        """Lock the run for this process; UserError as in `check`."""
+        self.check(settings)
         lock(self.lock_path)
-        self.check(settings, overwrite=overwrite)  # another launch may have ended in between
+        self.check(settings)  # another launch may have ended in between
 
     @contextmanager
-    def claimed(self, settings: Mapping, *, overwrite: bool = False) -> Iterator[None]:
+    def claimed(self, settings: Mapping) -> Iterator[None]:
         """`claim` for as long as the block runs."""
-        self.claim(settings, overwrite=overwrite)
+        self.claim(settings)
         try:
             yield
         finally:
             unlock(self.lock_path)
 
-    def check(self, settings: Mapping, *, overwrite: bool = False) -> None:
-        """Raise ValueError if another launch is at work here, or if the results were made with other settings."""
+    def check(self, settings: Mapping) -> None:
+        """Raise UserError if another launch is at work here, or if the results were made with other settings."""
         if is_locked(self.lock_path):
-            raise ValueError(LOCKED.format(self.path))
-        if overwrite or (found := self.results()) is None:
+            raise UserError(LOCKED.format(self.path))
+        if (found := self.results()) is None:
             return
         if not self.path.is_file():
-            raise ValueError(f"{found}: no {self.path.name} beside it says how it was made; {self.remedy}")
+            raise UserError(f"{found}: there is no {self.path.name} that says how it was made; {self.remedy}")
         if different := differences(self.read(), settings):
-            raise ValueError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
+            raise UserError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):
-        """One entry of the settings file; ValueError if it has none."""
+        """Return one entry of the settings file; UserError if it has none."""
         try:
             found = read_json(self.path)[name]
-        except (ValueError, KeyError, TypeError):
+        except (UserError, KeyError, TypeError):
             found = None
         if found is None or name == "settings" and not isinstance(found, dict):
-            raise ValueError(f"{self.path}: not the settings of a run, or of an earlier version; {self.remedy}")
+            raise UserError(f"{self.path}: not the settings file of a run; {self.remedy}")
         return found
 
     def write(self, settings: Mapping, **more) -> None:
-        """Write the settings file."""
+        """Write the settings file; `more` are further entries, which are not compared."""
         write_json(self.path, {"settings": settings, **more})
 
 
@@ -470,7 +457,7 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 
 def lock(path: str | os.PathLike) -> None:
-    """Take a lock file, which nothing else may open, for this process; ValueError if another process has it."""
+    """Lock a file, which nothing else may open, for this process; UserError if another process holds the lock."""
     path = Path(path).absolute()
     if path in _locks:
         return
@@ -478,7 +465,7 @@ def lock(path: str | os.PathLike) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     if not wait_until(lambda: _try_lock(descriptor, fcntl.LOCK_EX, path), LOCK_TIMEOUT):
         os.close(descriptor)
-        raise ValueError(LOCKED.format(path.parent))
+        raise UserError(LOCKED.format(path.parent))
     _locks[path] = descriptor
 
 
@@ -524,9 +511,10 @@ _meetings = itertools.count()
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, as JSON keeps it: all ranks of the launch meet here.
+    """Return on all ranks what `make` returns on rank 0, as JSON keeps it. All ranks of the launch must call it.
 
-    Its ValueError or OSError on rank 0 is a ValueError on all. Ranks started by hand, without MASTER_ADDR, are alone.
+    A UserError or OSError of `make` is a UserError on all ranks. A rank that was started by hand, without MASTER_ADDR,
+    is alone.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -535,7 +523,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             answer = {"value": make()}
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             answer = {"error": str(error)}
         store.set(key, json.dumps(answer))
     while not store.check([key]):  # without limit: rank 0 may be fetching a model from the hub
@@ -545,7 +533,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if rank() == 0:  # without torchrun the store lives in this process
         store.wait([f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise UserError(answer["error"])
     return answer["value"]
 
 
@@ -555,7 +543,7 @@ def launch_store():
     from torch.distributed import rendezvous
 
     if os.environ.get("MASTER_PORT") == "0":
-        raise ValueError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
+        raise UserError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
     store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
     return store
 
@@ -569,30 +557,28 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the files and model folders that rank 0 sees.
+    """Wait until this machine sees the files that rank 0 sees, with the same sizes; those in model folders too.
 
-    Machines may get here before another's results do. Raises ValueError for one that stays without them.
+    One machine may start a stage before another machine's results have reached it.
+    Raises UserError that names the files if they do not appear.
     """
     if world_size() == 1:
         return
 
-    def digest(path: str) -> str | None:
-        if os.path.isfile(path):
-            return file_sha256(path)
-        return model_fingerprint(Path(path)) if os.path.isdir(path) else None  # which may be a name on the hub
+    def sizes(path: str) -> dict[str, int]:
+        files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
+        return {str(file): file.stat().st_size for file in files if file.is_file()}
 
-    def different() -> list[str]:
-        return [path for path, expected in digests.items() if expected and digest(path) != expected]
+    def missing() -> list[str]:
+        return [file for file, size in expected.items() if not os.path.isfile(file) or os.path.getsize(file) != size]
 
-    digests = from_rank_0(lambda: {path: digest(path) for path in paths})
-    if rank() != 0 and not wait_until(lambda: not different(), SHARING_TIMEOUT):
-        raise ValueError(
-            f"{', '.join(different())}: not what rank 0 has, after {SHARING_TIMEOUT} s; do all machines share it?"
-        )
+    expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
+    if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
+        raise UserError(f"{', '.join(missing())}: not as rank 0 sees it, after {SHARING_TIMEOUT} s; is it shared?")
 
 
 def restarted() -> bool:
-    """Whether torchrun or Slurm has started this launch again: what is there is its own."""
+    """Whether torchrun or Slurm has started this launch again."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") != "0" for name in counts)
 
@@ -673,65 +659,6 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
 # Programs.
 
 
-def parse_bool(text: str) -> bool:
-    """The `type` of a flag that takes True or False."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
-    return text.lower() == "true"
-
-
-def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = (), **settings):
-    """A field of a dataclass that holds a program's flags; `names` are older names, `settings` go to add_argument.
-
-    Without a default the flag must be given.
-    """
-    metadata = {"help": help_line, "names": tuple(names), "settings": settings}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Declare the flags of a dataclass of `flag` fields; a list takes several values, a bool True or False."""
-    hints = get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        hint = hints[each.name]
-        inner, *_ = [part for part in get_args(hint) if part is not type(None)] or [hint]
-        several = list in (get_origin(hint), get_origin(inner))
-        plain = (*get_args(inner), inner)[0]
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
-        line = each.metadata["help"]
-        if default not in (dataclasses.MISSING, None, []):
-            line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
-        names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
-        settings |= {"required": default is dataclasses.MISSING, "default": default, "help": line.replace("%", "%%")}
-        parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
-
-
-def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
-    """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
-    add_flags(parser, kind)
-    values, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error("; ".join(unknown_words(unknown, parser)))
-    return kind(**vars(values))
-
-
-def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
-    """Read `COMMAND --flag ...` into the dataclass of this command, whose docstring is the command's description."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
-    command = parser.parse_args(words[:1]).command
-    kind = kinds[command]
-    return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
-
-
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
     """What to say of a flag that does not exist, with the one that was probably meant."""
     close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
@@ -745,21 +672,6 @@ def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list
     return flags or [f"{word!r} belongs to no flag" for word in words[:1]]
 
 
-class NamedPath(NamedTuple):
-    """A model or a file with a name to call it by."""
-
-    name: str
-    path: str
-
-
-def named_path(text: str) -> NamedPath:
-    """The `type` of flags that take NAME=MODEL."""
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
-    return NamedPath(name, path)
-
-
 def too_small(flags, **least: float) -> list[str]:
     """One phrase for each of these flags that is set to less than its least value."""
     values = {name: getattr(flags, name) for name in least}
@@ -770,11 +682,11 @@ def too_small(flags, **least: float) -> list[str]:
     ]
 
 
-def run_program(main: Callable[[], T], *, expected: type[Exception] = ValueError) -> T:
-    """Run a program or a part of it; what is `expected`, and OSError, ends it with its message and exit status 2."""
+def run_program(main: Callable[[], T]) -> T:
+    """Run a program or a part of it. UserError and OSError end it with their message and exit status 2."""
     try:
         return main()
-    except (expected, OSError) as error:
+    except (UserError, OSError) as error:
         end_with_error(str(error))
 
 
@@ -817,10 +729,10 @@ def plain_environment() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """End this process when the loop's script is killed: orphans would keep the next launch out.
+    """End this process when the loop's script is killed, so that it does not keep the next launch out.
 
-    Ranks end with torchrun from the moment in which they import this module. The script is no parent of its programs:
-    it is looked for every second.
+    The script is not our parent process, so a thread polls its pid every second. (Ranks of torchrun end with torchrun
+    from the moment in which they import this module.)
     """
 
     def watch(pid: int) -> None:
@@ -883,12 +795,12 @@ def warn_on_rank_0(message: str, *values) -> None:
 
 
 def ensure_pad_token(tokenizer) -> None:
-    """Give a tokenizer without PAD its EOS for padding. The vocabulary is never resized: that would break the KL.
+    """Let a tokenizer without PAD pad with EOS. The vocabulary is never resized: that would break the KL.
 
-    Raises ValueError for a tokenizer with neither.
+    Raises UserError for a tokenizer with neither.
     """
     if tokenizer.pad_token_id is not None:
         return
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has neither a PAD nor an EOS token")
+        raise UserError("the tokenizer has neither a PAD nor an EOS token")
     tokenizer.pad_token = tokenizer.eos_token

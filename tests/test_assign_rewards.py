@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
+from tools.flags import parse_flags
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
 from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
 from tools.selfplay.rows import RowFlags
-from utils import parse_flags, read_json_or_jsonl, run_program
+from utils import read_json_or_jsonl, run_program
 
 GAME, WORD = Taboo(), "apple"
 WINNERS = {"attacker wins": "attacker", "defender wins": "defender"}

@@ -20,12 +20,13 @@ from test_finished_work import hold
 
 from tools import evaluate_reasoning
 from tools.evaluate_reasoning import Flags
+from tools.flags import parse_flags
 from tools.reasoning import jobs as reasoning_jobs
 from tools.reasoning import table as reasoning_table
 from tools.reasoning.jobs import BEGINS, HARNESS_VERSION
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
 from tools.reasoning.table import MARK, PUBLISHED, PUBLISHED_NAMES
-from utils import parse_flags, run_program
+from utils import run_program
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}

@@ -23,6 +23,7 @@ import utils
 from tools import play_llm_game
 from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
+from tools.flags import parse_flags
 from tools.games import prompts, taboo
 from tools.players.player import Reply
 from tools.selfplay import play
@@ -30,7 +31,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_game, play_games
 from tools.selfplay.progress import describe
-from utils import parse_flags, read_json_or_jsonl, read_words, run_program, write_json
+from utils import read_json_or_jsonl, read_words, run_program, write_json
 
 GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"

@@ -8,11 +8,12 @@ import pytest
 from conftest import ROOT
 
 from tools import assign_rewards, prepare_data
+from tools.flags import parse_command
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import prepare
 from tools.selfplay.rows import read_sft_rows
-from utils import alpaca_to_row, parse_command, read_json_or_jsonl, run_program
+from utils import alpaca_to_row, read_json_or_jsonl, run_program
 
 RULES = [f"\nrule {index}: {{max_turns}} turns\n" for index in range(6)] + [
     "no slot here\n",

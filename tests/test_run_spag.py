@@ -20,10 +20,10 @@ from forks import python
 from safetensors.torch import load_file
 
 import arguments
+from tools.flags import parse_flags
 from tools.games.game import own_games
 from tools.loop import fit, support
 from tools.play_llm_game import Flags as PlayFlags
-from utils import parse_flags
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
 PLAY_FAILED = "epoch1_play failed (exit 3); its log: "

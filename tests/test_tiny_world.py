@@ -14,6 +14,7 @@ from conftest import ROOT
 from forks import python
 
 from tools import evaluate_reasoning, tiny_world
+from tools.flags import parse_command, parse_flags
 from tools.games import taboo
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.twenty_questions import NO_ANSWER
@@ -40,7 +41,7 @@ from tools.tiny.players import (
 )
 from tools.tiny.questions import KINDS, METRIC, TASK, TASKS, tasks_digest
 from tools.tiny.reproduce import LARGER_LEXICON
-from utils import parse_command, parse_flags, read_json_or_jsonl, write_json
+from utils import read_json_or_jsonl, write_json
 
 GAME = taboo.Taboo()
 SMALL = Lexicon(

@@ -11,9 +11,10 @@ import gc
 import json
 from dataclasses import dataclass
 
+from tools.flags import flag, parse_flags
 from tools.selfplay.rewards import assign_rewards
 from tools.selfplay.rows import RowFlags, make_rows
-from utils import end_with_launcher, flag, parse_flags, run_program, set_up_logging
+from utils import end_with_launcher, run_program, set_up_logging
 
 __all__ = ["assign_rewards"]
 

@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.matches.results import RESULTS, write_results
 from tools.matches.stats import ALL, Match, pairs, schedule
@@ -24,18 +25,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import (
-    NamedPath,
-    await_inputs,
-    end_with_launcher,
-    flag,
-    named_path,
-    parse_flags,
-    read_words,
-    run_program,
-    set_up_logging,
-    too_small,
-)
+from utils import await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = 5  # where tokens are drawn

@@ -17,22 +17,11 @@ from pathlib import Path
 
 from tools.engine.model import model_folder
 from tools.engine.vllm import VLLM, VLLMFlags
+from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.reasoning.jobs import HARNESS_VERSION, Job, gpus, look_for_hub, run_jobs, tasks_digest
 from tools.reasoning.scores import Score
 from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
-from utils import (
-    NamedPath,
-    end_with_launcher,
-    flag,
-    lock,
-    model_fingerprint,
-    named_path,
-    parse_flags,
-    run_program,
-    set_up_logging,
-    too_small,
-    world_size,
-)
+from utils import end_with_launcher, lock, model_fingerprint, run_program, set_up_logging, too_small, world_size
 
 HARNESS = "lm-eval"
 HF = "hf"  # of --engine: the harness' own way with transformers

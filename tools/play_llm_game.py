@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.flags import flag, parse_flags
 from tools.players.human import HUMAN, human_problems
 from tools.selfplay.counts import result_line
 from tools.selfplay.files import EpisodeFiles
@@ -21,16 +22,7 @@ from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
 from tools.selfplay.progress import NONE, TRACKERS, report_problems
-from utils import (
-    await_inputs,
-    end_with_launcher,
-    flag,
-    parse_flags,
-    read_words,
-    run_program,
-    set_up_logging,
-    too_small,
-)
+from utils import await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ that were trained on it. Beside its output X.EXT each writes X_source.json: what
 counts, and the SHA-256 of inputs and output.
 """
 
+from tools.flags import parse_command
 from tools.selfplay.prepare import Alpaca, Imitation, Prompts, Split, Tasks, Words
-from utils import end_with_launcher, parse_command, run_program, set_up_logging
+from utils import end_with_launcher, run_program, set_up_logging
 
 COMMANDS = {kind.__name__.lower(): kind for kind in (Words, Tasks, Split, Alpaca, Imitation, Prompts)}
 

@@ -11,11 +11,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.flags import add_flags, flag
 from tools.games.flags import GameChoice
 from tools.pages.contents import report_of_episodes, report_of_folder
 from tools.pages.page import page_html
 from tools.pages.sections import verdict
-from utils import add_flags, flag, replacing, run_program, set_up_logging, shown
+from utils import replacing, run_program, set_up_logging, shown
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.flags import flag, parse_command
 from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 from tools.matches.stats import ALL, BOTH
 from tools.matches.text import with_interval
@@ -25,7 +26,7 @@ from tools.tiny.build import Build
 from tools.tiny.questions import IMITATION, KINDS, REASONING, RESULTS, Questions, Reason
 from tools.tiny.reproduce import CompareLosses, Reproduce
 from tools.tiny.table import Reasoning
-from utils import flag, iter_records, parse_command, read_json, run_program
+from utils import iter_records, read_json, run_program
 
 
 @dataclass(kw_only=True)

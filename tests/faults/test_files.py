@@ -10,8 +10,8 @@ from trials import flags_of
 
 import utils
 from tools import evaluate_reasoning, tiny_world
+from tools.flags import parse_flags
 from tools.selfplay.files import EpisodeFiles
-from utils import parse_flags
 
 ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", "\ud800", [], {}, [[]], "a" * 10_000]
 ODD_VALUES += ["../../x", "<b>"]

@@ -18,8 +18,8 @@ from torch.utils.benchmark import Timer
 
 import utils
 from tools.engine.model import own_device
+from tools.flags import flag
 from tools.tiny.models import random_llama
-from utils import flag
 
 PACKAGES = ("torch", "transformers", "accelerate")
 

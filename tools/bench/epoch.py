@@ -20,8 +20,8 @@ from typing import NamedTuple
 import utils
 from tools.bench.common import SHAPES, Shape, print_table
 from tools.engine.memory import MEMORY_SHARE, MOST_GAMES
+from tools.flags import flag, parse_flags
 from tools.loop import fit
-from utils import flag
 
 GIB = 2**30
 SHARE = 0.5  # of a data sheet's rates that kernels reach
@@ -165,7 +165,7 @@ def table_line(args: Settings, name: str, card: str, lora: bool) -> dict:
 
 
 def main() -> None:
-    args = utils.parse_flags(Settings, description=__doc__)
+    args = parse_flags(Settings, description=__doc__)
     print(f"{args.gpus} GPUs, {args.games} games and {args.games * args.rows + args.sft_rows:.0f} rows; computed:\n")
     ways = (True, False) if args.gpus == 1 else (False,)
     lines = [table_line(args, name, card, lora) for name in MODELS for card in GPUS for lora in ways]

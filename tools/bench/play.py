@@ -38,6 +38,7 @@ import utils
 from tools.bench.common import LlamaFlags, Shape, measure_machine, print_results, run_ranks, word_of
 from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
+from tools.flags import flag, parse_flags
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.player import Player, Reply, Turn
@@ -47,7 +48,6 @@ from tools.selfplay.play import play_games, seed_draws
 from tools.tiny.models import train_tokenizer
 from tools.tiny.players import ROOT
 from trainers import peak_memory_gib
-from utils import flag
 
 RELEASE, BATCHED, DEFAULT, SERVER = "release", "batched", "default", "server"
 FORCED, DRAWN = "forced", "drawn"
@@ -263,7 +263,7 @@ def limit_seconds(shape: Shape, machine: list[dict], ranks: list[dict], number_b
 
 
 def main() -> None:
-    print_results(COLUMNS, compare(utils.parse_flags(Settings, description=__doc__)))
+    print_results(COLUMNS, compare(parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ import psutil
 
 import utils
 from tools.bench.common import print_table, word_of
+from tools.flags import flag, parse_flags
 from tools.games.taboo import Taboo
 from tools.players.player import STOP
 from tools.selfplay.files import EpisodeFiles
-from utils import flag
 
 GAME, STEM, PROCESSES = Taboo(), "bench", 2
 PROGRAMS = ("merge", "assign_rewards", "report")
@@ -105,7 +105,7 @@ class Settings:
 
 
 def main() -> None:
-    settings = utils.parse_flags(Settings, description=__doc__)
+    settings = parse_flags(Settings, description=__doc__)
     print_table(COLUMNS, [compare(count) for count in settings.games])
 
 

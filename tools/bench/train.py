@@ -31,8 +31,8 @@ from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, SPAGCollator
 from tools.bench.common import LlamaFlags, Shape, measure_machine, print_results, run_ranks
 from tools.engine.generate import now
+from tools.flags import flag, parse_flags
 from tools.tiny.models import byte_tokenizer
-from utils import flag
 
 DEFAULT, REBALANCED, PLAIN = "default", "rebalanced", "plain"
 COLUMNS = {  # of the table, and how they are printed
@@ -234,7 +234,7 @@ def measure_mode(settings: Settings, machine: list[dict], folder: str, mode: str
 
 
 def main() -> None:
-    print_results(COLUMNS, compare(utils.parse_flags(Settings, description=__doc__)))
+    print_results(COLUMNS, compare(parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ from pathlib import Path
 import torch
 
 from tools.engine import supervise
+from tools.flags import flag
 from tools.players.player import PlayerUnusable
 from tools.players.server_flags import INSTALL
-from utils import flag, plain_environment, shown, too_small
+from utils import plain_environment, shown, too_small
 
 AUTO, VLLM = "auto", "vllm"  # of --engine
 HOST = "127.0.0.1"

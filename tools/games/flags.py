@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from tools.flags import flag
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, game_setting, load_game
-from utils import flag
 
 
 @dataclass(kw_only=True)

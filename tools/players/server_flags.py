@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from utils import flag, too_small
+from tools.flags import flag
+from utils import too_small
 
 PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"

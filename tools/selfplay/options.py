@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from tools.engine.vllm import AUTO, VLLM, VLLMFlags
+from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
-from utils import flag, too_small, warn_on_rank_0
+from utils import too_small, warn_on_rank_0
 
 SLOTS, GENERATE = "slots", "generate"
 DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import game_setting, load_game
@@ -19,7 +20,6 @@ from utils import (
     BadRecordError,
     alpaca_to_row,
     file_sha256,
-    flag,
     iter_records,
     open_text,
     read_words,

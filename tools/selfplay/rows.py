@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
@@ -21,7 +22,6 @@ from utils import (
     RunSettings,
     alpaca_to_row,
     files_setting,
-    flag,
     iter_records,
     open_text,
     row_texts,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.flags import flag
 from tools.games.game import DEFAULT_GAME, EPISODE_KEYS, Game
 from tools.games.guess_my_city import GuessMyCity
 from tools.games.prompts import load_templates, play_prompt
@@ -20,7 +21,7 @@ from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny import players
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
-from utils import RunSettings, files_setting, flag, read_json, read_json_or_jsonl, read_words, write_records
+from utils import RunSettings, files_setting, read_json, read_json_or_jsonl, read_words, write_records
 
 TINY = LEXICON.parent
 

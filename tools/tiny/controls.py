@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from tools.flags import flag, parse_flags
 from tools.games.game import Game
 from tools.games.taboo import Taboo
 from tools.selfplay.rows import RowFlags, make_rows, settings_path
 from tools.tiny.players import fact_rows, load_lexicon
-from utils import files_setting, flag, parse_flags, read_json_or_jsonl, run_program, set_up_logging, write_records
+from utils import files_setting, read_json_or_jsonl, run_program, set_up_logging, write_records
 
 SFT_COEFF = 0.5  # of OfflinePO
 COIN, SHUFFLED, CLONING, SFT, AS_MANY = CONTROLS = ("coin", "shuffled", "cloning", "sft", "as_many")

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.flags import flag
 from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, ROOT, Lexicon, Skill, load_lexicon
-from utils import file_digest, flag, plain_environment, write_records
+from utils import file_digest, plain_environment, write_records
 
 TASKS = LEXICON.with_name("reasoning")
 BEFORE_A_WORD, _ = NAME.split(" {}")

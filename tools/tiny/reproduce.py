@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from tools.flags import flag
 from tools.games.game import DEFAULT_GAME
 from tools.games.taboo import DEFENDER_WINS
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
 from tools.tiny.questions import REASONING, RESULTS, reasoning
 from tools.tiny.table import FIRST_GAMES, RELEASED, SFT_ONLY, Arm, self_play, write_table
-from utils import RunSettings, end_with_parent, files_setting, flag, read_json, too_small, write_json
+from utils import RunSettings, end_with_parent, files_setting, read_json, too_small, write_json
 
 LARGER_LEXICON = LEXICON.with_name("lexicon_large.txt")
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
