@@ -59,6 +59,16 @@ def trials(request):
     return Trials(request.node, *map(request.config.getoption, ("campaign", "trial_seed")))
 
 
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory, tiny_model, other_model) -> Path:
+    """The files that the programs of faults/ read; a test that changes one writes it back."""
+    from programs import build_loop, write_inputs  # of faults/
+
+    folder = write_inputs(tmp_path_factory.mktemp("faults") / "inputs", tiny_model, other_model)
+    build_loop(folder)
+    return folder
+
+
 def pytest_terminal_summary(terminalreporter):
     """The table of the campaign."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
