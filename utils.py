@@ -30,7 +30,7 @@ from typing import IO, NoReturn, TypeVar
 
 CHUNK = 1 << 20  # bytes read at a time
 CHECKSUM_THREADS = 4  # a disk keeps so many busy
-# Messages of safetensors, torch and numpy on a full disk; other writers raise an OSError with its number.
+# What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
 ON_FULL_DISK = re.compile(
     r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
