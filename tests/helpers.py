@@ -80,13 +80,13 @@ def as_a_process() -> Iterator[None]:
             os.environ.update(environment)
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
-        for path in list(utils._locks):
-            utils.unlock(path)
-        _forget_training()
+        reset_process()
 
 
-def _forget_training() -> None:
-    """Reset accelerate and transformers if a Trainer or its arguments were made, and free the models."""
+def reset_process() -> None:
+    """Release locks; where a Trainer or its arguments were made, reset accelerate and transformers and free models."""
+    for path in list(utils._locks):
+        utils.unlock(path)
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return

@@ -195,10 +195,35 @@ def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("word", ["ice\x0ccream", "ice\u2028cream", "i\0c\0e\0", "ice\x1b[2J", "ice\tcream"])
-def test_a_word_with_control_characters_is_refused_with_its_line(tmp_path, word):
-    (tmp_path / "words.txt").write_text(f"snow\n{word}\n", encoding="utf-8")
-    with pytest.raises(utils.UserError, match="words.txt:2: "):
+# Word lists.
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"one\r\ntwo", ["one", "two"]),
+        (b"\xef\xbb\xbfone\n\n  \n two \none\n", ["one", "two", "one"]),
+        ("café\n".encode(), ["café"]),
+    ],
+)
+def test_word_lists_may_have_any_line_ends_blank_lines_and_repeated_words(content, words, tmp_path):
+    (tmp_path / "words.txt").write_bytes(content)
+    assert utils.read_words(tmp_path / "words.txt") == words
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (b"", "no words"),
+        (b"\n \r\n", "no words"),
+        (b"one\ncaf\xe9\n", ":2: "),
+        *((f"snow\nice{odd}cream\n".encode(), ":2: ") for odd in ("\x0c", "\u2028", "\0", "\x1b[2J", "\t")),
+    ],
+)
+def test_an_unusable_word_list_is_refused_with_its_line(content, named, tmp_path):
+    (tmp_path / "words.txt").write_bytes(content)
+    with pytest.raises(utils.UserError, match=f"words.txt.*{named}"):
         utils.read_words(tmp_path / "words.txt")
 
 
@@ -222,16 +247,54 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+        return str(probe.getsockname()[1])
+
+
+def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     ranks = [
         start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
         for rank in ("1", "0")
     ]
     answers = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
     assert answers == [[0, "[Errno 2] No such file or directory: 'nowhere'", ["again"]]] * 2
+
+
+# A machine's torchrun, which waits for the other machines for 2 s instead of 300; and a rank of a launch.
+MACHINE = """
+import functools, torch.distributed.launcher.api as api
+api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=2)
+from torch.distributed.run import main
+main()
+"""
+LATE = """
+import os, sys, time, utils
+locks = [f"{sys.argv[1]}/.rank{rank}.lock" for rank in range(2)]
+utils.lock(locks[utils.rank()])
+utils.from_rank_0(lambda: None)
+if utils.rank() == 1:
+    time.sleep(6)
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), 9)
+utils.meet_at_end(locks)
+print(f"rank {utils.rank()} has ended")
+"""
+
+
+@pytest.mark.parametrize("rank_1", ["lives", "dies"])
+def test_the_machine_that_ends_first_waits_for_the_other_unless_that_is_dead(rank_1, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, "-c", MACHINE, "--nnodes=2", "--nproc_per_node=1", "--monitor_interval=0.1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=x"]
+    rank = [tmp_path / "late.py", tmp_path, rank_1]
+    machines = [start([*command, f"--rdzv_conf=is_host={number == 0}", *rank]) for number in (0, 1)]
+    printed = [machine.communicate(timeout=100)[0] for machine in machines]
+    ended = [f"rank {number} has ended" in "".join(printed) for number in (0, 1)]
+    assert ended == [True, rank_1 == "lives"]
+    assert [machine.returncode == 0 for machine in machines] == ended or rank_1 == "dies"
 
 
 def test_inputs_are_awaited_until_they_have_the_sizes_that_rank_0_sees(tmp_path, monkeypatch):
