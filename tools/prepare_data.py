@@ -1,6 +1,6 @@
 """Make word lists.
 
-    python -m tools.prepare_data tasks --game bargain --number 1000 --output data/bargains.txt
+    python -m tools.prepare_data tasks --game GAME --number 1000 --output data/tasks.txt
     python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 
 `tasks` makes the list of a game that can make its own tasks. `split` holds words back, for evaluation on words that
