@@ -127,6 +127,10 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
         text, where = line.strip(), f"{path}:{number}"
         if number == 1 and text == "[":
             continue
+        if text == "]" and (not comma or not yielded):
+            if not file.read().strip():
+                return
+            break
         if number == 1 or not comma or not text.startswith("{"):
             break
         try:
@@ -255,14 +259,19 @@ def write_json(path: str | os.PathLike, value) -> None:
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
     with replacing(path) as file:
-        if str(path).endswith(".jsonl"):
-            file.writelines(to_json(record) + "\n" for record in records)
-            return
-        before = "[\n"
-        for record in records:
-            file.write(before + to_json(record))
-            before = ",\n"
-        file.write("[]\n" if before == "[\n" else "\n]\n")
+        put_records(file, records, as_list=not str(path).endswith(".jsonl"))
+
+
+def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
+    """Write records to an open file one a line as they come, as JSONL or as one JSON list."""
+    if not as_list:
+        file.writelines(to_json(record) + "\n" for record in records)
+        return
+    before = "[\n"
+    for record in records:
+        file.write(before + to_json(record))
+        before = ",\n"
+    file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are

@@ -26,7 +26,6 @@ class Bargain(Game):
         Outcome(NO_DEAL, points=(0.0, 0.0), why="no offer was accepted in time"),
     )
     example_task = "book:2:4/1 hat:1:2/8"
-    likely_messages = 6
 
     def check_task(self, task: str) -> None:
         goods = [GOODS.fullmatch(item) for item in task.split()]

@@ -32,7 +32,6 @@ class Taboo(Game):
         Outcome(TIED, why="nobody said the word or guessed it in time"),
     )
     example_task = "word"
-    likely_messages = 6  # games won by GPT-4 had 2.9 messages of the winner
 
     def __init__(self, match: str = SUBSTRING):
         if match not in MATCHES:
