@@ -38,9 +38,9 @@ HISTORY = [
 
 def conversation(history, max_turns, templates, *, task="art"):
     """The messages for the player who speaks next."""
-    role = GAME.next_role(history)
-    told = prompts.instruction(templates, role, GAME.secrets(role, task), max_turns)
-    return chat_messages(GAME, history, role, prompts.rule_text(templates, max_turns), told)
+    role = GAME.next_role(task, history)
+    told = prompts.instruction(templates, role, GAME.secrets(role, task, history), max_turns)
+    return chat_messages(history, role, prompts.rule_text(templates, max_turns), told)
 
 
 def chat_tokenizer(family: str, template: str | None = None):
