@@ -95,6 +95,25 @@ def test_weights_balance_the_roles_by_games():
     assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
 
 
+def test_losers_and_ties_pay_below_zero():
+    """N = 4 games pay, 3 the attacker: its rows weigh 4/6, the defender's 4/2; a loser weighs as the winner does."""
+    games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED, BROKEN]
+    rows = rows_of(games, decay_weight=0.5, losers=0.6, ties=0.25)
+    first, second = 1 / 3, 2 / 3  # shares of two messages
+    won = [("attacker", first), ("defender", -0.6 * first), ("attacker", second), ("defender", -0.6 * second)]
+    lost = [("attacker", -0.6 * first), ("defender", first), ("attacker", -0.6 * second), ("defender", second)]
+    expected = [(*row, 4 / 6) for row in won] + [(*row, 4 / 2) for row in lost] + [(*row, 4 / 6) for row in 2 * won]
+    expected += [("attacker", -0.25, 1.0), ("defender", -0.25, 1.0)]  # a breach pays nobody
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [
+        (role, pytest.approx(reward), weight) for role, reward, weight in expected
+    ]
+    assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
+    assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
+    for wrong in ({"losers": -1.0}, {"ties": float("nan")}, {"ties": float("inf")}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .* at least 0"):
+            rows_of(games, **wrong)
+
+
 def test_shares_of_a_reward_decay_backwards():
     assert message_shares(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
     assert message_shares(2, 1) == [0.5, 0.5]
@@ -254,6 +273,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
+    assert printed["signs"] == {"positive": 4, "negative": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
     assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
 
@@ -265,6 +285,14 @@ def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert results["rows"]["attacker"] == 6
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
+
+
+def test_rows_of_losers_and_ties_are_counted_by_sign(run, refuse):
+    assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
+    rows, printed = run(losers=0.5, ties=0.1, seed=3)
+    assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
+    assert printed["signs"] == {"positive": 4, "negative": 6}
+    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
 
 
 def test_the_play_prompt_can_be_trained_on(run):
