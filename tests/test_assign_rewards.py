@@ -15,6 +15,7 @@ from helpers import call, flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import utils
 from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
@@ -139,14 +140,6 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
         ]
         assert [row["query"] for row in rows_of(EPISODES, seed=3, **more)] == expected
         assert [row["query"] for row in rows_of(EPISODES, seed=4, **more)] != expected
-
-
-def test_episodes_that_change_between_the_passes_are_an_error():
-    named = [("", each) for each in EPISODES]
-    games = JudgedGames(GAME, lambda on_skip=None: named)
-    named.pop()
-    with pytest.raises(ValueError):
-        list(paid_rows(games, decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
@@ -308,22 +301,6 @@ def test_the_kind_of_match_can_be_chosen(run):
     assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
 
 
-@pytest.mark.parametrize(
-    "record, query, target",
-    [
-        ({"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, "Q", "T"),
-        ({"prompt": "P", "answer": "A"}, "P", "A"),
-        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "### Instruction: Add.\n\n### Input: 1 2", "3"),
-        ({"instruction": "Sing.", "input": "", "output": "La"}, "### Instruction: Sing.", "La"),
-    ],
-)
-def test_sft_examples_of_each_form_are_appended(run, tmp_path, record, query, target):
-    rows, printed = run(sft_data_path=write(tmp_path / "sft.jsonl", [record]))
-    assert rows[:4] == rows_of(EPISODES) and printed["rows"]["sft"] == 1
-    assert rows[4].pop("query").startswith(query)
-    assert rows[4:] == [{"target": target, "type": "sft", "weight": 1.0}]
-
-
 def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
     inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
     rows, printed = run(inputs=inputs)
@@ -335,11 +312,15 @@ def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, game_rows, sft = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:3])
-    rows, _ = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
+    sft += [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}]
+    rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
     for row, documented in zip(rows, game_rows, strict=False):
         assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
         assert row == documented
-    assert [row["target"] for row in rows[2:]] == ["The violin.", "The violin.", "violon"]
+    queries = ["Name a stringed instrument."] * 2 + [utils.alpaca_to_row(sft[2])["prompt"], "Q"]
+    targets = ["The violin.", "The violin.", "violon", "T"]
+    expected = [{"query": q, "target": t, "type": "sft", "weight": 1.0} for q, t in zip(queries, targets, strict=True)]
+    assert rows[2:] == expected and printed["rows"]["sft"] == 4
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
