@@ -232,14 +232,6 @@ def test_points_follow_from_winner_breach_and_outcome():
         taboo.points("apple", [], "draw")
 
 
-def test_a_stored_game_of_another_kind_is_refused_by_name():
-    stored = {"history": [], "target_word": "apple", "max_turns": 3}
-    load_game().check_episode(stored)
-    load_game().check_episode(stored | {"game": "taboo"})
-    with pytest.raises(ValueError, match="a game of 'twenty_questions', not of 'taboo'; --game names"):
-        load_game().check_episode(stored | {"game": "twenty_questions"})
-
-
 # --- 20 Questions ----------------------------------------------------------------------------------------------------
 
 
@@ -258,17 +250,6 @@ def test_a_stored_game_of_another_kind_is_refused_by_name():
 )
 def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
     assert QUESTIONS.judge(messages(QUESTIONS, *texts), "apple", 3) == (outcome, length)
-
-
-def test_both_players_of_a_found_word_are_paid_and_weigh_the_same():
-    played = {"game": QUESTIONS.name, "target_word": "apple", "max_turns": 5}
-    found = played | {"history": messages(QUESTIONS, "Alive?", "No", "Is it `apple`?")}
-    lost = played | {"history": messages(QUESTIONS, "Alive?", "Apple")}
-    rows = assign_rewards([found, lost], game=QUESTIONS, decay_weight=0.5, rng=random.Random(0))
-    # The guesser's two messages share 1 as 1/3 and 2/3; N = 2, N_role = 1 each: weights 2 / (2 * 1).
-    expected = [("guesser", "Alive?", 1 / 3), ("answerer", "No", 1.0), ("guesser", "Is it `apple`?", 2 / 3)]
-    assert [(row["role"], row["target"], row["reward"]) for row in rows] == expected
-    assert {row["weight"] for row in rows} == {1.0}
 
 
 # --- Guess My City ---------------------------------------------------------------------------------------------------
