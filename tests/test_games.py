@@ -199,8 +199,9 @@ def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far():
             assert (said[1]["content"] == prompts.NO_HISTORY) == (role == opener)
             turns = [turn for turn in players[role].asked if len(turn.history) == index]
             assert {"said": known[5:-1]} in [turn.secrets for turn in turns]
-        for row in rows:
-            assert re.search(f"You: left of {task} after [012][.:]", row["query"])
+        places = [index for index, role in enumerate(order) if role == "left"]
+        for row, index in zip(rows, places, strict=True):
+            assert re.search(f"You: left of {task} after {index}[.:]", row["query"])
 
 
 def test_outcomes_and_points_that_a_game_should_not_give_are_errors():
