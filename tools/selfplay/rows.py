@@ -148,21 +148,46 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
             check_number(flags, game, results)
             logger.info("%s: all is there: %s", output, rows_line(game, results))
             return results
-        games = flags.read_games(game, inputs)
-        rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
+        games, counts = flags.read_games(game, inputs), RowCounts(game)
+        game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        counts, paid = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0)), Counter[str]()
-        signs = Counter({"positive": 0, "negative": 0})  # game rows by the sign of their reward
-        rows = counted(chain(rows, sft_rows), counts, signs, paid, drop_empty=flags.drop_empty_targets)
+        rows = counts.counted(chain(game_rows, sft_rows), drop_empty=flags.drop_empty_targets)
         with replacing(output) as file:
             put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
-            means = {role: paid[role] / counts[role] for role in game.roles if counts[role]}
-            found = (games.counts(), dict(counts), dict(signs), games.role_weights(), means)
-            results = dict(zip(RESULTS, found, strict=True))
+            results = {"games": games.counts(), "weights": games.role_weights(), **counts.as_dict()}
             check_number(flags, game, results)
             made_with.write(settings, **results)  # before the rows are in place: rows never lie beside other settings
         logger.info("%s: %s", output, rows_line(game, results))
         return results
+
+
+class RowCounts:
+    """Counts of rows while they are written."""
+
+    def __init__(self, game: Game):
+        self.game = game
+        self.rows = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
+        self.signs = Counter({"positive": 0, "negative": 0})  # rows of games by the sign of their reward
+        self.rewards: Counter[str] = Counter()  # sums by role
+
+    def counted(self, rows: Iterable[dict], *, drop_empty: bool) -> Iterator[dict]:
+        """Yield the rows and count them; with `drop_empty`, leave out those without a target text."""
+        for row in rows:
+            empty = not row["target"].strip()
+            if empty and drop_empty:
+                self.rows["dropped"] += 1
+                continue
+            role = row.get("role", SFT)
+            self.rows["empty"] += empty
+            self.rows[role] += 1
+            if role != SFT:
+                self.signs["positive" if row["reward"] > 0 else "negative"] += 1
+                self.rewards[role] += row["reward"]
+            yield row
+
+    def as_dict(self) -> dict:
+        means = {role: self.rewards[role] / self.rows[role] for role in self.game.roles if self.rows[role]}
+        return {"rows": dict(self.rows), "signs": dict(self.signs), "mean_rewards": means}
 
 
 def check_number(flags: RowFlags, game: Game, results: Mapping) -> None:
@@ -205,21 +230,3 @@ def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Pat
         if Path(path).resolve() in taken:
             raise UserError(f"{path}: would be written over another file of this run; choose another name")
         taken.add(Path(path).resolve())
-
-
-def counted(
-    rows: Iterable[dict], counts: Counter, signs: Counter, paid: Counter, *, drop_empty: bool
-) -> Iterator[dict]:
-    """Yield the rows; count them by role or as SFT rows, by sign, their rewards, and empty and dropped targets."""
-    for row in rows:
-        empty = not row["target"].strip()
-        if empty and drop_empty:
-            counts["dropped"] += 1
-            continue
-        role = row.get("role", SFT)
-        counts["empty"] += empty
-        counts[role] += 1
-        if role != SFT:
-            signs["positive" if row["reward"] > 0 else "negative"] += 1
-            paid[role] += row["reward"]
-        yield row
