@@ -15,6 +15,7 @@ from helpers import call, flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import utils
 from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
@@ -95,6 +96,25 @@ def test_weights_balance_the_roles_by_games():
     assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
 
 
+def test_losers_and_ties_pay_below_zero():
+    """N = 4 games pay, 3 the attacker: its rows weigh 4/6, the defender's 4/2; a loser weighs as the winner does."""
+    games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED, BROKEN]
+    rows = rows_of(games, decay_weight=0.5, losers=0.6, ties=0.25)
+    first, second = 1 / 3, 2 / 3  # shares of two messages
+    won = [("attacker", first), ("defender", -0.6 * first), ("attacker", second), ("defender", -0.6 * second)]
+    lost = [("attacker", -0.6 * first), ("defender", first), ("attacker", -0.6 * second), ("defender", second)]
+    expected = [(*row, 4 / 6) for row in won] + [(*row, 4 / 2) for row in lost] + [(*row, 4 / 6) for row in 2 * won]
+    expected += [("attacker", -0.25, 1.0), ("defender", -0.25, 1.0)]  # a breach pays nobody
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [
+        (role, pytest.approx(reward), weight) for role, reward, weight in expected
+    ]
+    assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
+    assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
+    for wrong in ({"losers": -1.0}, {"ties": float("nan")}, {"ties": float("inf")}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .* at least 0"):
+            rows_of(games, **wrong)
+
+
 def test_shares_of_a_reward_decay_backwards():
     assert message_shares(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
     assert message_shares(2, 1) == [0.5, 0.5]
@@ -120,14 +140,6 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
         ]
         assert [row["query"] for row in rows_of(EPISODES, seed=3, **more)] == expected
         assert [row["query"] for row in rows_of(EPISODES, seed=4, **more)] != expected
-
-
-def test_episodes_that_change_between_the_passes_are_an_error():
-    named = [("", each) for each in EPISODES]
-    games = JudgedGames(GAME, lambda on_skip=None: named)
-    named.pop()
-    with pytest.raises(ValueError):
-        list(paid_rows(games, decay_weight=0.8, prompt_fn=lambda *game: ""))
 
 
 def test_streaming_keeps_no_episodes_in_memory():
@@ -254,6 +266,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
+    assert printed["signs"] == {"positive": 4, "negative": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
     assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
 
@@ -265,6 +278,14 @@ def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert results["rows"]["attacker"] == 6
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
+
+
+def test_rows_of_losers_and_ties_are_counted_by_sign(run, refuse):
+    assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
+    rows, printed = run(losers=0.5, ties=0.1, seed=3)
+    assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
+    assert printed["signs"] == {"positive": 4, "negative": 6}
+    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
 
 
 def test_the_play_prompt_can_be_trained_on(run):
@@ -280,22 +301,6 @@ def test_the_kind_of_match_can_be_chosen(run):
     assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
 
 
-@pytest.mark.parametrize(
-    "record, query, target",
-    [
-        ({"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, "Q", "T"),
-        ({"prompt": "P", "answer": "A"}, "P", "A"),
-        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "### Instruction: Add.\n\n### Input: 1 2", "3"),
-        ({"instruction": "Sing.", "input": "", "output": "La"}, "### Instruction: Sing.", "La"),
-    ],
-)
-def test_sft_examples_of_each_form_are_appended(run, tmp_path, record, query, target):
-    rows, printed = run(sft_data_path=write(tmp_path / "sft.jsonl", [record]))
-    assert rows[:4] == rows_of(EPISODES) and printed["rows"]["sft"] == 1
-    assert rows[4].pop("query").startswith(query)
-    assert rows[4:] == [{"target": target, "type": "sft", "weight": 1.0}]
-
-
 def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
     inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
     rows, printed = run(inputs=inputs)
@@ -307,11 +312,15 @@ def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, game_rows, sft = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:3])
-    rows, _ = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
+    sft += [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}]
+    rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
     for row, documented in zip(rows, game_rows, strict=False):
         assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
         assert row == documented
-    assert [row["target"] for row in rows[2:]] == ["The violin.", "The violin.", "violon"]
+    queries = ["Name a stringed instrument."] * 2 + [utils.alpaca_to_row(sft[2])["prompt"], "Q"]
+    targets = ["The violin.", "The violin.", "violon", "T"]
+    expected = [{"query": q, "target": t, "type": "sft", "weight": 1.0} for q, t in zip(queries, targets, strict=True)]
+    assert rows[2:] == expected and printed["rows"]["sft"] == 4
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

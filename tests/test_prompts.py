@@ -41,7 +41,7 @@ def test_play_prompts_have_the_recorded_structure(case):
     middle = case["history_block"] or "The game is just initialized."
     attacker = case["next_player"] == "attacker"
     instruction = f"Hint at `{case['target_word']}`." if attacker else "Answer."
-    assert GAME.next_role(case["history"]) == case["next_player"]
+    assert GAME.next_role(case["target_word"], case["history"]) == case["next_player"]
     assert prompt == f"{rule}{middle}\n\n### Instruction: {instruction}{case['ends_with']}"
 
 
@@ -97,7 +97,7 @@ def test_slots_are_filled_by_plain_replacement_and_never_twice():
 
 @given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
 def test_only_the_attacker_is_told_the_target_word(seed, history):
-    attacker = GAME.next_role(history) == "attacker"
+    attacker = GAME.next_role("zebra", history) == "attacker"
     assert ("zebra" in prompts.play_prompt(GAME, history, "zebra", 5)) is attacker
     assert ("zebra" in prompts.training_prompt(GAME, history, "zebra", 5, rng=random.Random(seed))) is attacker
 

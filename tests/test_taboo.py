@@ -61,23 +61,6 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
 
 
 @pytest.mark.parametrize(
-    "texts, outcome, length",
-    [
-        (["Hello", "I know the word! It is `apple`!"], taboo.DEFENDER_WINS, 2),
-        (["Hello", "I know the word! It is `pear`!", "Ha", "I know the word! It is `apple`!"], taboo.ATTACKER_WINS, 2),
-        (["Hello", "Hi", "A fruit?", "Apples, I suppose."], taboo.ATTACKER_WINS, 4),
-        (["Hello", "Hi", "An apple?", "I know the word! It is `apple`!"], taboo.ATTACKER_BREAKS, 3),
-        (["I know the word! It is `pear`!", "apple"], taboo.ATTACKER_BREAKS, 1),
-        (["Hello", "Hi", "Fine?", "Fine.", "So", "Well", "What", "apple"], taboo.TIED, 6),
-        (["Hello"], taboo.TIED, 1),
-        ([], taboo.TIED, 0),
-    ],
-)
-def test_the_first_decisive_message_ends_the_game(texts, outcome, length):
-    assert judge(messages(*texts), "apple", 3) == (outcome, length)
-
-
-@pytest.mark.parametrize(
     "text, right",
     [
         ("I know the word! It is an art", True),  # the gap takes " is an "
@@ -94,26 +77,6 @@ def test_the_first_decisive_message_ends_the_game(texts, outcome, length):
 )
 def test_a_guess_is_right_if_the_word_is_one_to_eight_characters_away(text, right):
     assert judge_reply(text, "art") == (taboo.DEFENDER_WINS if right else taboo.ATTACKER_WINS)
-
-
-REGEX_WORDS = ["c++", "what?", "a.b", "a|b", "(x)", "[z-a]", "x*", "^a", "$5", "\\d", "{2}", ".", "(?=a)"]
-
-
-@pytest.mark.parametrize("word", REGEX_WORDS)
-def test_target_words_are_literal_text(word):
-    assert judge_reply(f"I know the word! It is `{word}`!", word) == taboo.DEFENDER_WINS
-    assert judge_reply(f"I know the word! It is {word}", word) == taboo.DEFENDER_WINS
-    assert judge_reply("I know the word! It is `hmmmmm`!", word) == taboo.ATTACKER_WINS
-    assert judge_reply(f"Perhaps {word} then", word) == taboo.ATTACKER_WINS
-    assert judge(messages(f"Say {word}"), word, 3).outcome == taboo.ATTACKER_BREAKS
-
-
-@pytest.mark.parametrize(
-    "word, guess", [("c++", "ccc"), ("what?", "wha"), ("a.b", "axb"), ("\\d", "7"), ("x+y", "xxy"), ("a|b", "b")]
-)
-def test_what_a_pattern_would_match_is_no_right_guess(word, guess):
-    assert judge_reply(f"I know the word! It is {guess}", word) == taboo.ATTACKER_WINS
-    assert judge_reply(f"Only {guess} here", word) == taboo.TIED
 
 
 def test_the_plural_is_that_of_the_whole_phrase():
@@ -148,12 +111,9 @@ def test_blanks_around_a_target_word_do_not_matter():
 )
 def test_whole_word_matching_does_not_look_inside_words(text, outcome):
     assert judge_reply(text, "art", match="word") == outcome
-
-
-def test_whole_word_matching_works_at_edges_that_are_no_letters():
+    # edges that are no letters
     assert judge_reply("I like C++11.", "c++", match="word") == taboo.ATTACKER_WINS
     assert judge_reply("I like xc++.", "c++", match="word") == taboo.TIED
-    assert judge_reply("It is US$5.", "$5", match="word") == taboo.ATTACKER_WINS
 
 
 BAD_GAMES = [
@@ -182,11 +142,13 @@ def test_a_blank_word_has_no_derivatives():
 
 PIECES = [
     *("I know the word! It", "i KNOW the word! it", " is ", "`", "'", '"', "\n", " ", "s", "ing", "ed", "1234567"),
+    *("a.b", "axb", "\\d", "7", "what?", "wha", "a|b", "(x)", "{2}"),  # words that a pattern would read otherwise
     *("art", "Art", "start", "party", "child", "children", "c++", "C++", "pear", "This is a longer text."),
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 histories = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(GAME.roles), texts))
-words = st.sampled_from(["art", "child", "c++", "Start", "pear", "s", "this"])
+words = ["art", "child", "c++", "Start", "pear", "s", "this", "a.b", "\\d", "what?", "a|b", "(x)", "{2}"]
+words = st.sampled_from(words)
 turns = st.integers(min_value=1, max_value=4)
 
 
@@ -226,13 +188,6 @@ def test_case_does_not_matter_and_nothing_is_modified(history, word, max_turns, 
     quiet = judge(history, word, max_turns, match=match)
     assert judge(loud, word.upper(), max_turns, match=match) == quiet
     assert history == before
-
-
-@given(texts, words)
-def test_a_word_found_whole_is_also_found_as_a_substring(text, word):
-    said = messages(text)
-    if judge(said, word, 1, match="word").outcome != taboo.TIED:
-        assert judge(said, word, 1).outcome != taboo.TIED
 
 
 # --- play ------------------------------------------------------------------------------------------------------------

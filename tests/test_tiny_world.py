@@ -58,7 +58,7 @@ def lexicon() -> Lexicon:
 def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 3) -> str:
     roles = GAME.roles * max_turns
     history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
-    secrets = GAME.secrets(role, word)
+    secrets = GAME.secrets(role, word, history)
     return asyncio.run(player.reply(Turn(GAME, role, history, max_turns, 0, secrets, {}))).text
 
 
@@ -166,7 +166,7 @@ def answer(player, game: str, role: str, task: str, *messages: str, max_turns: i
     roles = scripted.roles * max_turns
     history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
     return asyncio.run(
-        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task), {}))
+        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task, history), {}))
     ).text
 
 

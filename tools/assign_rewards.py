@@ -3,7 +3,9 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Without --sft_data_path it makes the rows of imitation from a stronger model's games. Formats of all files:
+Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE makes rows of the
+losers' messages too, and --ties COST of tied games, with rewards below 0; train on them with --detach_kl True, without
+which the loss drives their probability down without end and replies degenerate. Formats of all files:
 data/README.md. Episodes are read twice, since the weights need the counts; neither they nor the rows are kept in
 memory. The settings and counts of a run stand beside its output, in OUTPUT_rewards_settings.json.
 """

@@ -4,35 +4,22 @@
     python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 
 `tasks` makes the list of a game that can make its own tasks. `split` holds words back, for evaluation on words that
-self-play never sees. Each command prints what it made, and writes the same to X_source.json beside its output X.EXT:
-the settings, the counts, and the SHA-256 of inputs and outputs.
+self-play never sees.
 """
 
-import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.flags import flag, parse_command
 from tools.games.flags import GameChoice
-from tools.games.game import game_setting
 from tools.selfplay.rows import refuse_overwriting
-from utils import (
-    UserError,
-    end_with_launcher,
-    file_sha256,
-    read_words,
-    replacing,
-    run_program,
-    set_up_logging,
-    write_json,
-)
+from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging
 
 
 @dataclass(kw_only=True)
 class Split:
-    """Draw words to be held out from a list, and write both parts."""
+    """Draw words to be held out from a list, and write both parts in the order of the list, a repeated word once."""
 
     input: str = flag("word list, one a line")
     output: str = flag("file to write for the remaining words")
@@ -41,16 +28,13 @@ class Split:
     seed: int = flag("seed of the draw", default=0)
 
     def run(self) -> None:
-        """Write both lists in the order of the input, a repeated word once."""
-        refuse_overwriting([self.input], [self.output, source_path(self.output), self.held_out])
+        refuse_overwriting([self.input], [self.output, self.held_out])
         words = list(dict.fromkeys(read_words(self.input)))
         if not 0 < self.number < len(words):
             raise UserError(f"--number {self.number}: must be between 1 and {len(words) - 1}, for {len(words)} words")
         drawn = set(random.Random(self.seed).sample(words, self.number))
         write_words(self.held_out, [word for word in words if word in drawn])
         write_words(self.output, [word for word in words if word not in drawn])
-        counts = {"words": len(words) - self.number, "held_out": self.number}
-        write_source(self, [self.output, self.held_out], counts, inputs=[self.input])
 
 
 @dataclass(kw_only=True)
@@ -62,38 +46,14 @@ class Tasks(GameChoice):
     seed: int = flag("seed of the draws", default=0)
 
     def run(self) -> None:
-        refuse_overwriting([], [self.output, source_path(self.output)])
         if self.number < 1:
             raise UserError(f"--number is {self.number}; it must be at least 1")
-        game = self.load_game()
-        tasks = game.tasks(self.number, random.Random(self.seed))
-        write_words(self.output, tasks)
-        write_source(self, [self.output], {"tasks": len(tasks)}, game=game_setting(game))
+        write_words(self.output, self.load_game().tasks(self.number, random.Random(self.seed)))
 
 
 def write_words(path: str, words: Iterable[str]) -> None:
     with replacing(path) as file:
         file.writelines(f"{word}\n" for word in words)
-
-
-def source_path(output: str) -> Path:
-    """The file that says how `output` was made."""
-    return Path(output).with_name(f"{Path(output).stem}_source.json")
-
-
-def write_source(
-    command: Split | Tasks, outputs: list[str], counts: dict, *, inputs: Iterable[str] = (), **more
-) -> None:
-    """Write how the outputs were made, and print it."""
-    record = {
-        "made_by": f"tools.prepare_data {type(command).__name__.lower()}",
-        "settings": {"number": command.number, "seed": command.seed, **more},
-        "counts": counts,
-        "inputs": [{"file": path, "sha256": file_sha256(path)} for path in inputs],
-        "outputs": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in outputs],
-    }
-    write_json(source_path(outputs[0]), record)
-    print(json.dumps(record, ensure_ascii=False))
 
 
 def main() -> None:

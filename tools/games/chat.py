@@ -23,14 +23,15 @@ TRIAL += [{"role": ASSISTANT, "content": "TrialAssistant"}, {"role": USER, "cont
 TRIAL_REPLY = {"role": ASSISTANT, "content": "TrialReply"}
 
 
-def chat_messages(game: Game, history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
+def chat_messages(history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
     """The game as a conversation for the player in this role: a list of {"role", "content"}.
 
     The system message holds the rules, a blank line and the player's instruction. The player's own messages are the
     assistant's, the other player's are the user's. The player who opens the game is first told that it has begun.
     """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{told}"}]
-    if role == game.roles[0]:
+    opener = history[0]["role"] if history else role
+    if role == opener:
         messages.append({"role": USER, "content": prompts.NO_HISTORY})
     for message in history:
         messages.append({"role": ASSISTANT if message["role"] == role else USER, "content": message["content"]})
@@ -71,13 +72,13 @@ class ChatTemplate:
         The draws are those of `prompts.training_prompt`; only the rule text among them is used.
         """
         templates = templates or prompts.default_templates(game)
-        role = game.next_role(history)
+        role = game.next_role(task, history)
         rule = prompts.draw_layout(game, role, rng, len(templates[prompts.RULES])).rule if rng else 0
-        told = prompts.instruction(templates, role, game.secrets(role, task), max_turns)
-        return self.join_play_prompt(game, history, role, prompts.rule_text(templates, max_turns, rule), told)
+        told = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
+        return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), told)
 
-    def join_play_prompt(self, game: Game, history: History, role: str, rules: str, told: str) -> str:
-        return self._render(chat_messages(game, history, role, rules, told))
+    def join_play_prompt(self, history: History, role: str, rules: str, told: str) -> str:
+        return self._render(chat_messages(history, role, rules, told))
 
     def target(self, text: str) -> str:
         """A reply as the model is to produce it after the prompt, with the token that ends it."""

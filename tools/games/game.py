@@ -58,14 +58,17 @@ class Game:
     title: ClassVar[str]  # as people read it
     max_turns: ClassVar[int]  # by default; a turn is a message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
-    roles: ClassVar[tuple[str, str]]  # in the order of speaking
+    roles: ClassVar[tuple[str, str]]  # the model flags of the programs mean the first and the second
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one: nothing was decided
     example_task: ClassVar[str]  # a valid one, for checks of prompt files
 
     # What a game must define.
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
-        """What only this role may know, by the name of its slot in the prompt file."""
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
+        """What only this role may know after these messages, by the name of its slot in the prompt file.
+
+        The names of the slots do not depend on the history; their texts may: hidden cards, a board that changes.
+        """
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
@@ -76,6 +79,10 @@ class Game:
 
     def check_task(self, task: str) -> None:
         """Raise ValueError for a line of the word list that is not a task of this game."""
+
+    def next_role(self, task: str, history: History) -> str:
+        """The role that speaks after these messages: roles[0] opens, then they take turns."""
+        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
         """Whether play ends after the last message although it decides nothing; `history` is not empty."""
@@ -148,10 +155,6 @@ class Game:
     def message_limit(max_turns: float) -> int:
         """The largest number of messages of a game: two for each turn, one for half a turn."""
         return math.ceil(2 * max_turns)
-
-    def next_role(self, history: History) -> str:
-        """The role that speaks next: roles[0] opens, then they take turns."""
-        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
 
     def checked_points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
         """`points`, once they are two numbers from 0 to 1; else ValueError."""

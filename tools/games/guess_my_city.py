@@ -28,7 +28,7 @@ class GuessMyCity(Game):
         if len(_parts(task)) != 3 or not all(_parts(task)):
             raise ValueError(f"{task!r} is no city; expected City, Country, Region")
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return dict(zip(("city", "country", "region"), _parts(task), strict=True)) if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:

@@ -33,8 +33,8 @@ def play_prompt(game: Game, history: History, task: str, max_turns: float, templ
     Only what the game lets this role know of the task is in it. `templates` default to the game's prompt file.
     """
     templates = templates or default_templates(game)
-    role = game.next_role(history)
-    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    role = game.next_role(task, history)
+    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
     return join_play_prompt(rule_text(templates, max_turns), history, told)
 
 
@@ -89,11 +89,11 @@ def training_prompt(
     Five draws by `rng.choice`, for the alpaca layout two more by `rng.uniform`; as in the paper's released data.
     """
     templates = templates or default_templates(game)
-    role = game.next_role(history)
+    role = game.next_role(task, history)
     layout = draw_layout(game, role, rng, len(templates[RULES]))
     own, other = layout.names
     rule = rule_text(templates, max_turns, layout.rule)
-    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
     separator = "\n" + layout.separator
     answer = f"{separator}{own}: "
     names = (own if message["role"] == role else other for message in history)
@@ -155,7 +155,7 @@ def template_problems(templates: object, game: Game) -> list[str]:
     for index, rule in enumerate(rules):
         if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n"):
             problems.append(f"rules[{index}] must be a text that ends in a newline")
-    secrets = {role: set(game.secrets(role, game.example_task)) for role in game.roles}
+    secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
     for role, key in zip(game.roles, keys[1:], strict=True):
         text, own = templates.get(key), secrets[role]
         if not isinstance(text, str) or not text.endswith("."):

@@ -38,7 +38,7 @@ class Taboo(Game):
             raise ValueError(f"match is {match!r}; it must be one of {', '.join(MATCHES)}")
         self.match = match
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:

@@ -22,7 +22,7 @@ class TwentyQuestions(Game):
     )
     example_task = "word"
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:

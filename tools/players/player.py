@@ -32,7 +32,7 @@ class Turn:
     def prompt(self, chat: "ChatTemplate | None" = None) -> str:
         """The prompt of play, in the layout of a chat template where there is one."""
         if chat:
-            return chat.join_play_prompt(self.game, self.history, self.role, self.rules(), self.instruction())
+            return chat.join_play_prompt(self.history, self.role, self.rules(), self.instruction())
         return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
 
     def rules(self) -> str:

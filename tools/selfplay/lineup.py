@@ -72,17 +72,15 @@ class Lineup:
     def check_openings(self, names: Sequence[str], tasks: Sequence[str], templates: prompts.Templates) -> None:
         """Warn of opening prompts that lose their rules to --max_length; ValueError for most, without --allow_cuts.
 
-        The second role opens with an empty message before it, the shortest there is. Players whose tokenizer is not
-        known are passed over.
+        Only the player who opens a game is asked. Players whose tokenizer is not known are skipped.
         """
-        looked_at, cuts = tasks[:: -(-len(tasks) // LOOKED_AT)], []
-        for role, name in zip(self.game.roles, names, strict=True):
-            history = () if role == self.game.roles[0] else ({"role": self.game.roles[0], "content": ""},)
-            if tokens := self._tokens_of(name):
-                for task in looked_at:
-                    secrets = self.game.secrets(role, task)
-                    turn = Turn(self.game, role, history, self.flags.turns(self.game), 0, secrets, templates)
-                    cuts.append(tokens.encode_turn(turn)[1])
+        players, cuts = dict(zip(self.game.roles, names, strict=True)), []
+        for task in tasks[:: -(-len(tasks) // LOOKED_AT)]:
+            role = self.game.next_role(task, ())
+            if tokens := self._tokens_of(players[role]):
+                secrets = self.game.secrets(role, task, ())
+                turn = Turn(self.game, role, (), self.flags.turns(self.game), 0, secrets, templates)
+                cuts.append(tokens.encode_turn(turn)[1])
         if not any(cuts):
             return
         share = sum(cuts) / len(cuts)

@@ -43,8 +43,8 @@ async def play_game(
     history: list[dict[str, str]] = []
     replies: list[dict] = []
     while not game.is_over(history, task, max_turns):
-        role = game.next_role(history)
-        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
+        role = game.next_role(task, history)
+        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task, history), templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})

@@ -4,7 +4,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from tools.games import load_game, prompts
@@ -91,16 +91,20 @@ def assign_rewards(
     decay_weight: float = 0.8,
     rng: random.Random,
     templates: prompts.Templates | None = None,
+    losers: float = 0.0,
+    ties: float = 0.0,
 ) -> list[dict]:
     """The rows of all games that pay, in the order of episodes and messages: query, target, reward, role, weight.
 
-    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`. Nothing is modified.
-    Raises UserError for a decay_weight outside (0, 1], and for an invalid episode, naming its index.
+    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`; `losers` and `ties` are as in
+    `pay_of`. Nothing is modified. Raises UserError for a decay_weight outside (0, 1], for negative `losers` or `ties`,
+    and for an invalid episode, naming its index.
     """
-    check_decay(decay_weight)
+    check_pay(decay_weight, losers, ties)
     game = game or load_game()
+    games = JudgedGames(game, in_memory(episodes))
     prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    return list(paid_rows(JudgedGames(game, in_memory(episodes)), decay_weight=decay_weight, prompt_fn=prompt_fn))
+    return list(paid_rows(games, decay_weight=decay_weight, prompt_fn=prompt_fn, losers=losers, ties=ties))
 
 
 def in_memory(episodes: Iterable[dict]) -> Reader:
@@ -109,7 +113,9 @@ def in_memory(episodes: Iterable[dict]) -> Reader:
     return lambda on_skip=None: named
 
 
-def paid_rows(games: JudgedGames, *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
+def paid_rows(
+    games: JudgedGames, *, decay_weight: float, prompt_fn: PromptFn, losers: float = 0.0, ties: float = 0.0
+) -> Iterator[dict]:
     """A row for each message, up to the decisive one, of the roles that the game pays.
 
     A row's reward is the role's reward times the message's share of it.
@@ -117,12 +123,39 @@ def paid_rows(games: JudgedGames, *, decay_weight: float, prompt_fn: PromptFn) -
     weights = games.role_weights()
     for episode, verdict in games.judged():
         rewards = rewards_of(games.game, episode, verdict)
-        played = [message["role"] for message in episode["history"][: verdict.length]] if rewards else []
-        shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in rewards}
+        pay = pay_of(games.game, verdict, rewards, weights, losers=losers, ties=ties)
+        played = [message["role"] for message in episode["history"][: verdict.length]] if pay else []
+        shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in pay}
         for index, role in enumerate(played):
-            if role in rewards:
-                reward = rewards[role] * next(shares[role])
-                yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[role])
+            if role in pay:
+                reward, weight = pay[role]
+                yield message_row(episode, index, prompt_fn, reward=reward * next(shares[role]), weight=weight)
+
+
+def pay_of(
+    game: Game,
+    verdict: Verdict,
+    rewards: Mapping[str, float],
+    weights: Mapping[str, float],
+    *,
+    losers: float = 0.0,
+    ties: float = 0.0,
+) -> dict[str, tuple[float, float]]:
+    """What a game pays to each role whose messages become rows: (reward, weight of the rows).
+
+    `rewards` are those of `rewards_of`, `weights` those by role. With `losers` above 0 the loser is paid -losers times
+    the winner's reward, at the winner's weight, so that both sides of a game weigh alike. With `ties` above 0 both
+    roles of a game that nobody wins or is paid for are paid -ties, at weight 1. A breach pays nobody.
+    """
+    outcome = game.outcome(verdict.outcome)
+    pay = {role: (reward, weights[role]) for role, reward in rewards.items()}
+    if losers and outcome.winner is not None and len(rewards) == 1:
+        ((winner, reward),) = rewards.items()
+        (loser,) = set(game.roles) - {winner}
+        pay[loser] = (-losers * reward, weights[winner])
+    if ties and outcome.winner is None and not outcome.breach and not rewards:
+        pay = dict.fromkeys(game.roles, (-ties, 1.0))
+    return pay
 
 
 def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float, weight: float) -> dict:
@@ -151,6 +184,10 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
     return [share / total for share in shares]
 
 
-def check_decay(decay_weight: float) -> None:
+def check_pay(decay_weight: float, losers: float, ties: float) -> None:
+    """Raise UserError for a coefficient outside its bounds."""
     if not 0 < decay_weight <= 1:
         raise UserError(f"decay_weight is {decay_weight}; it must be above 0 and at most 1")
+    for name, value in (("losers", losers), ("ties", ties)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"{name} is {value}; it must be a finite number of at least 0")

@@ -15,7 +15,7 @@ from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.selfplay.rewards import JudgedGames, PromptFn, check_decay, message_row, paid_rows
+from tools.selfplay.rewards import JudgedGames, PromptFn, check_pay, message_row, paid_rows
 from utils import (
     BadRecordError,
     RunSettings,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
 SFT = "sft"  # the type of SFT rows, and their name in counts
-RESULTS = ("games", "rows", "weights", "mean_rewards")  # what stands beside the settings in their file
+RESULTS = ("games", "rows", "signs", "weights", "mean_rewards")  # what stands beside the settings in their file
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +44,10 @@ class RowFlags(GameFlags):
     """How messages become rows."""
 
     decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
+    losers: float = flag(
+        "rows of the losers' messages too, paid -SHARE times the winner's reward", default=0.0, metavar="SHARE"
+    )
+    ties: float = flag("rows of both roles of tied games too, paid -COST", default=0.0, metavar="COST")
     seed: int = flag("seed of the draws of training prompts", default=0)
     training_prompt: str = flag(
         "layout of queries: drawn at random, or that of play", default=RANDOM, choices=(RANDOM, PLAY)
@@ -88,7 +92,8 @@ class RowFlags(GameFlags):
     def game_rows(self, games: JudgedGames, prompt_fn: PromptFn) -> Iterator[dict]:
         """Rows of the messages that pay; with --messages all, a row of reward and weight 1 for every message."""
         if self.messages == WINNER:
-            return paid_rows(games, decay_weight=self.decay_weight, prompt_fn=prompt_fn)
+            pay = {"decay_weight": self.decay_weight, "losers": self.losers, "ties": self.ties}
+            return paid_rows(games, prompt_fn=prompt_fn, **pay)
         return (
             message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
             for episode, verdict in games.judged()
@@ -121,7 +126,9 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
     Returns the counts of games and rows, the weights and mean rewards of roles. An existing output of the same
     settings and inputs stays as it is. Raises UserError for one of others, and for too few rows of games.
     """
-    check_decay(flags.decay_weight)
+    check_pay(flags.decay_weight, flags.losers, flags.ties)
+    if flags.messages == ALL and (flags.losers or flags.ties):
+        raise UserError("--messages all pays every message 1; leave out --losers and --ties")
     game, settings_file = flags.load_game(), settings_path(output)
     template_file = flags.prompt_templates or game.prompt_file
     refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, settings_file])
@@ -141,20 +148,46 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
             check_number(flags, game, results)
             logger.info("%s: all is there: %s", output, rows_line(game, results))
             return results
-        games = flags.read_games(game, inputs)
-        rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
+        games, counts = flags.read_games(game, inputs), RowCounts(game)
+        game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        counts, paid = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0)), Counter[str]()
-        rows = counted(chain(rows, sft_rows), counts, paid, drop_empty=flags.drop_empty_targets)
+        rows = counts.counted(chain(game_rows, sft_rows), drop_empty=flags.drop_empty_targets)
         with replacing(output) as file:
             put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
-            means = {role: paid[role] / counts[role] for role in game.roles if counts[role]}
-            found = (games.counts(), dict(counts), games.role_weights(), means)
-            results = dict(zip(RESULTS, found, strict=True))
+            results = {"games": games.counts(), "weights": games.role_weights(), **counts.as_dict()}
             check_number(flags, game, results)
             made_with.write(settings, **results)  # before the rows are in place: rows never lie beside other settings
         logger.info("%s: %s", output, rows_line(game, results))
         return results
+
+
+class RowCounts:
+    """Counts of rows while they are written."""
+
+    def __init__(self, game: Game):
+        self.game = game
+        self.rows = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
+        self.signs = Counter({"positive": 0, "negative": 0})  # rows of games by the sign of their reward
+        self.rewards: Counter[str] = Counter()  # sums by role
+
+    def counted(self, rows: Iterable[dict], *, drop_empty: bool) -> Iterator[dict]:
+        """Yield the rows and count them; with `drop_empty`, leave out those without a target text."""
+        for row in rows:
+            empty = not row["target"].strip()
+            if empty and drop_empty:
+                self.rows["dropped"] += 1
+                continue
+            role = row.get("role", SFT)
+            self.rows["empty"] += empty
+            self.rows[role] += 1
+            if role != SFT:
+                self.signs["positive" if row["reward"] > 0 else "negative"] += 1
+                self.rewards[role] += row["reward"]
+            yield row
+
+    def as_dict(self) -> dict:
+        means = {role: self.rewards[role] / self.rows[role] for role in self.game.roles if self.rows[role]}
+        return {"rows": dict(self.rows), "signs": dict(self.signs), "mean_rewards": means}
 
 
 def check_number(flags: RowFlags, game: Game, results: Mapping) -> None:
@@ -177,6 +210,8 @@ def rows_line(game: Game, results: Mapping) -> str:
         for role in game.roles
         if rows[role]
     ]
+    if negative := results["signs"]["negative"]:
+        of_role.append(f"{negative:,} of them with a reward below 0")
     return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows[SFT]:,} SFT rows"
 
 
@@ -195,17 +230,3 @@ def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Pat
         if Path(path).resolve() in taken:
             raise UserError(f"{path}: would be written over another file of this run; choose another name")
         taken.add(Path(path).resolve())
-
-
-def counted(rows: Iterable[dict], counts: Counter, paid: Counter, *, drop_empty: bool) -> Iterator[dict]:
-    """Yield the rows and count them by role or as SFT rows, their rewards, and empty and dropped targets."""
-    for row in rows:
-        empty = not row["target"].strip()
-        if empty and drop_empty:
-            counts["dropped"] += 1
-            continue
-        role = row.get("role", SFT)
-        counts["empty"] += empty
-        counts[role] += 1
-        paid[role] += row.get("reward", 0)
-        yield row
