@@ -148,9 +148,11 @@ class ServerPlayer:
 
     def _failure(self, error: openai.APIError) -> Exception:
         """What a failed request means: the end of the run, or of one game."""
-        status = error.status_code if isinstance(error, openai.APIStatusError) else None
-        refused = status is not None and status < 500 and status not in PASSING
-        lost = self._lost(f"{error.message} {error.__cause__ or ''}")
+        if not isinstance(error, openai.APIStatusError):
+            return self._lost(f"{error.message} {error.__cause__ or ''}")
+        status = error.status_code
+        lost = self._lost(f"status {status}: {error.response.text}")
+        refused = status < 500 and status not in PASSING
         if status in WRONG_SETUP or error.code == NO_MONEY or (refused and not self.use.answered):
             return PlayerUnusable(str(lost))
         return lost
