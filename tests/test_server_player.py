@@ -501,11 +501,8 @@ def test_servers_may_move_but_not_change_their_api(stub, place, tmp_path):
     ],
 )
 def test_bad_flags_end_with_one_line(changes, message, place, tmp_path, monkeypatch):
-    if (key := changes.get("OPENAI_API_KEY")) is not None:
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-    changes = {"openai_base_url": "http://127.0.0.1:9/v1"} | {
-        name: changes[name] for name in changes if name.islower()
-    }
+    monkeypatch.setenv("OPENAI_API_KEY", changes.get("OPENAI_API_KEY", KEY))
+    changes = {"url": "http://127.0.0.1:9/v1"} | {name: value for name, value in changes.items() if name.islower()}
     refused = run(*flags(place, tmp_path / "out", **changes), status=2)
     assert re.search(message, last_line(refused))
     assert not (tmp_path / "out").exists()
