@@ -310,7 +310,7 @@ FAULTS = {  # of which the openai client repeats the first ones
     "a list": (200, {}, [1, 2]),
     "no choices": (200, {}, {"choices": []}),
     "no text": (200, {}, said(None)),
-    "empty": (200, {}, said(" ")),
+    "no body": (200, {}, b""),
     "half a character": (200, {}, said("\ud800")),
     "broken off": (200, {}, said("Hel", "content_filter")),
     "a nested text": (
@@ -353,6 +353,13 @@ class TestFaults:
         run(*arguments)
         assert len(server.requests) - before == 4  # that game alone, from its beginning
         assert [game["target_word"] for game in results(tmp_path)] == WORDS[:12]
+
+    @pytest.mark.parametrize("api, status", [("completions", 0), ("chat", UNFINISHED)])
+    def test_an_empty_reply_of_a_chat_model_loses_its_game(self, api, status, stub, place, tmp_path):
+        """A base model that ends at once says nothing, as in local play."""
+        server = stub(lambda number, body: (200, {}, said(" " if number == 2 else "Hm.")))
+        run(*flags(place, tmp_path, server.url, openai_api=api, max_games=2), status=status)
+        assert len(stored(tmp_path)) == (2 if status == 0 else 1)
 
     def test_a_server_that_misbehaves_now_and_then_costs_no_game_and_adds_none(self, stub, place, tmp_path):
         rng, errors = random.Random(0), ""

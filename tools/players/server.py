@@ -136,14 +136,15 @@ class ServerPlayer:
             raise PlayerUnusable(f"{self.model}: its server counts no tokens, which --max_total_tokens needs")
         prompt_tokens, tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         self.use.tokens += prompt_tokens + tokens
-        text = choice.text or ""
-        if self.tokens and choice.token_ids is not None:
-            text, tokens = self.tokens.decode(choice.token_ids, cut).text, len(choice.token_ids)
+        text = choice.text
         if choice.finish_reason not in (player.STOP, player.LENGTH):
             raise self._lost(f"the reply was broken off ({choice.finish_reason!r:.40})")
-        # With token ids an empty reply is the model's own end token, as in local play.
-        if not text.strip() and not self.tokens:
+        # A chat model's answer is empty if its thinking took all tokens, or if a filter held the text back. A base
+        # model may end its reply at once, as in local play.
+        if text is None or (self.flags.openai_api == CHAT and not text.strip()):
             raise self._lost("the reply is empty")
+        if self.tokens and choice.token_ids is not None:
+            text, tokens = self.tokens.decode(choice.token_ids, cut).text, len(choice.token_ids)
         return Reply(text, choice.finish_reason, tokens, cut, prompt_tokens)
 
     def _failure(self, error: openai.APIError) -> Exception:

@@ -82,6 +82,10 @@ class ServerUse:
     limit: float = math.inf  # tokens after which no game begins
     answered: bool = False  # whether any request has succeeded
 
+    @property
+    def used_up(self) -> bool:
+        return self.tokens >= self.limit
+
 
 def is_server(name: str) -> bool:
     return name.startswith(PREFIX)

@@ -171,7 +171,8 @@ class Run:
             lineup.use.limit = left / world_size()
         try:
             for pairing, indices in itertools.groupby(own, key=self.pairings.__getitem__):
-                self._play_pairing(pairing, list(indices), lineup, progress)
+                if not lineup.use.used_up:
+                    self._play_pairing(pairing, list(indices), lineup, progress)
         except GivenUpError as error:
             logger.error("%s", error)
         except PlayerUnusable as error:
@@ -199,7 +200,7 @@ class Run:
 
         def tasks() -> Iterator[tuple[int, str]]:
             for index in indices:
-                if lineup.use.tokens >= lineup.use.limit:  # of --max_total_tokens
+                if lineup.use.used_up:
                     return
                 yield index, self.files.words[index]
 
