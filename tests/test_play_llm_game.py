@@ -227,6 +227,7 @@ class TestEpisodeFiles:
             "outcomes": {"attacker wins": 0, "defender wins": 0, "attacker breaks the rules": 0, "tied game": 3},
             "defender_share_of_decided": None,
             "mean_length": 2.0,
+            "about": {"attacker": None, "defender": None},
             "messages": 6,
             "empty_replies": 3,
             "cut_off_replies": 3,
@@ -519,6 +520,7 @@ class TestOneProcess:
     ):
         errors = run(*flags(place, tiny_model, tmp_path, max_games=3)).errors
         assert "_results.json: 3 games: tied game 100%; replies: " in errors and "continues" not in errors
+        assert "100% of the games end without a decision" in errors
         before = results(tmp_path)
         (tmp_path / f"{STEM}_results.json").unlink()
         with monkeypatch.context() as patch:

@@ -23,6 +23,7 @@ from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
 from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
+MOST_TIED = 0.5  # share of the games
 logger = logging.getLogger(__name__)
 
 
@@ -76,6 +77,8 @@ def main() -> None:
     }
     if summary := run.play(settings):
         logger.info("%s: %s", files.results_path, result_line(summary))
+        if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
+            logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
         print(json.dumps(summary))
 
 
