@@ -84,4 +84,8 @@ class LocalPlayer:
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
         prompt = turn.prompt(self.chat)
-        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=turn.max_new_tokens)
+        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=self.limit(turn))
+
+    def limit(self, turn: Turn) -> int | None:
+        """The most tokens of a reply; None: --max_new_tokens."""
+        return None
