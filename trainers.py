@@ -384,6 +384,8 @@ class SPAGTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of an optimizer step and, under `step` normalization, their counts over all ranks."""
+        if self.state.global_step >= self.state.max_steps:  # resumed at the last step: the Trainer would do one more
+            return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
