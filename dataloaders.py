@@ -146,8 +146,6 @@ class RowCounts:
     rows: int
     sft_rows: int
     truncated: int
-    long_targets: int  # rows whose target alone is longer than max_length
-    empty_targets: int
     mostly_cut: int  # rows that keep less than KEPT of their tokens or of their target's; dropped rows count too
     dropped: int
 
@@ -180,8 +178,6 @@ def load_rows(
         rows=int(kept.sum()),
         sft_rows=int(is_sft[kept].sum()),
         truncated=int((full[kept] > limit).sum()),
-        long_targets=int((target[kept] > limit).sum()),
-        empty_targets=int((target[kept] == 1).sum()),
         mostly_cut=int(((limit < KEPT * full) | (scored < KEPT * target)).sum()),
         dropped=int((~kept).sum()),
     )
