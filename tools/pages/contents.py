@@ -18,7 +18,7 @@ from tools.matches.stats import BOTH, Match
 from tools.matches.text import cells, shown_rows
 from tools.players.player import LENGTH
 from tools.selfplay.counts import GameCounts
-from utils import checkpoints, iter_records, log_skipped
+from utils import iter_records, log_skipped
 
 IMITATION = "imitation"
 RESULTS, RANK_FILES = "*_*_*_results.json", "*_*_*_rank*.jsonl"  # of play: finished, still going on
@@ -171,7 +171,8 @@ class Report:
 
     def read_training(self, name: str, folder: Path) -> None:
         """The log of a training; while it runs, the numbers stand in its last checkpoint."""
-        places = (place / "trainer_state.json" for place in (folder, *reversed(checkpoints(folder))))
+        saved = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        places = (place / "trainer_state.json" for place in (folder, *saved))
         if entries := next(filter(None, (self.read(place, log_entries) for place in places)), None):
             self.logs.append((name, entries))
             if not (folder / "train_results.json").is_file():
