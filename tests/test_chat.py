@@ -292,7 +292,7 @@ def test_a_template_that_cannot_hold_a_game_is_refused(template, message):
 def test_complete_texts_need_a_mark_that_is_true_or_false_and_a_token_of_the_tokenizer(tokenizer):
     row = {"query": "<|im_start|>user\n", "target": "Coats.<|im_end|>", "chat_template": True}
     assert encode_example(row, chat_tokenizer("chatml"))["input_ids"][-1] == 261
-    with pytest.raises(ValueError, match="no special token of this tokenizer"):  # another model's template
+    with pytest.raises(ValueError, match="special token of this tokenizer"):  # another model's template
         encode_example(row, tokenizer)
     plain = {"query": "q", "target": "t"}
     for mark in (1, "True", None, []):
