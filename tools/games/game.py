@@ -12,7 +12,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -117,6 +117,13 @@ class Game:
     def tasks(self, number: int, rng: random.Random) -> list[str]:
         """Make at most `number` lines of a word list. UserError for a game that cannot make them."""
         raise UserError(f"{self.title} makes no tasks of its own; write a list, one a line")
+
+    def scripted(self, name: str) -> Callable[[Any], str]:
+        """How `scripted:NAME`, a player of matches without a model, chooses its message for a players.player.Turn.
+
+        Raises ValueError for a name that the game does not have.
+        """
+        raise ValueError(f"{self.title} has no scripted player {name!r}")
 
     # What follows from these.
 

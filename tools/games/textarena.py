@@ -15,6 +15,7 @@ import random
 import re
 import textwrap
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 from tools.games.game import ROOT, Game, History, Outcome
@@ -47,8 +48,8 @@ class TextArena(Game):
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
         if why := self._refusal():
             raise ValueError(f"env={env}: {why}")
-        messages = self._replay(self.example_task, ()).max_turns
-        self.max_turns = math.ceil(messages / 2) if messages else MAX_TURNS
+        limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments end one message later
+        self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS
 
     def check_task(self, task: str) -> None:
         if not re.fullmatch("[0-9]{1,9}", task):
@@ -82,7 +83,7 @@ class TextArena(Game):
     def explain(self, task: str, history: History, outcome: str) -> str:
         return str(self._replay(task, history).game_info[0].get("reason") or super().explain(task, history, outcome))
 
-    def scripted(self, name: str) -> Callable[[str, History], str]:
+    def scripted(self, name: str) -> Callable[[Any], str]:
         if self.env != "TicTacToe-v0" or name not in ("random", "minimax"):
             return super().scripted(name)
         return _random_move if name == "random" else _best_move
@@ -160,14 +161,15 @@ def _board(history: History) -> str:
     return "".join(board)
 
 
-def _random_move(task: str, history: History) -> str:
-    """Any free cell, drawn from the seed of the game and the number of messages."""
-    return f"[{random.Random(f'{task}/{len(history)}').choice(_free(_board(history)))}]"
+def _random_move(turn) -> str:
+    """Any free cell, drawn by the number of the game and of its messages."""
+    rng = random.Random(f"{turn.index}/{len(turn.history)}")
+    return f"[{rng.choice(_free(_board(turn.history)))}]"
 
 
-def _best_move(task: str, history: History) -> str:
+def _best_move(turn) -> str:
     """The first of the cells that are best against the best answers (minimax)."""
-    board, mark = _board(history), "OX"[len(history) % 2]
+    board, mark = _board(turn.history), "OX"[len(turn.history) % 2]
     return f"[{max(_free(board), key=lambda cell: -_value(_place(board, cell, mark)))}]"
 
 

@@ -1,7 +1,7 @@
 """Who speaks in a game: the Player protocol, what a player is told and what it gives back. No torch."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
+SCRIPTED = "scripted:"  # begins the name of a player that the game itself provides
 SAMPLING, TESTING = "sampling", "testing"  # how replies are drawn: at random, or the likeliest token each time
 
 
@@ -101,3 +102,14 @@ class Player(Protocol):
 
         ReplyUnavailable gives up this game; any other exception ends the whole run, and finished games are safe.
         """
+
+
+class ScriptedPlayer:
+    """A player `scripted:NAME`, whose messages a function of the game chooses."""
+
+    def __init__(self, choose: Callable[[Turn], str]):
+        self.choose = choose
+
+    async def reply(self, turn: Turn) -> Reply:
+        """The chosen message, which counts no tokens."""
+        return Reply(self.choose(turn), STOP, 0)

@@ -16,7 +16,7 @@ from tools.engine.vllm import AUTO, VLLM, VLLMServer
 from tools.games import prompts
 from tools.games.game import Game
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import Player, Turn
+from tools.players.player import SCRIPTED, Player, ScriptedPlayer, Turn
 from tools.players.server_flags import ServerUse, is_server, model_of
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
 from utils import UserError, model_fingerprint, warn_on_rank_0
@@ -47,7 +47,7 @@ class Lineup:
         `names` are those of roles[0] and roles[1]. `seed` is that of draws on servers; those of this process come from
         torch's generator.
         """
-        local = [name for name in names if name != HUMAN and not is_server(name)]
+        local = list(filter(is_local, names))
         folders = {name: models.model_folder(name).resolve() for name in local}
         if self.flags.engine == VLLM:
             of_folder = self._vllm_players(set(folders.values()), seed)
@@ -56,6 +56,9 @@ class Lineup:
         games = self._games_at_once(names)
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
         players |= self._server_players([name for name in names if is_server(name)], seed)
+        for name in names:
+            if name.startswith(SCRIPTED):
+                players[name] = ScriptedPlayer(self.game.scripted(name.removeprefix(SCRIPTED)))
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
@@ -94,7 +97,7 @@ class Lineup:
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
         # Of so many games, one of the models always has a full batch waiting.
-        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        games = self.batch_size * len(self.loaded) if self.loaded else 1
         return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
     def _server_players(self, names: Sequence[str], seed: int | str) -> dict[str, Player]:
@@ -141,10 +144,10 @@ class Lineup:
         }
 
     def _tokens_of(self, name: str) -> models.ModelTokens | None:
-        """The tokenizer of a player; None for a person, and for a server's where --openai_tokenizer is not set."""
-        if name == HUMAN:
-            return None
-        own = self.flags.openai_tokenizer if is_server(name) else str(models.model_folder(name).resolve())
+        """The tokenizer of a player; None for one without, and for a server's where --openai_tokenizer is not set."""
+        own = self.flags.openai_tokenizer if is_server(name) else None
+        if is_local(name):
+            own = str(models.model_folder(name).resolve())
         return self._tokens(own) if own else None
 
     def _tokens(self, name: str) -> models.ModelTokens:
@@ -192,10 +195,15 @@ class Lineup:
         return self.flags.engine
 
 
+def is_local(name: str) -> bool:
+    """Whether a player is a model of this process."""
+    return name != HUMAN and not is_server(name) and not name.startswith(SCRIPTED)
+
+
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as runs are compared by it."""
-    if name == HUMAN:
-        return HUMAN
+    """A player as runs are compared by it. (A scripted one is part of the game's source.)"""
+    if name == HUMAN or name.startswith(SCRIPTED):
+        return name
     if is_server(name):
         return flags.server_setting(name)
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

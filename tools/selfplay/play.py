@@ -17,10 +17,9 @@ from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
-from tools.players.server_flags import is_server
 from tools.selfplay.counts import SERVER_COUNTS, GameCounts
 from tools.selfplay.files import Episode, EpisodeFiles
-from tools.selfplay.lineup import Lineup
+from tools.selfplay.lineup import Lineup, is_local
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import GivenUpError, Progress
 from utils import UserError, from_rank_0, rank, world_size
@@ -150,7 +149,7 @@ class Run:
 
     def _settle_engine(self, settings: dict) -> None:
         """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
-        if self.flags.engine != AUTO or all(is_server(name) or name == HUMAN for name in self.names):
+        if self.flags.engine != AUTO or not any(map(is_local, self.names)):
             return
         begun = self.files.settings
 
