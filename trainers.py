@@ -234,10 +234,10 @@ class MetricSums:
         Adds tokens per second over all ranks, and this rank's peak memory in GiB.
         """
         names = list(self.batches[0])
-        stacked = torch.stack(
-            [torch.stack([each for pair in sums.values() for each in pair]) for sums in self.batches]
-        )
-        gathered = accelerator.gather(stacked).cpu().view(-1, len(names), 2)  # (micro-batches of all ranks, names, 2)
+        flat = [torch.stack([*itertools.chain(*sums.values())]) for sums in self.batches]
+        gathered = (
+            accelerator.gather(torch.stack(flat)).cpu().view(-1, len(names), 2)
+        )  # (micro-batches of all ranks, names, 2)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
@@ -348,10 +348,8 @@ class SPAGTrainer(Trainer):
                 if self.module.can_generate():
                     self.module.generation_config.save_pretrained(folder)
             except ValueError as error:
-                why = " ".join(str(error).split())
-                raise utils.UserError(
-                    f"{self.args.model_name_or_path}: cannot be saved after training: {why}"
-                ) from error
+                message = f"{self.args.model_name_or_path}: could not be saved after training: {error}"
+                raise utils.UserError(" ".join(message.split())) from error
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
@@ -462,10 +460,8 @@ class SPAGTrainer(Trainer):
         """
         args, rows = self.args, len(self.train_dataset)
         micro_batches = args.max_steps * args.gradient_accumulation_steps
-        known_order = (
-            args.train_sampling_strategy != "group_by_length" and args.accelerator_config.use_seedable_sampler
-        )
-        if not (known_order and 0 < micro_batches * args.train_batch_size * args.world_size < rows):
+        part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
+        if not part or args.train_sampling_strategy == "group_by_length":  # whose order is drawn as training begins
             return np.ones(rows, dtype=bool)
         with torch.random.fork_rng(devices=[]):
             own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))
