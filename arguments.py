@@ -28,7 +28,7 @@ METHOD_ARGUMENTS = {
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
     "OfflinePO": {
         **{"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
-        "allow_no_game_rows": False,
+        **{"allow_no_game_rows": False, "allow_negative_rewards": False},
     },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
@@ -82,7 +82,8 @@ class SPAGArguments(TrainingArguments):
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Tokens of a row at most.", default=2048)
     allow_cuts: bool = _help("Train although most rows lose nearly all of their tokens to the cut.", default=False)
-    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are SFT rows alone.")
+    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
+    allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
     padding_side: str = _help(
         "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
     )

@@ -40,6 +40,7 @@ from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
+RUNAWAY = -0.5  # mean log-ratio of a log, below which training warns
 COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
 
 # A loss returns (loss, metrics). A metric is a scalar, which is a part of the loss, or a pair: (sum over rows, number
@@ -157,6 +158,8 @@ def offline_po_loss(
     policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
     sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
     metrics = _ratio_metrics(log_ratio, game_mask) | {
+        "log_ratio_positive": _over_rows(log_ratio, game_mask * (rewards > 0)),
+        "log_ratio_negative": _over_rows(log_ratio, game_mask * (rewards < 0)),
         "policy_loss": policy_loss.detach(),
         "sft_loss": sft_part.detach(),
         "clip_fraction": _over_rows((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
@@ -574,6 +577,13 @@ class SPAGTrainer(Trainer):
                 step = self.state.global_step
                 raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
+            if logs.get("log_ratio", 0) < RUNAWAY:
+                message = (
+                    "step %d: log_ratio is %.2f; the policy runs away from the reference, and replies degenerate. "
+                )
+                message += "Use %s a smaller --learning_rate or a larger --lm_kl_coeff"
+                detach = "--detach_kl True," if self.args.detach_kl is False else ""
+                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], detach)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)
