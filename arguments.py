@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import is_torch_tf32_available
 
@@ -29,7 +28,7 @@ METHOD_ARGUMENTS = {
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
     "OfflinePO": {
         **{"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
-        "allow_no_game_rows": False,
+        **{"allow_no_game_rows": False, "allow_negative_rewards": False},
     },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
@@ -83,7 +82,8 @@ class SPAGArguments(TrainingArguments):
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Tokens of a row at most.", default=2048)
     allow_cuts: bool = _help("Train although most rows lose nearly all of their tokens to the cut.", default=False)
-    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are SFT rows alone.")
+    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
+    allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
     padding_side: str = _help(
         "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
     )
@@ -107,7 +107,7 @@ class SPAGArguments(TrainingArguments):
         self._hand_over_old_flags()
         self._settle_device()
         if self.show_examples:
-            self.deepspeed = None  # a few rows need no partitioning
+            self.deepspeed, self.max_steps = None, -1  # a few rows, and all of them
             self.output_dir = tempfile.gettempdir()  # the Trainer makes its folder, and writes nothing into this one
         self.remove_unused_columns = False  # the collator takes what it needs
         if self.ddp_find_unused_parameters is None:
@@ -172,10 +172,8 @@ class SPAGArguments(TrainingArguments):
 
         On a CPU the Trainer would set up accelerate without DeepSpeed; here DeepSpeed uses the same gloo group.
         """
-        if self.deepspeed:
-            self._announce_compilation()
-            if "LOCAL_RANK" not in os.environ:
-                self._set_up_alone()
+        if self.deepspeed and "LOCAL_RANK" not in os.environ:
+            self._set_up_alone()
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
         if self.deepspeed and self.use_cpu:
@@ -185,15 +183,6 @@ class SPAGArguments(TrainingArguments):
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
-
-    def _announce_compilation(self) -> None:
-        """Warn that DeepSpeed is about to compile its operators, where it has not done so before."""
-        zero = utils.read_json(self.deepspeed)["zero_optimization"]
-        operators = ["deepspeed_shm_comm"] if self.use_cpu else []
-        operators += ["cpu_adam"] if zero.get("offload_optimizer", {}).get("device") == "cpu" else []
-        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        if missing := [name for name in operators if not list(folder.glob(f"**/{name}.so"))]:
-            utils.warn_on_rank_0("DeepSpeed compiles %s: minutes, once on a machine", ", ".join(missing))
 
     def _set_up_alone(self) -> None:
         """Set torchrun's variables for one process: without them DeepSpeed looks for MPI."""

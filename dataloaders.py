@@ -148,6 +148,7 @@ class RowCounts:
     truncated: int
     mostly_cut: int  # rows that keep less than KEPT of their tokens or of their target's; dropped rows count too
     dropped: int
+    negative: int  # game rows with a reward below 0
 
 
 def load_rows(
@@ -172,7 +173,8 @@ def load_rows(
         write_encoded(paths, tokenizer, path)
         rows = datasets.Dataset.from_file(str(path))
     limit = tokenizer.model_max_length
-    full, target, scored, is_sft = _columns(rows, "full_length", "target_length", "scored_length", "is_sft")
+    names = ("full_length", "target_length", "scored_length", "is_sft", "reward")
+    full, target, scored, is_sft, reward = _columns(rows, *names)
     kept = scored > 0
     counts = RowCounts(
         rows=int(kept.sum()),
@@ -180,6 +182,7 @@ def load_rows(
         truncated=int((full[kept] > limit).sum()),
         mostly_cut=int(((limit < KEPT * full) | (scored < KEPT * target)).sum()),
         dropped=int((~kept).sum()),
+        negative=int((~is_sft & (reward < 0))[kept].sum()),
     )
     if counts.dropped and not drop_unscored:
         raise utils.UserError(

@@ -137,6 +137,11 @@ def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
             f"{files}: only SFT rows, no row of a game: nothing of the games would be learned. Look at the counts of "
             "tools/assign_rewards.py (all games tied?); --allow_no_game_rows True trains all the same"
         )
+    if counts.negative and not args.detach_kl and args.allow_negative_rewards is False:
+        raise UserError(
+            f"{files}: {counts.negative} rows have negative rewards. Without --detach_kl True their log-ratio runs "
+            "away and replies degenerate; --allow_negative_rewards True trains all the same"
+        )
     share = counts.mostly_cut / (counts.rows + counts.dropped)
     if share > MOST_CUT and not args.allow_cuts:
         raise UserError(

@@ -40,6 +40,7 @@ from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
+RUNAWAY = -0.5  # mean log-ratio of a log, below which training warns
 COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
 
 # A loss returns (loss, metrics). A metric is a scalar, which is a part of the loss, or a pair: (sum over rows, number
@@ -157,6 +158,8 @@ def offline_po_loss(
     policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
     sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
     metrics = _ratio_metrics(log_ratio, game_mask) | {
+        "log_ratio_positive": _over_rows(log_ratio, game_mask * (rewards > 0)),
+        "log_ratio_negative": _over_rows(log_ratio, game_mask * (rewards < 0)),
         "policy_loss": policy_loss.detach(),
         "sft_loss": sft_part.detach(),
         "clip_fraction": _over_rows((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
@@ -234,10 +237,10 @@ class MetricSums:
         Adds tokens per second over all ranks, and this rank's peak memory in GiB.
         """
         names = list(self.batches[0])
-        stacked = torch.stack(
-            [torch.stack([each for pair in sums.values() for each in pair]) for sums in self.batches]
-        )
-        gathered = accelerator.gather(stacked).cpu().view(-1, len(names), 2)  # (micro-batches of all ranks, names, 2)
+        flat = [torch.stack([*itertools.chain(*sums.values())]) for sums in self.batches]
+        gathered = (
+            accelerator.gather(torch.stack(flat)).cpu().view(-1, len(names), 2)
+        )  # (micro-batches of all ranks, names, 2)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
@@ -348,10 +351,8 @@ class SPAGTrainer(Trainer):
                 if self.module.can_generate():
                     self.module.generation_config.save_pretrained(folder)
             except ValueError as error:
-                why = " ".join(str(error).split())
-                raise utils.UserError(
-                    f"{self.args.model_name_or_path}: cannot be saved after training: {why}"
-                ) from error
+                message = f"{self.args.model_name_or_path}: could not be saved after training: {error}"
+                raise utils.UserError(" ".join(message.split())) from error
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
@@ -462,10 +463,8 @@ class SPAGTrainer(Trainer):
         """
         args, rows = self.args, len(self.train_dataset)
         micro_batches = args.max_steps * args.gradient_accumulation_steps
-        known_order = (
-            args.train_sampling_strategy != "group_by_length" and args.accelerator_config.use_seedable_sampler
-        )
-        if not (known_order and 0 < micro_batches * args.train_batch_size * args.world_size < rows):
+        part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
+        if not part or args.train_sampling_strategy == "group_by_length":  # whose order is drawn as training begins
             return np.ones(rows, dtype=bool)
         with torch.random.fork_rng(devices=[]):
             own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))
@@ -578,6 +577,13 @@ class SPAGTrainer(Trainer):
                 step = self.state.global_step
                 raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
+            if logs.get("log_ratio", 0) < RUNAWAY:
+                message = (
+                    "step %d: log_ratio is %.2f; the policy runs away from the reference, and replies degenerate. "
+                )
+                message += "Use %s a smaller --learning_rate or a larger --lm_kl_coeff"
+                detach = "--detach_kl True," if self.args.detach_kl is False else ""
+                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], detach)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)

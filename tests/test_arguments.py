@@ -224,7 +224,7 @@ def test_what_makes_a_run_another_one(given, flags, different):
 
 def test_every_argument_of_a_method_is_a_setting_of_the_run():
     taken = {name for method in METHOD_ARGUMENTS.values() for name in method}
-    assert taken - {*SAME_RUN} == {REFERENCE_NAME, "allow_no_game_rows"}
+    assert taken - {*SAME_RUN} == {REFERENCE_NAME, "allow_no_game_rows", "allow_negative_rewards"}
 
 
 def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other_model):

@@ -31,7 +31,10 @@ PYTHON = TORCHRUN[0]
 
 
 def flags(output, settings: dict, **changes) -> list[str]:
-    return flags_of({"output_dir": output} | settings | changes)
+    settings = settings | changes
+    if settings["train_method"] == "OfflinePO":  # rows here have negative rewards
+        settings = {"allow_negative_rewards": True} | settings
+    return flags_of({"output_dir": output} | settings)
 
 
 def run(output, settings: dict, **changes) -> list[dict]:
@@ -786,7 +789,9 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path,
 
     monkeypatch.setattr(train.transformers.GenerationConfig, "save_pretrained", fail)
     monkeypatch.setattr(trainers.SPAGTrainer, "training_step", stop)
-    refused(tmp_path / "out", sft(mixed_rows, tiny_model), "cannot be saved after training.* fix these issues to save")
+    refused(
+        tmp_path / "out", sft(mixed_rows, tiny_model), "could not be saved after training: fix these issues to save"
+    )
 
 
 def save_model(folder: Path, config) -> Path:
@@ -854,6 +859,20 @@ def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tin
     settings = offline_po(path, tiny_model, tiny_model, max_steps=1)
     refused(tmp_path / "out", settings, "rows.jsonl: only SFT rows.*--allow_no_game_rows True")
     assert len(run(tmp_path / "out", settings, allow_no_game_rows=True)) == 1
+
+
+def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp_path, tiny_model):
+    rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2), "role": "attacker"} for n in range(8)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=2, learning_rate=0.03)
+    message = "4 rows have negative rewards. .*log-ratio runs away.*--allow_negative_rewards True"
+    refused(tmp_path / "refused", settings, message, allow_negative_rewards=None)
+    run(tmp_path / "detached", settings, allow_negative_rewards=None, detach_kl=True)
+    called = call(train.main, *flags(tmp_path / "out", settings))
+    last = steps_of(tmp_path / "out")[-1]
+    halves = last["log_ratio_positive"] + last["log_ratio_negative"]
+    assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5) and last["log_ratio"] < -0.5
+    assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
 
 
 def test_a_training_whose_every_step_has_a_learning_rate_of_0_is_refused(tmp_path, tiny_model):
