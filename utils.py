@@ -537,6 +537,18 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return answer["value"]
 
 
+def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
+    """Wait at the end of the work until no rank of this launch is at work.
+
+    Without this, torchrun ends the launch of several machines 300 s after the first machine is done. `lock_paths` are
+    the locks of all ranks, by rank. A rank holds its own from its start, and gives it up here. A dead rank holds none,
+    so nobody waits for it. A rank that fails does not call this.
+    """
+    unlock(lock_paths[rank()])
+    while any(map(is_locked, lock_paths)):
+        time.sleep(0.5)
+
+
 @functools.cache
 def launch_store():
     """Where the ranks of a launch leave each other words; torch's process group shares its server."""

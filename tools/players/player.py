@@ -27,7 +27,6 @@ class Turn:
     index: int  # of the game in its word list, from 0
     secrets: Mapping[str, str]  # what the game tells this role alone
     templates: prompts.Templates | None = None  # None: the game's own
-    max_new_tokens: int | None = None  # of this reply; None: as the player samples
 
     def prompt(self, chat: "ChatTemplate | None" = None) -> str:
         """The prompt of play, in the layout of a chat template where there is one."""

@@ -15,12 +15,11 @@ from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
 from tools.games import prompts
 from tools.games.game import Game
-from tools.players.budget import TokenBudget
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import Player, Turn
-from tools.players.server_flags import is_server
+from tools.players.server_flags import ServerUse, is_server, model_of
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import model_fingerprint, warn_on_rank_0
+from utils import UserError, model_fingerprint, warn_on_rank_0
 
 VLLM_GAMES = 256  # at once, unless a flag says otherwise
 MOST_CUT = 0.5  # of the opening prompts
@@ -38,39 +37,31 @@ class Lineup:
         self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
         self.tokens: dict[str, models.ModelTokens] = {}  # of models behind servers
         self.batch_size = flags.per_device_eval_batch_size
-        self.budget = TokenBudget()  # of what servers charge
-        self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
+        self.use = ServerUse()
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
-    def build_players(
-        self, names: Sequence[str], on_batch: Callable[[], None], *, seed: int | str = 0
-    ) -> tuple[dict[str, Player], int]:
+    def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once; models of earlier players leave memory.
 
-        `names` are those of roles[0] and roles[1]; `on_batch` is called every so many replies. `seed` is that of
-        draws on servers; those of this process come from torch's generator.
+        `names` are those of roles[0] and roles[1]. `seed` is that of draws on servers; those of this process come from
+        torch's generator.
         """
         local = [name for name in names if name != HUMAN and not is_server(name)]
         folders = {name: models.model_folder(name).resolve() for name in local}
         if self.flags.engine == VLLM:
-            of_folder = self._vllm_players(set(folders.values()), on_batch, seed)
+            of_folder = self._vllm_players(set(folders.values()), seed)
         else:
-            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names, on_batch).result()
+            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names).result()
         games = self._games_at_once(names)
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
-        if any(map(is_server, names)):
-            from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
-
-            servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
-            for name in filter(is_server, names):
-                players[name] = ServerPlayer(name, servers, tokens=self._tokens_of(name), seed=seed)
+        players |= self._server_players([name for name in names if is_server(name)], seed)
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
 
     def check_openings(self, names: Sequence[str], tasks: Sequence[str], templates: prompts.Templates) -> None:
-        """Warn of opening prompts that lose their rules to --max_length; ValueError for most, without --allow_cuts.
+        """Warn of opening prompts that lose their rules to --max_length; UserError for most, without --allow_cuts.
 
         The second role opens with an empty message before it, the shortest there is. Players whose tokenizer is not
         known are passed over.
@@ -88,7 +79,7 @@ class Lineup:
         share = sum(cuts) / len(cuts)
         message = f"{share:.0%} of the opening prompts lose the beginning of the rules to --max_length"
         if share > MOST_CUT and not self.flags.allow_cuts:
-            raise ValueError(f"{message}; use a larger one, or --allow_cuts True")
+            raise UserError(f"{message}; use a larger one, or --allow_cuts True")
         warn_on_rank_0("%s", message)
 
     def end(self) -> None:
@@ -108,20 +99,29 @@ class Lineup:
         games = self.batch_size * len(self.loaded) if self.loaded else 0
         return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
-    def _local_players(
-        self, folders: set[Path], names: Sequence[str], on_batch: Callable[[], None]
-    ) -> dict[Path, Player]:
+    def _server_players(self, names: Sequence[str], seed: int | str) -> dict[str, Player]:
+        if not names:
+            return {}
+        from tools.players.server import ServerPlayer, connect  # needs an optional package
+
+        flags, client, sampling = self.flags, connect(self.flags), self.flags.sampling()
+        return {
+            name: ServerPlayer(model_of(name), client, flags, sampling, self.use, self._tokens_of(name), seed)
+            for name in names
+        }
+
+    def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         self._load(folders)
-        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+        batcher, games = Batcher(self.batch_size), self._games_at_once(names)
         players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
             players[folder] = LocalPlayer(engine, batcher, local.chat)
         return players
 
-    def _vllm_players(self, folders: set[Path], on_batch: Callable[[], None], seed: int | str) -> dict[Path, Player]:
+    def _vllm_players(self, folders: set[Path], seed: int | str) -> dict[Path, Player]:
         """Players by model folder; servers of earlier players end, unless they go on playing."""
-        from tools.engine.vllm_player import VLLMPlayer  # as above
+        from tools.engine.vllm_player import VLLMPlayer  # needs an optional package
 
         flags, games = self.flags, self.flags.per_device_eval_batch_size or VLLM_GAMES
         wanted = {(folder, len(folders)) for folder in folders}
@@ -138,7 +138,7 @@ class Lineup:
             )
             self.vllms[folder, models_here] = server.start()
         return {
-            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed, on_batch=on_batch)
+            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed)
             for (folder, _), server in self.vllms.items()
         }
 
@@ -188,7 +188,7 @@ class Lineup:
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)
         if self.flags.engine == SLOTS and not able:
-            raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
         if self.flags.engine == AUTO:
             return SLOTS if able else GENERATE
         return self.flags.engine
