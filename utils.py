@@ -35,19 +35,20 @@ ON_FULL_DISK = re.compile(
     r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
 LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 # In a word: control characters, line ends of Unicode, and bytes that are not UTF-8, which are read as surrogates.
 UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
-LEFTOVER_SECONDS = 3600  # after which a temporary file that nothing was written to is nobody's
-LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
-RANK_0_FIRST = 3  # seconds
+LEFTOVER_SECONDS = 3600  # age at which a temporary file is taken for that of a killed process
+LOCK_TIMEOUT = 0.5  # seconds to wait for a lock: `is_locked` of another start holds it for an instant
+RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -206,17 +207,18 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 
 @contextmanager
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place.
+    """Open a file for writing so that readers see the old file or the whole new one, never a part of it.
 
-    Temporary files of killed processes are deleted after an hour. Raises UserError if the path is a link, a device, or
-    anything else that is not a regular file.
+    A temporary file beside it is written first, and replaces it at the end. Temporary files that killed processes left
+    are deleted after an hour. Raises UserError if the path is a link, a device, or anything else that is not a regular
+    file.
     """
     path = Path(path)
     if path.is_symlink() or path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):  # another process may be at it, or another user's
+        with suppress(OSError):  # another process may have deleted it, or it is another user's
             if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS:
                 left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -235,19 +237,20 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 @contextmanager
 def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
-    """Turn what writers raise on a full disk, each in its own way, into an OSError that names the path."""
+    """Turn an error that a full disk caused into an OSError that names the path. Each library raises another one."""
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
-        if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
-            raise
-        number = error.errno if full else ENOSPC
-        raise OSError(number, os.strerror(number), str(path)) from error
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in FULL_DISK:
+            if not ON_FULL_DISK.search(str(error)):
+                raise
+            number = ENOSPC
+        raise OSError(number, os.strerror(number), str(getattr(error, "filename", None) or path)) from error
 
 
 def write_json(path: str | os.PathLike, value) -> None:
-    """Write `value` as indented JSON, whole or not at all."""
+    """Write `value` as indented JSON, by `replacing`."""
     with replacing(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
@@ -265,7 +268,7 @@ def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
         file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
-to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
+to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not escaped
 
 
 # Data.
@@ -375,7 +378,8 @@ class RunSettings:
 
     The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
     {"path", "sha256"}; only its content is compared. `results()` returns an existing output made under these
-    settings, or None. `remedy` ends the message of a refused start, which has written nothing.
+    settings, or None. `remedy` tells what to do; it ends the message where a start is refused. A refused start has
+    written nothing.
     """
 
     def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
@@ -424,7 +428,7 @@ class RunSettings:
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
-    """The settings that differ, a phrase each."""
+    """Return a phrase for each setting that differs."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
     return [
         f"{key}: {_show(then.get(key))} then, {_show(now.get(key))} now"
@@ -449,9 +453,9 @@ def _show(setting) -> str:
     return str(setting)
 
 
-# The locks of this process, with their descriptors. They are POSIX locks, which die with their process and are not
-# inherited by its children; closing any other descriptor of the file would end them. The empty files stay: one that is
-# taken away could be locked by one process and made anew by another.
+# The locks that this process holds, with their file descriptors. POSIX locks end with their process, and children do
+# not inherit them. They also end when the process closes any other descriptor of the file, so nothing else may open
+# it. The empty files stay: if one were deleted, two processes could lock an old and a new file of the same name.
 _locks: dict[Path, int] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
@@ -475,7 +479,7 @@ def unlock(path: str | os.PathLike) -> None:
 
 
 def is_locked(path: str | os.PathLike) -> bool:
-    """Whether another process has a lock file; False on a file system without locks."""
+    """Whether another process holds this lock; False on a file system without locks."""
     path = Path(path).absolute()
     if path in _locks:
         return False
@@ -513,8 +517,8 @@ _meetings = itertools.count()
 def from_rank_0(make: Callable[[], T]) -> T:
     """Return on all ranks what `make` returns on rank 0, as JSON keeps it. All ranks of the launch must call it.
 
-    A UserError or OSError of `make` is a UserError on all ranks. A rank that was started by hand, without MASTER_ADDR,
-    is alone.
+    A UserError or OSError of `make` becomes a UserError on all ranks. A process without MASTER_ADDR was not started
+    by a launcher and calls `make` itself.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -551,7 +555,7 @@ def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
 
 @functools.cache
 def launch_store():
-    """Where the ranks of a launch leave each other words; torch's process group shares its server."""
+    """The key-value store that the ranks of a launch share; torch's process group uses the same server."""
     from torch.distributed import rendezvous
 
     if os.environ.get("MASTER_PORT") == "0":
@@ -561,7 +565,7 @@ def launch_store():
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition at most so long; whether it came true."""
+    """Wait for a condition, at most `seconds`; return whether it came true."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -672,13 +676,13 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
-    """What to say of a flag that does not exist, with the one that was probably meant."""
+    """The error message for a flag that does not exist, with the flag that was probably meant."""
     close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
     return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """What to say of words of a command line that a parser does not know."""
+    """The error messages for words of a command line that a parser does not know."""
     known = [name for action in parser._actions for name in action.option_strings if name != "--help"]
     flags = [unknown_flag(word, known) for word in words if word.startswith("-")]
     return flags or [f"{word!r} belongs to no flag" for word in words[:1]]
@@ -705,7 +709,8 @@ def run_program(main: Callable[[], T]) -> T:
 def end_with_error(message: str) -> NoReturn:
     """End the program with one line and exit status 2.
 
-    Ranks mostly fail alike: rank 0 speaks at once, and its launcher then ends the others before they do.
+    Most errors happen on all ranks alike. Rank 0 reports at once, and the launcher then ends the others before they
+    report the same.
     """
     if rank() > 0:
         time.sleep(RANK_0_FIRST)
@@ -719,7 +724,7 @@ def _name_missing_package(kind, error, trace) -> None:
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
+sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
 
 
 # Processes.
@@ -736,7 +741,7 @@ def world_size() -> int:
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without what a launcher has put there, for programs that are none of its ranks."""
+    """The environment without the launcher's variables, for programs that are not ranks of this launch."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
@@ -760,26 +765,26 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the thread that started it ends, however that is; Linux only."""
+    """Have Linux kill this process when its parent ends, exactly: when the thread that started it ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
+    end_with_parent()  # now, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:
-    """A text of a model, a server or a file as it may be shown: nothing in it steers the terminal or looks like ours.
+    """Make a text of a model, a server or a file safe to print: it cannot move the cursor or imitate our own lines.
 
-    Control characters and the like become U+FFFD; lines after the first are set in.
+    Characters that are not printable become U+FFFD; lines after the first are indented.
     """
     text = text.replace("\t", " ")
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
 class CleanFormatter(logging.Formatter):
-    """Messages of the log may quote models, servers and files."""
+    """Makes log messages safe to print, which may quote models, servers and files."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = shown(record.message)
@@ -798,7 +803,7 @@ def set_up_logging() -> None:
 
 
 def warn_on_rank_0(message: str, *values) -> None:
-    """Log a warning that concerns the whole launch: on rank 0 only."""
+    """Log a warning on rank 0 only, because it concerns the whole launch."""
     if rank() == 0:
         logger.warning(message, *values)
 
