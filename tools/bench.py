@@ -5,7 +5,7 @@
     VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --rounds 3 --preset 7b --bf16 True
 
 Each mode runs in a process of its own and is compared with one mode: play with the first of --modes, training with
-`plain`. tools/engine/README.md explains the tables.
+`plain`. tools/README.md explains the tables.
 """
 
 import asyncio
