@@ -113,7 +113,7 @@ class Lineup:
 
     def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         self._load(folders)
-        batcher, games = Batcher(self.batch_size), self._games_at_once(names)
+        batcher, games = Batcher(), self._games_at_once(names)
         players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
