@@ -257,6 +257,22 @@ def test_parameters_are_those_of_the_files_that_transformers_loads(tiny_model, l
 
 
 @pytest.mark.parametrize(
+    "way, changes, gib",
+    [
+        ("none", {}, 115),
+        ("zero2", {"NPROC": "8"}, 40),
+        ("zero3", {"NPROC": "8"}, 20),
+        ("none", {"LORA_RANK": "16"}, 16),
+        ("zero3", {"NPROC": "8", "TRAIN_BATCH": "4"}, 24),
+    ],
+)
+def test_the_memory_that_training_takes_of_a_gpu(settings, way, changes, gib):
+    """6.7 billion parameters, with gradient checkpointing: tools/loop/README.md names the first four."""
+    settings |= {"GRADIENT_CHECKPOINTING": "True"} | changes
+    assert round(fit.gpu_bytes(way, settings, 6.7e9) / GIB) == gib
+
+
+@pytest.mark.parametrize(
     "changes, bytes_each",
     [
         ({"PRECISION": "bf16", "DEEPSPEED": "configs/zero3.json"}, 4 * 2 + 2 * 14),

@@ -110,7 +110,7 @@ def subcommand(words: list[str]) -> list[str]:
 @functools.cache
 def loop_settings() -> set[str]:
     usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(re.findall(r"--\w+", usage.stdout))
+    return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage.stdout, flags=re.MULTILINE)}
 
 
 # --- commands ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
   while [ $# -gt 0 ]; do
     case $1 in
-      --help | -h) sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"  *#/  \1=\2  #/p' "$0"; exit ;;
+      --help | -h) show_help; exit ;;
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
       --*) [ $# -gt 1 ] || fail "$1 needs a value" ;;
       *) fail "'$1' belongs to no flag; several values of one flag go in quotes" ;;
@@ -31,6 +31,10 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
     printf -v "$name" %s "$2"
     shift 2
   done
+}
+
+show_help() { # the first comments of this file, and its settings
+  sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"\( *#\)/  \1=\2\3/p' "$0"
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
