@@ -18,9 +18,7 @@ import threading
 import time
 import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
 CHUNK = 1 << 20  # bytes read at a time
-CHECKSUM_THREADS = 4  # a disk keeps so many busy
 # What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
 ON_FULL_DISK = re.compile(
     r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
@@ -128,6 +125,10 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
         text, where = line.strip(), f"{path}:{number}"
         if number == 1 and text == "[":
             continue
+        if text == "]" and (not comma or not yielded):
+            if not file.read().strip():
+                return
+            break
         if number == 1 or not comma or not text.startswith("{"):
             break
         try:
@@ -258,14 +259,19 @@ def write_json(path: str | os.PathLike, value) -> None:
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
     with replacing(path) as file:
-        if str(path).endswith(".jsonl"):
-            file.writelines(to_json(record) + "\n" for record in records)
-            return
-        before = "[\n"
-        for record in records:
-            file.write(before + to_json(record))
-            before = ",\n"
-        file.write("[]\n" if before == "[\n" else "\n]\n")
+        put_records(file, records, as_list=not str(path).endswith(".jsonl"))
+
+
+def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
+    """Write records to an open file one a line as they come, as JSONL or as one JSON list."""
+    if not as_list:
+        file.writelines(to_json(record) + "\n" for record in records)
+        return
+    before = "[\n"
+    for record in records:
+        file.write(before + to_json(record))
+        before = ",\n"
+    file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not escaped
@@ -277,13 +283,13 @@ to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not e
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
 
-    The one place that knows how an instruction is laid out. Raises ValueError where a text is missing.
+    The one place that knows how an instruction is laid out. Raises UserError where a text is missing.
     """
     for key in ("instruction", "output"):
         if not isinstance(example.get(key), str):
-            raise ValueError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
+            raise UserError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
     if not isinstance(example.get("input") or "", str):
-        raise ValueError(f"'input' must be a text, got {example['input']!r}")
+        raise UserError(f"'input' must be a text, got {example['input']!r}")
     prompt = f"### Instruction: {example['instruction']}"
     if example.get("input"):
         prompt += f"\n\n### Input: {example['input']}"
@@ -293,7 +299,7 @@ def alpaca_to_row(example: dict) -> dict:
 def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
     """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
 
-    Raises ValueError for a missing text, and for one that is no Unicode.
+    Raises UserError for a missing text, and for one that is not Unicode.
     """
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | from_alpaca(record)
@@ -301,16 +307,16 @@ def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row)
     for name, other in (("query", "prompt"), ("target", "answer")):
         key = name if name in record else other
         if key not in record:
-            raise ValueError(
+            raise UserError(
                 f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
                 "'instruction' and 'output')"
             )
         if not isinstance(record[key], str):
-            raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+            raise UserError(f"'{key}' must be a text, got {record[key]!r}")
         try:
             record[key].encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
+            raise UserError(f"'{key}' is not Unicode text ({error.reason})") from None
         texts.append(record[key])
     return texts[0], texts[1], record
 
@@ -353,11 +359,11 @@ def _from_hub(name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
+    """SHA-256 over configuration, tokenizer, code and samples of the weights; not over what lies between samples."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     small += ("chat_template.jinja",)
-    for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
+    for path in sorted([*(folder / file for file in (*small, *TOKENIZER_FILES)), *folder.glob("*.py")]):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
@@ -541,6 +547,18 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return answer["value"]
 
 
+def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
+    """Wait at the end of the work until no rank of this launch is at work.
+
+    Without this, torchrun ends the launch of several machines 300 s after the first machine is done. `lock_paths` are
+    the locks of all ranks, by rank. A rank holds its own from its start, and gives it up here. A dead rank holds none,
+    so nobody waits for it. A rank that fails does not call this.
+    """
+    unlock(lock_paths[rank()])
+    while any(map(is_locked, lock_paths)):
+        time.sleep(0.5)
+
+
 @functools.cache
 def launch_store():
     """The key-value store that the ranks of a launch share; torch's process group uses the same server."""
@@ -579,85 +597,6 @@ def await_inputs(paths: Iterable[str]) -> None:
     expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
     if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
         raise UserError(f"{', '.join(missing())}: not as rank 0 sees it, after {SHARING_TIMEOUT} s; is it shared?")
-
-
-def restarted() -> bool:
-    """Whether torchrun or Slurm has started this launch again."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(os.environ.get(name, "0") != "0" for name in counts)
-
-
-# Checkpoints.
-
-COMPLETE = "complete.json"  # written last into a checkpoint folder: [size, CRC-32] of every other file in it
-
-
-def checksums(folder: str | os.PathLike, *, of_rank: int | None = None) -> dict[str, list[int]]:
-    """Size and CRC-32 of the files in a checkpoint folder, by name; of those that one rank has written."""
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE]
-    paths = [path for path in paths if of_rank in (None, _writer(path))]
-    with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
-        sums = pool.map(_size_and_crc, paths)
-        return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
-
-
-def _writer(path: Path) -> int:
-    """The rank that writes a file of a checkpoint."""
-    number = re.search(r"(?:pp_rank|rng_state)_(\d+)", path.name)
-    return int(number[1]) if number else 0
-
-
-def _size_and_crc(path: Path) -> list[int]:
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
-        return [file.tell(), crc]
-
-
-def is_complete(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint folder was written to its end and still has all its files, of their sizes."""
-    paths = {Path(folder, name): size for name, (size, _) in _mark(folder).items()}
-    return bool(paths) and all(path.is_file() and path.stat().st_size == paths[path] for path in paths)
-
-
-def is_undamaged(folder: str | os.PathLike) -> bool:
-    """Whether the files of a complete checkpoint folder are what was written, which they are read for once."""
-    return _is_undamaged(Path(folder).absolute(), Path(folder, COMPLETE).stat().st_mtime_ns)
-
-
-@functools.cache
-def _is_undamaged(folder: Path, marked: int) -> bool:
-    found = checksums(folder)
-    damaged = [name for name, (size, crc) in _mark(folder).items() if crc is not None and found[name] != [size, crc]]
-    for name in damaged:
-        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", folder / name)
-    return not damaged
-
-
-def _mark(folder: str | os.PathLike) -> dict[str, list]:
-    """What a checkpoint folder's mark says of its files, sizes alone where an earlier version made it; {}: no mark."""
-    try:
-        marked = read_json(Path(folder) / COMPLETE)
-        return {name: noted if isinstance(noted, list) else [noted, None] for name, noted in marked.items()}
-    except (OSError, ValueError):
-        return {}
-
-
-def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """The checkpoint folders of a run, by step, whole or not."""
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
-    return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))
-
-
-def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The checkpoint folder of the highest step that is whole; None where there is none."""
-    for path in reversed(checkpoints(output_dir)):
-        if is_complete(path) and is_undamaged(path):
-            return str(path)
-    if checkpoints(output_dir):
-        logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
-    return None
 
 
 # Programs.

@@ -3,8 +3,7 @@
     python -m tools.report FOLDER                                              writes FOLDER/report.html
     python -m tools.report --episodes GAMES.json ... --output report.html      the same about files of episodes
 
-Every game is counted and a bounded sample kept to be read, in constant memory. The page needs no network; it holds
-Plotly, which draws its charts, and is therefore about 5 MiB large.
+The page needs no network. It holds Plotly, which draws its charts, and is therefore about 5 MiB large.
 """
 
 import argparse
@@ -14,8 +13,7 @@ from pathlib import Path
 from tools.flags import add_flags, flag
 from tools.games.flags import GameChoice
 from tools.pages.contents import report_of_episodes, report_of_folder
-from tools.pages.page import page_html
-from tools.pages.sections import verdict
+from tools.pages.page import page_html, verdict
 from utils import replacing, run_program, set_up_logging, shown
 
 
@@ -29,7 +27,7 @@ class Flags(GameChoice):
 
 
 def parse_args() -> tuple[Path | None, Flags]:
-    """The folder of a loop, if one is given, and the flags."""
+    """The folder, if one is given, and the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     line = "OUTPUT of the loop, finished or not, or a folder of play, a training, matches or reasoning"
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=line)
@@ -40,8 +38,6 @@ def parse_args() -> tuple[Path | None, Flags]:
         parser.error("give either FOLDER or --episodes FILE ...")
     if flags.episodes and not flags.output:
         parser.error("--episodes needs --output FILE, the page to write")
-    if flags.games < 0:
-        parser.error(f"--games is {flags.games}; it must be at least 0")
     return folder, flags
 
 
@@ -49,10 +45,8 @@ def main() -> None:
     folder, flags = parse_args()
     set_up_logging()
     game = flags.load_game()
-    if folder:
-        report = report_of_folder(folder, game, flags.games)
-    else:
-        report = report_of_episodes(flags.episodes, game, flags.games)
+    make, source = (report_of_folder, folder) if folder else (report_of_episodes, flags.episodes)
+    report = make(source, game, flags.games)
     output = flags.output or folder / "report.html"
     with replacing(output) as file:
         file.write(page_html(report))

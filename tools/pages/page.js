@@ -1,7 +1,9 @@
 "use strict";
-// All texts reach the page as text nodes or attributes, never as markup: messages and words are not to be trusted.
+// All texts reach the page as text nodes or attributes, never as markup: models wrote them.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
+const list = byId("list");
+let shown = [];
 
 function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
@@ -10,29 +12,13 @@ function el(name, attributes = {}, ...children) {
   return node;
 }
 
-for (const section of document.querySelectorAll("section:not([hidden])"))
-  byId("nav").append(el("a", {href: `#${section.id}`}, section.querySelector("h2").textContent));
-
-document.querySelectorAll(".plot").forEach((plot, i) => {
-  const {data: traces, layout} = data.charts[i];
-  layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
-  Plotly.newPlot(plot, traces, layout, {responsive: true, displayModeBar: false});
-});
-
-// --- the browser of games -------------------------------------------------------------------------------------------
-
-const list = byId("list");
-let shown = [];
-
-const messages = (count) => `${count} message${count === 1 ? "" : "s"}`;
-
 function filterGames() {
   const source = byId("source").value, outcome = byId("outcome").value, search = byId("search").value.trim().toLowerCase();
   shown = data.games.filter((game) => (!source || game.source === +source) && (!outcome || game.outcome === outcome)
     && game.word.toLowerCase().includes(search));
-  list.replaceChildren(...shown.map((game, i) => el("option", {value: i}, `${game.word} · ${game.outcome}, ${messages(game.length)}`)));
+  list.replaceChildren(...shown.map((game, i) => el("option", {value: i}, `${game.word} · ${game.outcome}, ${game.length} messages`)));
   list.selectedIndex = shown.length ? 0 : -1;
-  byId("found").textContent = `${shown.length.toLocaleString("en")} of ${data.games.length.toLocaleString("en")} games`;
+  byId("found").textContent = `${shown.length} of ${data.games.length} games`;
   showGame();
 }
 
@@ -45,7 +31,7 @@ function showGame() {
   byId("game").replaceChildren(
     el("h3", {}, "target word: ", el("span", {class: "secret", id: "target"}, game.word)),
     el("p", {class: "quiet"}, el("b", {style: `color: ${data.outcomes[game.outcome]}`}, game.outcome),
-      ` · ${messages(game.length)} · game ${game.number} of ${data.sources[game.source]}${game.labels}`),
+      ` · ${game.length} messages · game ${game.number} of ${data.sources[game.source]}`),
     ...game.messages.map(showMessage));
 }
 
