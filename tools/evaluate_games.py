@@ -25,7 +25,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = 5  # where tokens are drawn
@@ -78,7 +78,7 @@ class Flags(PlayFlags):
                 f"--task_type {TESTING} plays a word alike each time: leave out --games_per_word and --seeds"
             )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
     def pairing(self, match: Match, game: Game) -> Pairing:
         """A match as it is played."""
