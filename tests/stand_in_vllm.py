@@ -2,7 +2,8 @@
 
 The environment variable STAND_IN changes its behaviour. It holds JSON:
 {"fail": TEXT} ends it at its start with that line; {"slow": SECONDS} lets it wait before it answers;
-{"pace": SECONDS}: so long takes each reply; {"die_after": REPLIES} ends it in play; {"texts_only": true}: no token ids in replies;
+{"pace": SECONDS}: each reply takes that long; {"die_after": REPLIES} ends it in play;
+{"texts_only": true} leaves the token ids out of replies;
 {"model": true} gives the greedy replies of the model in FOLDER;
 {"note": FILE} appends how it was started and what it was asked, one line each.
 With canned replies it has a child process, as vLLM has.
