@@ -228,7 +228,7 @@ def test_every_setting_of_an_arm_is_one_of_the_loop(programs, tmp_path):
     reproduce(tmp_path, arms=list(tiny_reproduce.ARMS), games=["taboo", "twenty_questions", "guess_my_city"])
     usage = subprocess.run(["bash", ROOT / "tools/run_spag.sh", "--help"], capture_output=True, text=True, check=True)
     used = {name for _, flags in programs.calls if "output" in flags for name in flags}
-    assert {name for name in used if f"--{name}" not in usage.stdout} == set()
+    assert {name for name in used if f"  {name.upper()}=" not in usage.stdout} == set()
 
 
 def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(programs, tmp_path):
