@@ -1,46 +1,40 @@
-"""Every setting of train.py: what each method takes and refuses, and the flags of older transformers.
+"""Every setting of train.py, and what each method takes and refuses.
 
-The Trainer's own settings are inherited; the ones below are this project's. Settings come from the command line, or
-from a YAML file named first, over which the command line wins:
-
-    train.py my.yaml --learning_rate 1e-5
-
---evaluation_strategy, --warmup_ratio and --no_cuda are older names of --eval_strategy, --warmup_steps (below 1: a
-share of the steps) and --use_cpu.
+transformers.TrainingArguments brings the Trainer's settings; the ones below are this project's. Two flags of older
+transformers, which published commands use, keep their meaning: --evaluation_strategy and --warmup_ratio.
 """
 
 import argparse
 import importlib.util
-import json
+import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import datasets
 import torch
-import yaml
-from torch.utils.cpp_extension import get_default_build_root
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.utils import is_torch_tf32_available
 
 import utils
 
 # What each method takes, with the paper's values as defaults. An argument that a method does not list is refused.
 REFERENCE_NAME = "ref_model_name_or_path"
-REFERENCE = {REFERENCE_NAME: None, "ref_logprobs": "precompute", "loss_normalization": "micro_batch"}
+REFERENCE = {REFERENCE_NAME: None, "loss_normalization": "micro_batch"}
 METHOD_ARGUMENTS = {
     "SFT": {},
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
     "OfflinePO": {
         **{"lm_kl_coeff": 0.2, "lm_sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": False, **REFERENCE},
-        "allow_no_game_rows": False,
+        **{"allow_no_game_rows": False, "allow_negative_rewards": False},
     },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
 
-# What a run's results depend on, besides its data, its models, and what `same_run` derives. Not on the number of
-# processes, the ZeRO stage, the machine, batches that accumulation makes up for, logging and saving.
+# Settings that the results depend on; `same_run` adds data, models and the rows of a step. The number of processes,
+# the ZeRO stage, the machine, logging and saving are not among them.
 SAME_RUN = (
     *("train_method", "lm_kl_coeff", "lm_sft_coeff", "clip_range", "detach_kl", "loss_normalization"),
     *("lora_rank", *LORA_ARGUMENTS),
@@ -50,7 +44,7 @@ SAME_RUN = (
     *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
-RENAMED = {"--evaluation_strategy": "--eval_strategy", "--warmup_ratio": "--warmup_steps", "--no_cuda": "--use_cpu"}
+AMPERE = 8  # CUDA capability from which GPUs compute in bf16
 
 
 def _help(text: str, **metadata):
@@ -59,7 +53,7 @@ def _help(text: str, **metadata):
 
 @dataclass
 class SPAGArguments(TrainingArguments):
-    """Settings of one training run. Raises ValueError that lists everything that is wrong with them."""
+    """Settings of one training run. Raises UserError that lists everything that is wrong with them."""
 
     # Method. None means: the method's default, from METHOD_ARGUMENTS.
     train_method: str | None = _help("SFT, SFTwithKL (imitation) or OfflinePO (self-play).")
@@ -71,15 +65,11 @@ class SPAGArguments(TrainingArguments):
         "Rows are counted per micro_batch (as released), or per optimizer step over all ranks.",
         choices=["micro_batch", "step"],
     )
-    ref_logprobs: str | None = _help(
-        "The reference's log-probabilities: precompute them before the first step, or online, by a second model.",
-        choices=["precompute", "online"],
-    )
 
     # Models.
     model_name_or_path: str | None = _help("Folder or hub name of the model to train.")
     ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
-    attn_implementation: str = _help("Attention kernel, e.g. sdpa, eager, flash_attention_2.", default="sdpa")
+    attn_implementation: str | None = _help("sdpa, eager, flash_attention_2, ...; default: transformers chooses.")
     trust_remote_code: bool = _help("Run model code that comes with the weights (Baichuan2 needs it).", default=False)
     lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
     lora_alpha: float | None = _help("LoRA scale, divided by the rank.")
@@ -92,63 +82,65 @@ class SPAGArguments(TrainingArguments):
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Tokens of a row at most.", default=2048)
     allow_cuts: bool = _help("Train although most rows lose nearly all of their tokens to the cut.", default=False)
-    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are SFT rows alone.")
+    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
+    allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
     padding_side: str = _help(
         "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
-    cache_dir: str | None = _help("Keeps encoded rows and reference log-probabilities; default: that of datasets.")
-    show_examples: int = _help("Print this many rows as they are trained on, and stop.", default=0)
-    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses for one that is no number.", default=False)
-
-    # Flags of older transformers, besides those of RENAMED.
-    logging_dir: str | None = _help("Old name of the environment variable TENSORBOARD_LOGGING_DIR.")
-    overwrite_output_dir: bool = _help(
-        "Start anew: delete what an earlier run left in the output folder.", default=False
-    )
-    save_safetensors: bool = _help("Weights are always saved as safetensors.", default=True)
-    group_by_length: bool = _help("Old name of --train_sampling_strategy group_by_length.", default=False)
+    show_examples: int = _help("Print this many rows as they are trained on, and stop; nothing is written.", default=0)
+    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
+    warmup_ratio: float | None = _help("Share of the steps that warm up; --warmup_steps above 0 wins over it.")
 
     def __post_init__(self):
         if problems := find_problems(self):
-            raise ValueError("\n".join(problems))
+            raise utils.UserError("\n".join(problems))
         taken = METHOD_ARGUMENTS[self.train_method] | (LORA_ARGUMENTS if self.lora_rank else {})
         for name, default in taken.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
         if self.lora_rank and REFERENCE_NAME in taken:
             self.ref_model_name_or_path = self.model_name_or_path
-        if self.cache_dir is None:
-            self.cache_dir = str(datasets.config.HF_DATASETS_CACHE)
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):
             self.resume_from_checkpoint = None  # every start continues
         self._hand_over_old_flags()
-        self._settle_without_gpu()
+        self._settle_device()
         if self.show_examples:
-            self.deepspeed = None  # a few rows need no partitioning
-            self.ref_logprobs = self.ref_logprobs and "precompute"
+            self.deepspeed, self.max_steps = None, -1  # a few rows, and all of them
+            self.output_dir = tempfile.gettempdir()  # the Trainer makes its folder, and writes nothing into this one
         self.remove_unused_columns = False  # the collator takes what it needs
         if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # every parameter takes part in every step
-        super().__post_init__()
+            self.ddp_find_unused_parameters = False  # every trained parameter takes part in every step
+        try:
+            super().__post_init__()
+        except ValueError as error:  # transformers refuses the settings
+            raise utils.UserError(str(error)) from error
 
     def _hand_over_old_flags(self) -> None:
-        if self.logging_dir is not None:
-            os.environ["TENSORBOARD_LOGGING_DIR"] = self.logging_dir
-        if self.group_by_length:
-            self.train_sampling_strategy = "group_by_length"
+        if self.warmup_ratio is not None:  # as in transformers 4
+            self.warmup_steps = self.warmup_steps or self.warmup_ratio
+            self.warmup_ratio = None
         if self.gradient_checkpointing and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = True  # its name since transformers 5.23
 
-    def _settle_without_gpu(self) -> None:
-        """Run on the CPU where there is nothing else; TF32 does not exist there, bf16 autocast does."""
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.use_cpu and (self.tf32 or self.bf16 or self.fp16):
-            utils.warn_on_rank_0("no GPU in use: --tf32 and --fp16 are ignored, --bf16 computes in bfloat16 on a CPU")
-            self.tf32, self.fp16 = None, False
+    def _settle_device(self) -> None:
+        """Run on the CPU where there is no GPU, and drop what the device cannot do."""
+        self.no_gpu_found = not self.use_cpu and not torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or self.no_gpu_found
+        if self.tf32 and (self.use_cpu or not is_torch_tf32_available()):
+            utils.warn_on_rank_0("--tf32 is ignored: it needs an NVIDIA GPU since Ampere")
+            self.tf32 = None
         if self.use_cpu:
+            if self.fp16:
+                utils.warn_on_rank_0("--fp16 is ignored on a CPU")
+            self.fp16 = False
             self.dataloader_pin_memory = False
+
+    @property
+    def derived_folder(self) -> Path | None:
+        """Where encoded rows and the reference's log-probabilities are while training runs; None: in memory."""
+        return None if self.show_examples else Path(self.output_dir) / "derived"
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -158,7 +150,7 @@ class SPAGArguments(TrainingArguments):
 
     @cached_property
     def same_run(self) -> dict:
-        """All that the results depend on, as `utils.RunSettings` compares it."""
+        """Everything that the results depend on, as `utils.RunSettings` compares it."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
@@ -178,12 +170,10 @@ class SPAGArguments(TrainingArguments):
     def _setup_devices(self) -> torch.device:
         """The device of this process.
 
-        On a CPU the Trainer sets up accelerate without DeepSpeed; here DeepSpeed is put on top of the same gloo group.
+        On a CPU the Trainer would set up accelerate without DeepSpeed; here DeepSpeed uses the same gloo group.
         """
-        if self.deepspeed:
-            self._announce_compilation()
-            if "LOCAL_RANK" not in os.environ:
-                self._set_up_alone()
+        if self.deepspeed and "LOCAL_RANK" not in os.environ:
+            self._set_up_alone()
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
         if self.deepspeed and self.use_cpu:
@@ -194,84 +184,45 @@ class SPAGArguments(TrainingArguments):
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
 
-    def _announce_compilation(self) -> None:
-        """Say that DeepSpeed compiles operators, for minutes, where it has not done so before."""
-        zero = utils.read_json(self.deepspeed)["zero_optimization"]
-        operators = ["deepspeed_shm_comm"] if self.use_cpu else []
-        operators += ["cpu_adam"] if zero.get("offload_optimizer", {}).get("device") == "cpu" else []
-        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        if missing := [name for name in operators if not list(folder.glob(f"**/{name}.so"))]:
-            utils.warn_on_rank_0("DeepSpeed compiles %s now, once on a machine: minutes", ", ".join(missing))
-
     def _set_up_alone(self) -> None:
-        """Be what torchrun makes of one process: without its variables DeepSpeed looks for MPI."""
+        """Set torchrun's variables for one process: without them DeepSpeed looks for MPI."""
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # which nobody listens to
-        if not torch.distributed.is_initialized():  # by arguments read before in this process
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
+        if not torch.distributed.is_initialized():
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo" if self.use_cpu else None, store=store, rank=0, world_size=1)
 
 
 def parse_arguments(argv: list[str]) -> SPAGArguments:
-    """Read the command line, and the YAML file that may stand first in it.
+    """Read the command line.
 
-    Raises ValueError that lists all problems: unknown flags, missing files, arguments the method does not use.
+    Raises UserError that lists all problems: unknown flags, missing files, arguments that the method does not use.
     """
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        argv = _yaml_to_flags(argv[0]) + argv[1:]
-    words = [word.partition("=") for word in argv]
-    argv = [RENAMED.get(name, name) + equals + value for name, equals, value in words]
+    flag, new_flag = "--evaluation_strategy", "--eval_strategy"
+    argv = [new_flag + word.removeprefix(flag) if word.split("=")[0] == flag else word for word in argv]
     parser = HfArgumentParser(
         SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
     )
     try:
         namespace, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
+        raise utils.UserError(str(error)) from None
     problems = utils.unknown_words(unknown, parser)
-    if any(name == "--warmup_ratio" for name, _, _ in words) and namespace.warmup_steps >= 1:
-        problems.append("--warmup_ratio is a share of the steps, below 1; --warmup_steps takes their number")
     files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
     utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
     try:
         arguments = SPAGArguments(**vars(namespace))
-    except ValueError as error:
+    except utils.UserError as error:
         problems += str(error).split("\n")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise utils.UserError("\n".join(problems))
     return arguments
 
 
-class _Loader(yaml.SafeLoader):
-    """Without aliases, with which a few lines of YAML make gigabytes."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not read")
-        return super().compose_node(parent, index)
-
-
-def _yaml_to_flags(path: str) -> list[str]:
-    with utils.open_text(path) as file:
-        try:
-            settings = yaml.load(file, _Loader)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: expected settings, one 'name: value' a line")
-    flags = []
-    for name, value in settings.items():
-        if value is False and name.endswith("_strategy"):
-            value = "no"  # which is False in YAML
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        words = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
-        flags += [f"--{name}", *words] if words else []
-    return flags
-
-
 def find_problems(args) -> list[str]:
-    """All that is wrong with the settings and can be told before anything is loaded, a line each."""
-    return [*_method_problems(args), *_package_problems(args), *_value_problems(args), *_path_problems(args)]
+    """Everything wrong with the settings that shows before anything is loaded, a line each."""
+    found = (_method_problems(args), _package_problems(args), _value_problems(args), _device_problems(args))
+    return [*itertools.chain(*found), *_path_problems(args)]
 
 
 def _method_problems(args) -> Iterator[str]:
@@ -292,8 +243,8 @@ def _method_problems(args) -> Iterator[str]:
     per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
     if args.train_sampling_strategy == "batch_rebalance" and not per_step:
         yield (
-            "--train_sampling_strategy batch_rebalance deals the rows of a step out by length, which changes what "
-            "micro-batches average over: it needs --loss_normalization step"
+            "--train_sampling_strategy batch_rebalance deals the rows of a step out by length, which changes the "
+            "averages of micro-batches: it needs --loss_normalization step"
         )
     if args.label_smoothing_factor:
         yield "--label_smoothing_factor is not used by any method"
@@ -318,14 +269,20 @@ def _value_problems(args) -> Iterator[str]:
     if args.num_train_epochs <= 0 and args.max_steps <= 0:
         yield f"--num_train_epochs must be above 0, got {args.num_train_epochs}"
     if args.torch_compile:
-        yield "--torch_compile: logits at labels alone make each batch another program, compiled anew"
-    if not args.save_safetensors:
-        yield "--save_safetensors False: weights are always saved as safetensors"
+        yield "--torch_compile: each batch would be compiled anew, since logits are made only at labels"
+    if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
+        yield f"--warmup_ratio {args.warmup_ratio}: expected a share of the steps, at least 0 and below 1"
+
+
+def _device_problems(args) -> Iterator[str]:
     if args.use_cpu or not torch.accelerator.is_available():
         if args.fsdp:
             yield "--fsdp needs GPUs: without them each process would hold the whole model"
         if args.use_liger_kernel:
             yield "--use_liger_kernel needs a GPU"
+    elif args.bf16 and torch.cuda.is_available() and torch.version.hip is None:
+        if torch.cuda.get_device_capability()[0] < AMPERE:
+            yield f"--bf16 True: {torch.cuda.get_device_name()} cannot compute in bf16; use --fp16 True"
 
 
 def _path_problems(args) -> Iterator[str]:
@@ -341,14 +298,12 @@ def _path_problems(args) -> Iterator[str]:
         yield from _deepspeed_problems(args.deepspeed)
     if any(_same_path(args.output_dir, model) for model in (args.model_name_or_path, args.ref_model_name_or_path)):
         yield f"--output_dir {args.output_dir} is the model's own folder; it would be overwritten"
-    if args.overwrite_output_dir and str(args.resume_from_checkpoint or False).lower() != "false":
-        yield "--resume_from_checkpoint and --overwrite_output_dir exclude each other"
 
 
 def _deepspeed_problems(path: str) -> Iterator[str]:
     try:
         config = utils.read_json(path)
-    except (OSError, ValueError) as error:
+    except (OSError, utils.UserError) as error:
         yield f"--deepspeed {error}"
         return
     if not isinstance(config, dict) or "zero_optimization" not in config:

@@ -1,19 +1,18 @@
 """Training rows: from JSON and JSONL files, over token ids, to padded batches.
 
-    files -> load_rows -> token ids -> RowDataset -> SPAGCollator -> batch
+    files -> load_rows -> Arrow table of token ids -> RowDataset -> SPAGCollator -> batch
 
 data/README.md describes the rows field by field.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -22,23 +21,22 @@ from transformers import PreTrainedTokenizerBase
 import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
-FORMAT_VERSION = 4  # part of every cache key: raise it when the encoding changes
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
-KEPT = 0.1  # share of its tokens that a row keeps at least, or it is counted as mostly cut
-ROWS_AT_ONCE = 1000  # that are encoded
+KEPT = 0.1  # a row that keeps less than this share of its tokens, or of its target's, is counted as mostly cut
+ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
 
 
 def normalize_row(record: dict) -> dict:
-    """Bring one raw record to query, target, weight, reward, is_sft, role, chat_template.
+    """Return a raw record as query, target, weight, reward, is_sft, role, chat_template.
 
     Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
     only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts hold their special tokens.
 
-    Raises ValueError for a missing or non-text query or target, for a weight or reward that is no finite number, and
+    Raises UserError for a missing or non-text query or target, for a weight or reward that is not a finite number, and
     for a `chat_template` that is neither true nor false.
     """
     if not isinstance(record.get("chat_template", False), bool):
-        raise ValueError(f"'chat_template' must be true or false, got {record['chat_template']!r:.40}")
+        raise utils.UserError(f"'chat_template' must be true or false, got {record['chat_template']!r:.40}")
     query, target, record = utils.row_texts(record)
     return {
         "query": query,
@@ -54,7 +52,7 @@ def normalize_row(record: dict) -> dict:
 def _number(record: dict, name: str) -> float:
     value = record.get(name, 1.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ValueError(f"'{name}' must be a finite number, got {value!r:.40}")
+        raise utils.UserError(f"'{name}' must be a finite number, got {value!r:.40}")
     return float(value)
 
 
@@ -62,13 +60,12 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
     Query and target are tokenized separately and without special tokens. Labels mask BOS and query by their length,
-    never by token id, so that PAD may equal EOS. No BOS is put where the tokenizer has none. A row with
-    `chat_template`, whose texts a chat template wrote, is query + target: these hold BOS and the token that ends it.
+    never by token id, so that PAD may equal EOS. A tokenizer without BOS adds none. A row with `chat_template` is
+    query + target: a chat template wrote these texts, with BOS and the token that ends a message.
 
-    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` where the example has
-    it.
-    Raises ValueError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row
-    with `chat_template` that does not end in a special token of the tokenizer.
+    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` if the example has
+    one. Raises UserError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row with
+    `chat_template` that does not end in a special token of the tokenizer.
     """
     (row,) = encode_and_cut([normalize_row(example)], tokenizer)
     encoded = {name: row[name] for name in ("input_ids", "weight", "reward", "is_sft")}
@@ -79,9 +76,9 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
 
 def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """Normalized rows as ENCODED_FEATURES has them: the ids, how many of them are masked, and what the cut did."""
+    """Encode normalized rows; ENCODED_FEATURES describes the result."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token; training needs one to teach where a target ends")
+        raise utils.UserError("the tokenizer has no EOS token; training needs one to teach where a target ends")
     queries, targets = (
         tokenizer([row[name] for row in rows], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         for name in ("query", "target")
@@ -97,9 +94,9 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
         if row["chat_template"]:
             bos, end = [], []
             if not target or target[-1] not in special:
-                raise ValueError(
-                    f"{row.get('where', 'row')}: its 'target' ends in {row['target'][-20:]!r}, no special token "
-                    "of this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
+                raise utils.UserError(
+                    f"{row.get('where', 'row')}: 'target' ends in {row['target'][-20:]!r}, not in a special token of "
+                    "this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
                 )
         ids = bos + query + target + end
         kept = ids[-limit:] if cut_left else ids[:limit]
@@ -109,6 +106,7 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
             {
                 **{name: row.get(name, "") for name in ("weight", "reward", "is_sft", "role", "where")},
                 "input_ids": kept,
+                "largest_id": max(kept),
                 "masked_length": masked,
                 "full_length": len(ids),
                 "target_length": len(target) + len(end),
@@ -119,7 +117,7 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _labels(row: dict) -> list[int]:
-    """The ids of an encoded row with the masked ones replaced."""
+    """The labels of an encoded row: its ids, with IGNORE_INDEX in the masked places."""
     masked = row["masked_length"]
     return [IGNORE_INDEX] * masked + row["input_ids"][masked:]
 
@@ -127,12 +125,13 @@ def _labels(row: dict) -> list[int]:
 ENCODED_FEATURES = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "largest_id": datasets.Value("int32"),
         "masked_length": datasets.Value("int32"),  # BOS and query, after the cut
         "weight": datasets.Value("float32"),
         "reward": datasets.Value("float32"),
         "is_sft": datasets.Value("bool"),
         "role": datasets.Value("string"),
-        "where": datasets.Value("string"),
+        "where": datasets.Value("string"),  # file:line
         "full_length": datasets.Value("int32"),  # tokens before the cut
         "target_length": datasets.Value("int32"),  # with EOS, before the cut
         "scored_length": datasets.Value("int32"),  # labels that a token before them predicts
@@ -142,66 +141,79 @@ ENCODED_FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The rows to train on, and how many were dropped before."""
+    """How many rows are trained on, how many of these were cut, and how many rows were dropped."""
 
     rows: int
     sft_rows: int
     truncated: int
-    long_targets: int
-    empty_targets: int
-    mostly_cut: int  # which lose more than nine tenths of their tokens, or of those to score; the dropped ones too
+    mostly_cut: int  # rows that keep less than KEPT of their tokens or of their target's; dropped rows count too
     dropped: int
+    negative: int  # game rows with a reward below 0
 
 
 def load_rows(
-    paths: list[str], tokenizer: PreTrainedTokenizerBase, cache_dir: str | None = None, *, drop_unscored: bool = False
+    paths: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path | None = None,
+    *,
+    drop_unscored: bool = False,
 ) -> tuple[datasets.Dataset, RowCounts]:
-    """Read, check and encode the rows of JSON and JSONL files, once: a memory-mapped Dataset of ENCODED_FEATURES.
+    """Read, check and encode the rows of JSON and JSONL files; return a Dataset of ENCODED_FEATURES.
 
-    A row of whose target nothing is left to score after the cut would be 0/0 in the loss: a ValueError that names the
-    first of them, or, with `drop_unscored`, left out and counted.
-    Raises FileNotFoundError, and ValueError that names file and line for anything that is not a valid row.
+    With `path` the rows are memory-mapped from this Arrow file, which is made if it does not exist. The caller deletes
+    it when rows, tokenizer or sources change. Without `path` the rows are kept in memory.
+
+    A row whose target is cut away completely would be 0/0 in the loss. It is a UserError that names the first such
+    row, or, with `drop_unscored`, left out and counted.
+    Raises FileNotFoundError, and UserError that names file and line for an invalid row.
     """
-    parts = [FORMAT_VERSION, paths, utils.file_digest(paths), *tokenizer_parts(tokenizer)]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]  # datasets adds to it, up to 64 characters
-    try:
-        rows = datasets.Dataset.from_generator(
-            partial(_iter_encoded, paths, tokenizer), features=ENCODED_FEATURES, cache_dir=cache_dir, fingerprint=key
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ from None
+    if path is None:
+        rows = datasets.Dataset.from_list(list(itertools.chain(*_iter_encoded(paths, tokenizer))), ENCODED_FEATURES)
+    else:
+        write_encoded(paths, tokenizer, path)
+        rows = datasets.Dataset.from_file(str(path))
     limit = tokenizer.model_max_length
-    full, target, scored, is_sft = _columns(rows, "full_length", "target_length", "scored_length", "is_sft")
+    names = ("full_length", "target_length", "scored_length", "is_sft", "reward")
+    full, target, scored, is_sft, reward = _columns(rows, *names)
     kept = scored > 0
     counts = RowCounts(
         rows=int(kept.sum()),
         sft_rows=int(is_sft[kept].sum()),
         truncated=int((full[kept] > limit).sum()),
-        long_targets=int((target[kept] > limit).sum()),
-        empty_targets=int((target[kept] == 1).sum()),
         mostly_cut=int(((limit < KEPT * full) | (scored < KEPT * target)).sum()),
         dropped=int((~kept).sum()),
+        negative=int((~is_sft & (reward < 0))[kept].sum()),
     )
     if counts.dropped and not drop_unscored:
-        raise ValueError(
-            f"{rows[int(kept.argmin())]['where']}: no token of the target is left to learn from at max_length {limit} "
+        raise utils.UserError(
+            f"{rows[int(kept.argmin())]['where']}: max_length {limit} cuts away the whole target "
             f"({counts.dropped} such rows). Use --truncation_side left, a larger --max_length, or "
             "--drop_unscored_rows True"
         )
     if not counts.rows:
-        raise ValueError(f"{rows[0]['where']}: all {len(rows)} rows are dropped, as nothing is left of a target")
+        raise utils.UserError(f"{rows[0]['where']}: max_length {limit} cuts away the targets of all {len(rows)} rows")
     return rows.select(np.flatnonzero(kept)) if counts.dropped else rows, counts
+
+
+def write_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Write the encoded rows to an Arrow file, whole or not at all, unless the file exists."""
+    if Path(path).is_file():
+        return
+    schema = ENCODED_FEATURES.arrow_schema
+    with utils.replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in _iter_encoded(paths, tokenizer):
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
 
 
 def _columns(rows: datasets.Dataset, *names: str) -> list[np.ndarray]:
     return [rows.with_format("numpy")[name][:] for name in names]
 
 
-def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict]:
-    """Encoded rows; a fast tokenizer encodes those of a batch on all cores."""
+def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[dict]]:
+    """Encoded rows in batches; a fast tokenizer uses all cores for a batch."""
     rows = _iter_rows(paths)
     while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        yield from encode_and_cut(batch, tokenizer)
+        yield encode_and_cut(batch, tokenizer)
 
 
 def _iter_rows(paths: list[str]) -> Iterator[dict]:
@@ -210,21 +222,10 @@ def _iter_rows(paths: list[str]) -> Iterator[dict]:
         for where, record in utils.iter_records(path):
             try:
                 yield normalize_row(record) | {"where": where}
-            except ValueError as error:
+            except utils.UserError as error:
                 raise utils.BadRecordError(f"{where}: {error}") from None
     if where is None:
-        raise ValueError(f"{', '.join(paths)}: no rows")
-
-
-def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list:
-    """Everything of a tokenizer that the encoding of a row depends on."""
-    return [
-        sorted(tokenizer.get_vocab().items()),
-        type(tokenizer).__name__,
-        [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
-        [tokenizer.model_max_length, tokenizer.truncation_side, tokenizer.padding_side],
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
-    ]
+        raise utils.UserError(f"{', '.join(paths)}: no rows")
 
 
 class RowDataset(torch.utils.data.Dataset):
@@ -232,15 +233,14 @@ class RowDataset(torch.utils.data.Dataset):
 
     def __init__(self, rows: datasets.Dataset, counts: RowCounts):
         self.counts = counts
-        self.key = rows._fingerprint  # of the data, the tokenizer, max_length and sides
         self.lengths, self.is_sft, self.role, scored = _columns(rows, "full_length", "is_sft", "role", "scored_length")
         self.num_scored_tokens = int(scored.sum())
         self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
         self.number_roles(sorted({role for role in self.role[~self.is_sft] if role}))
-        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
+        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token; NaN where it was not computed
 
     def number_roles(self, names: list[str]) -> None:
-        """Number the rows' roles in the order of `names`, from 1; 0 is a row without one of these."""
+        """Number the rows' roles in the order of `names`, from 1; other rows get 0."""
         numbers = {name: number for number, name in enumerate(names, start=1)}
         self.role_names = names
         self.roles = np.array([numbers.get(role, 0) for role in self.role])  # (rows,)
@@ -264,9 +264,9 @@ class RowDataset(torch.utils.data.Dataset):
 class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side.
 
-    Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64), and of shape (batch,):
-    weights, rewards, sft_mask (float32), and where the rows have them ref_logprobs (float32) and roles (int64);
-    and the `scored_places`.
+    Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64); of shape (batch,):
+    weights, rewards, sft_mask (float32), and, if the rows have them, ref_logprobs (float32) and roles (int64); and
+    `scored_places`, (scored tokens,).
     Raises ValueError for an empty batch.
     """
 
@@ -286,7 +286,7 @@ class SPAGCollator:
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
             "labels": labels,
-            "scored_places": scored_places(labels),  # here, since on a GPU everything would wait for it
+            "scored_places": scored_places(labels),  # here on the CPU: its size would make a GPU wait
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
             "weights": column("weight"),
             "rewards": column("reward"),

@@ -1,22 +1,25 @@
 """The losses, and a Trainer for each method.
 
 l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
-l under the policy and under the frozen reference model as (batch,) tensors and know no model; the trainers get them.
+l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these.
 """
 
 import contextlib
 import gc
-import hashlib
 import inspect
-import json
+import itertools
 import logging
 import math
+import multiprocessing
 import os
 import re
 import resource
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +37,15 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import utils
 from arguments import SPAGArguments
-from dataloaders import FORMAT_VERSION, IGNORE_INDEX, RowDataset, scored_places
+from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
-DIGESTED = ("config.json", "*.py", "*.safetensors")  # of a model folder
+RUNAWAY = -0.5  # mean log-ratio of a log, below which training warns
+COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
+
+# A loss returns (loss, metrics). A metric is a scalar, which is a part of the loss, or a pair: (sum over rows, number
+# of rows), or (maximum over rows, number of rows) if its name ends in "_max".
+Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
 def token_logprob(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,9 +68,9 @@ def label_logprob(
 ) -> torch.Tensor:
     """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
 
-    Prompts are most of the tokens, and (batch, T, vocabulary) logits most of the memory; here they are (scored tokens,
-    vocabulary). `model` is what is called, perhaps wrapped by DDP or DeepSpeed; `module` the causal LM inside it.
-    With padding on the right (`pads_left` False) no token sees any, and attention can be causal without a mask.
+    Most tokens are prompt, and (batch, T, vocabulary) logits would take most of the memory; these are (scored tokens,
+    vocabulary). `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. With
+    `pads_left` False padding is on the right, where causal attention needs no mask.
     """
     labels, mask = batch["labels"], batch["attention_mask"]
     inputs = {"input_ids": batch["input_ids"]}
@@ -100,11 +108,10 @@ def sft_kl_loss(
     *,
     kl_coeff: float,
     num_rows: torch.Tensor | float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
     Takes (batch,) tensors. The sum is divided by `num_rows`, by default the batch's.
-    Returns the loss and metrics, all scalars.
     """
     log_ratio = logprob - ref_logprob
     kl = logprob.exp() * log_ratio
@@ -112,8 +119,8 @@ def sft_kl_loss(
     loss = (weights * (-logprob + kl_coeff * kl)).sum() / num_rows
     everywhere = torch.ones_like(weights)
     metrics = _ratio_metrics(log_ratio, everywhere) | {
-        "sft_loss": _mean(-logprob * weights, everywhere),
-        "kl": _mean(kl, everywhere),
+        "sft_loss": (-logprob * weights).sum().detach() / num_rows,
+        "kl": _over_rows(kl, everywhere),
     }
     return loss, metrics
 
@@ -131,15 +138,14 @@ def offline_po_loss(
     num_game_rows: torch.Tensor | float | None = None,
     num_sft_rows: torch.Tensor | float | None = None,
     detach_kl: bool = False,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Self-play's clipped policy loss on game rows, and SFT on the rows whose `sft_mask` is 1.
 
     r = exp(l - l_ref), A = reward - beta * (l - l_ref), whose gradient flows unless `detach_kl`;
     a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
-    Takes (batch,) tensors. The numbers are by default the batch's own; a kind with no rows contributes 0.
-    Returns the loss and metrics, all scalars; a metric over no rows is NaN.
+    Takes (batch,) tensors. The numbers of rows are by default the batch's; a kind without rows contributes 0.
     """
     sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
@@ -152,9 +158,11 @@ def offline_po_loss(
     policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
     sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
     metrics = _ratio_metrics(log_ratio, game_mask) | {
-        "policy_loss": _mean(game_costs, game_mask),
-        "sft_loss": _mean(sft_costs, sft_mask),
-        "clip_fraction": _mean((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
+        "log_ratio_positive": _over_rows(log_ratio, game_mask * (rewards > 0)),
+        "log_ratio_negative": _over_rows(log_ratio, game_mask * (rewards < 0)),
+        "policy_loss": policy_loss.detach(),
+        "sft_loss": sft_part.detach(),
+        "clip_fraction": _over_rows((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
     }
     return policy_loss + sft_coeff * sft_part, metrics
 
@@ -165,23 +173,22 @@ def _divide(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     return total / torch.where(count > 0, count, 1.0)
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the values where the mask is 1; NaN where it never is."""
-    return ((values * mask).sum() / mask.sum()).detach()
+def _over_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the values, number of rows) where the mask is 1."""
+    return (values * mask).sum().detach(), mask.sum()
 
 
-def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
     ratio = log_ratio.detach().exp()
-    largest = torch.where(mask.bool(), ratio, -torch.inf).max()
     return {
-        "log_ratio": _mean(log_ratio, mask),
-        "ratio": _mean(ratio, mask),
-        "ratio_max": torch.where(mask.any(), largest, torch.nan),
+        "log_ratio": _over_rows(log_ratio, mask),
+        "ratio": _over_rows(ratio, mask),
+        "ratio_max": (torch.where(mask.bool(), ratio, 0.0).max(), mask.sum()),
     }
 
 
 class Denominators(NamedTuple):
-    """What the losses divide by: of a micro-batch, or a micro-batch's share of a step's or a dataset's."""
+    """Row and token counts used as loss denominators."""
 
     rows: torch.Tensor | float
     game_rows: torch.Tensor | float
@@ -201,73 +208,100 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class MetricSums:
-    """Keeps metrics on the device between two logs, and averages them over micro-batches and ranks."""
+    """Adds up metrics between two logs, on the device: reading them at each step would make a GPU wait."""
 
     def __init__(self, role_names: Sequence[str] = ()):
-        self.role_names = role_names  # of the numbers in a batch's roles, from 1
-        self.values: list[dict[str, torch.Tensor]] = []  # of each micro-batch
+        self.role_names = role_names  # number n in a batch's roles is role_names[n - 1]
+        self.start()
+
+    def start(self) -> None:
+        """Forget all metrics and start the clock."""
+        self.batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
         self.since = time.perf_counter()
 
-    def add(self, metrics: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> None:
-        """Add one micro-batch's metrics (scalars; NaN where it has no such rows), rewards by role and tokens."""
-        values = dict(metrics)
+    def add(self, metrics: Metrics, batch: dict[str, torch.Tensor], weight: float = 1.0) -> None:
+        """Add a micro-batch's metrics, rewards by role and tokens; `weight` is that of the parts of its loss."""
+        sums = dict(metrics) | {"tokens": batch["attention_mask"].sum().float()}
+        for name, value in sums.items():
+            if not isinstance(value, tuple):
+                sums[name] = (value * weight, torch.full_like(value, weight))
         if "roles" in batch:
             for number, role in enumerate(self.role_names, start=1):
                 mask = ((batch["roles"] == number) & (batch["sft_mask"] == 0)).to(batch["rewards"].dtype)
-                values[f"reward_{role}"] = _mean(batch["rewards"], mask)
-        self.values.append(values | {"tokens": batch["attention_mask"].sum()})
+                sums[f"reward_{role}"] = _over_rows(batch["rewards"], mask)
+        self.batches.append(sums)
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """The averages since the last call, and tokens per second over all ranks; peak memory in GiB of this rank.
+        """Return the metrics of all ranks since the last call, without those of no rows. A collective call.
 
-        Means are over the micro-batches that have a value, `..._max` is a maximum. A collective call.
+        Adds tokens per second over all ranks, and this rank's peak memory in GiB.
         """
-        names = sorted(self.values[0])
-        stacked = torch.stack([torch.stack([values[name].float() for name in names]) for values in self.values])
-        gathered = accelerator.gather(stacked)  # (micro-batches of all ranks, names)
+        names = list(self.batches[0])
+        flat = [torch.stack([*itertools.chain(*sums.values())]) for sums in self.batches]
+        gathered = (
+            accelerator.gather(torch.stack(flat)).cpu().view(-1, len(names), 2)
+        )  # (micro-batches of all ranks, names, 2)
         seconds = time.perf_counter() - self.since
-        self.__init__(self.role_names)
+        self.start()
         logs = {}
-        for name, column in zip(names, gathered.T.cpu(), strict=True):
-            known = column[~column.isnan()]
+        for name, pairs in zip(names, gathered.unbind(1), strict=True):
+            total, count = pairs.sum(0).tolist()
             if name == "tokens":
-                logs["tokens_per_second"] = column.sum().item() / seconds
-            elif len(known):
-                logs[name] = (known.max() if name.endswith("_max") else known.mean()).item()
+                logs["tokens_per_second"] = total / seconds
+            elif name.endswith("_max") and count:
+                logs[name] = pairs[:, 0].max().item()
+            elif count:
+                logs[name] = total / count
         return logs | {"peak_memory_gib": peak_memory_gib(accelerator.device)}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held: of the GPU's allocator, or resident on a CPU."""
+    """The most memory that this process has held: the GPU's allocator, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")
-    if status.is_file():  # of Linux, where getrusage would also count the program that launched this one
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    status = Path("/proc/self/status")  # getrusage of Linux counts the program that launched this one too
+    if status.is_file() and (peak := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        return int(peak[1]) / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def _load_stored(path: Path, rows: int) -> np.ndarray | None:
-    """Stored log-probabilities of so many rows; None where there are none, or the file is damaged."""
+def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """The checkpoint folders of a run by step, complete or not."""
+    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
+    return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))
+
+
+def sizes(folder: str | os.PathLike) -> dict[str, int]:
+    """The size of each file of a checkpoint folder, without its mark."""
+    paths = (path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+
+
+def is_complete(folder: str | os.PathLike) -> bool:
+    """Whether a checkpoint was written to its end and still has all its files, with their sizes."""
     try:
-        values = np.load(path)
-        return values if values.shape == (rows,) else None
-    except (OSError, ValueError, EOFError):
-        return None
+        marked = utils.read_json(Path(folder) / COMPLETE)
+    except (OSError, utils.UserError):
+        return False
+    return isinstance(marked, dict) and bool(marked) and marked.items() <= sizes(folder).items()
 
 
-def model_digest(name_or_path: str) -> str:
-    """SHA-256 over the configuration, code and weights of a model."""
-    folder = utils.model_folder(name_or_path)
-    return utils.file_digest(sorted(path for pattern in DIGESTED for path in folder.glob(pattern)))
+def end_with_trainer(seed_worker: Callable[[int], None] | None, trainer: int, worker: int) -> None:
+    """Run first in a forked data-loader worker: let it end with the training process, also if that ended just now."""
+    utils.end_with_parent()
+    if os.getppid() != trainer:
+        os._exit(1)
+    if seed_worker:
+        seed_worker(worker)
 
 
 class SPAGTrainer(Trainer):
-    """What the methods share: the forward pass, the reference, row counts, metrics, whole checkpoints.
+    """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method adds `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`, where `counts` of None means
-    the micro-batch's own. `load_reference` makes the frozen reference model; it is called only where the policy
-    itself, at its start or with its adapters off, cannot serve.
+    A method adds `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`; `counts` None means the counts
+    of the micro-batch. `load_reference` loads the frozen reference model. It is called only where the policy cannot
+    serve as reference: at its start, or with its adapters off.
     """
 
     uses_reference = True
@@ -280,23 +314,24 @@ class SPAGTrainer(Trainer):
         # step and does not divide by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
-        self.reference: nn.Module | None = None  # of --ref_logprobs online
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.learning_rate = 0.0  # of the step at work
         self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
-        """The model is wrapped and placed, on resume also loaded; no step of this launch is done."""
+        """The model is wrapped, placed and, on resume, loaded; this launch has done no step."""
         self.check_learning_rate()
+        if self.args.should_save:
+            self.check_saving()
         if self.state.global_step:
             step, last = self.state.global_step, self.state.max_steps
             logger.info("continuing after step %d of %d: %s", step, last, self.args.resume_from_checkpoint)
         counts = self.train_dataset.counts
         self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
         self.prepare_reference()
-        gc.collect()  # a reference model that is not needed any more
-        self.metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
+        gc.collect()  # frees the reference model
+        self.metrics.start()
 
     def check_learning_rate(self) -> None:
         """Raise UserError if warm-up sits on the only step, which leaves it no learning rate."""
@@ -308,12 +343,26 @@ class SPAGTrainer(Trainer):
                 "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
 
+    def check_saving(self) -> None:
+        """Raise UserError now if transformers, which validates configurations as it saves, will not save them."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                self.module.config.save_pretrained(folder)
+                if self.module.can_generate():
+                    self.module.generation_config.save_pretrained(folder)
+            except ValueError as error:
+                message = f"{self.args.model_name_or_path}: could not be saved after training: {error}"
+                raise utils.UserError(" ".join(message.split())) from error
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
         logprob = self.logprob(model, self.module, inputs)
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
-        (self.metrics if self.module.training else self.eval_metrics).add(metrics, inputs)
+        if self.module.training:
+            self.metrics.add(metrics, inputs)
+        else:  # the Trainer weighs the losses of evaluation batches by their rows
+            self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
         return (loss, {"logprob": logprob}) if return_outputs else loss
 
     def logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
@@ -321,11 +370,11 @@ class SPAGTrainer(Trainer):
         return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
 
     def evaluate(self, *args, **kwargs):
-        self.eval_metrics = MetricSums(self.train_dataset.role_names)  # the clock starts
+        self.eval_metrics.start()
         return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The batch's part of the loss over all rows: the Trainer weighs batches by their rows."""
+        """The batch's part of the loss over all rows; the Trainer weighs batches by their rows."""
         inputs = self._prepare_inputs(inputs)
         rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
         share = len(inputs["labels"]) / rows
@@ -335,7 +384,9 @@ class SPAGTrainer(Trainer):
             return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of an optimizer step; under `step` normalization with their counts over all ranks."""
+        """The micro-batches of an optimizer step and, under `step` normalization, their counts over all ranks."""
+        if self.state.global_step >= self.state.max_steps:  # resumed at the last step: the Trainer would do one more
+            return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
@@ -345,7 +396,7 @@ class SPAGTrainer(Trainer):
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def _get_train_sampler(self, train_dataset=None):
-        """As the Trainer's, but `batch_rebalance` follows --seed and needs no pass over the rows for their lengths."""
+        """The Trainer's sampler; that of `batch_rebalance` follows --seed and knows the lengths of the rows."""
         if self.args.train_sampling_strategy != "batch_rebalance":
             return super()._get_train_sampler(train_dataset)
         args = self.args
@@ -361,68 +412,97 @@ class SPAGTrainer(Trainer):
         )
 
     def _prepare_inputs(self, inputs):
-        """Move to the device as they are; under DeepSpeed the Trainer would round rewards and log-probabilities."""
+        """Move to the device, in fp32: under DeepSpeed the Trainer would round rewards and log-probabilities."""
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
+
+    def get_train_dataloader(self):
+        return self._end_workers(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self._end_workers(super().get_eval_dataloader(eval_dataset))
+
+    def _end_workers(self, dataloader):
+        """Let forked workers end with this process. (torch's own watchdog can miss a process that is killed early.)"""
+        if (dataloader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
+            dataloader.worker_init_fn = partial(end_with_trainer, dataloader.worker_init_fn, os.getpid())
+        return dataloader
 
     # The reference.
 
     def prepare_reference(self) -> None:
-        """Before the first step: look up or compute the reference's log-probabilities, or load it for `online`."""
+        """Read or compute the reference's log-probabilities of the rows that this run will need."""
         if not self.uses_reference:
             return
-        if self.args.ref_logprobs == "online":
-            self.reference = None if self.args.lora_rank else self._load_reference_model()
-            return
-        digest = model_digest(self.args.ref_model_name_or_path) if self.is_world_process_zero() else None
         missing = []
-        for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
-            path = Path(self.args.cache_dir) / "ref_logprobs" / f"{self._reference_key(dataset, digest)}.npy"
-            stored = _load_stored(path, len(dataset)) if self.is_world_process_zero() else None
-            (dataset.ref_logprobs,) = broadcast_object_list([stored])
-            if dataset.ref_logprobs is None:
-                missing.append((path, dataset))
-        if missing:
-            with self._reference_model() as (model, module):
-                for path, dataset in missing:
-                    dataset.ref_logprobs = self._reference_pass(dataset, model, module)
-                    if self.is_world_process_zero():
+        for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
+            if dataset is None:
+                continue
+            path = self.args.derived_folder and self.args.derived_folder / f"{name}_ref_logprobs.npy"
+            values = np.zeros(len(dataset), dtype=np.float32)
+            values[self.rows_with_reference(dataset)] = np.nan
+            if self.is_world_process_zero() and path and path.is_file():
+                values = np.load(path)
+            (values,) = broadcast_object_list([values])
+            needed = self.rows_dealt() if name == "train" else np.ones(len(dataset), dtype=bool)
+            missing.append((path, dataset, values, np.flatnonzero(needed & np.isnan(values))))
+        model = None
+        with contextlib.ExitStack() as stack:
+            for path, dataset, values, rows in missing:
+                if len(rows):
+                    model = model or stack.enter_context(self._reference_model())
+                    values[rows] = self._reference_pass(dataset, rows, *model)
+                    if self.is_world_process_zero() and path:
                         with utils.replacing(path, "wb") as file:
-                            np.save(file, dataset.ref_logprobs)
+                            np.save(file, values)
+                dataset.ref_logprobs = values
+
+    def rows_dealt(self) -> np.ndarray:
+        """Whether training deals a row, (rows,): all of them, unless --max_steps ends within the first epoch.
+
+        A row that is dealt nonetheless has NaN as its log-probability and stops training.
+        """
+        args, rows = self.args, len(self.train_dataset)
+        micro_batches = args.max_steps * args.gradient_accumulation_steps
+        part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
+        if not part or args.train_sampling_strategy == "group_by_length":  # whose order is drawn as training begins
+            return np.ones(rows, dtype=bool)
+        with torch.random.fork_rng(devices=[]):
+            own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))
+        dealt = np.zeros(rows, dtype=bool)
+        dealt[gather_object(own)] = True
+        return dealt
 
     def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(batch,) log-probabilities under the reference: those stored with the rows, or a forward pass now."""
-        if "ref_logprobs" in batch:
-            return batch["ref_logprobs"]
-        if self.args.ref_logprobs == "precompute":
-            raise ValueError("the reference's log-probabilities are computed when train() begins; it has not")
-        with self._reference_model() as (model, module):
-            return self._frozen_logprob(model, module, batch)
+        """(batch,) log-probabilities under the reference, which are stored with the rows."""
+        if "ref_logprobs" not in batch:
+            raise RuntimeError("prepare_reference() computes the reference's log-probabilities; it was not called")
+        return batch["ref_logprobs"]
 
     def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
-        """As the policy's forward, in the same dtype and autocast; no gradient."""
+        """Log-probabilities in the dtype and autocast of the policy's forward pass, without gradient: (batch,)."""
         with torch.no_grad(), self.accelerator.autocast():
             return self.logprob(model, module, batch)
 
-    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
-        """Log-probability of every row that needs one under the reference, (rows,) in fp32; each rank does its share.
+    def _reference_pass(
+        self, dataset: RowDataset, rows: np.ndarray, model: nn.Module, module: PreTrainedModel
+    ) -> np.ndarray:
+        """Log-probabilities of these rows under the reference, (len(rows),) in fp32; each rank does its share.
 
-        Rows go longest first in chunks of one batch a rank, the last filled up by repeating rows, so that all ranks
-        make the same number of forward passes of about equal length.
+        The longest rows come first, in chunks of a batch a rank. The last chunk repeats rows to be full, so that all
+        ranks make the same number of forward passes, of about equal length.
         """
-        rows = self.rows_with_reference(dataset)
-        rows = rows[np.argsort(-dataset.lengths[rows], kind="stable")]
+        order = np.argsort(-dataset.lengths[rows], kind="stable")
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
         steps = -(-len(rows) // (batch_size * ranks))
-        shares = np.resize(rows, (steps, ranks, batch_size))  # an empty `rows` has no steps
+        shares = np.resize(order, (steps, ranks, batch_size))
         logprobs = []
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
         for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
-            batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(share.tolist())))
+            batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(rows[share].tolist())))
             logprobs.append(self._frozen_logprob(model, module, batch))
-        result = np.zeros(len(dataset), dtype=np.float32)
-        if steps:
-            gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
-            result[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
+        result = np.zeros(len(rows), dtype=np.float32)
+        gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
+        result[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
         return result
 
     def rows_with_reference(self, dataset: RowDataset) -> np.ndarray:
@@ -431,24 +511,29 @@ class SPAGTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-        """The reference in eval mode: what to call, and the causal LM inside it."""
+        """The reference in eval mode: the model to call, and the causal LM inside it."""
         training = self.model.training
         self.model.eval()
-        if self.args.lora_rank:
-            with self.model.disable_adapter():
+        try:
+            if self.args.lora_rank:
+                with self.model.disable_adapter():
+                    yield self.model_wrapped, self.module
+            elif self.state.global_step == 0 and self._starts_at_reference():
                 yield self.model_wrapped, self.module
-        elif self.reference is None and self.state.global_step == 0 and self._starts_at_reference():
-            yield self.model_wrapped, self.module
-        else:
-            reference = self._load_reference_model() if self.reference is None else self.reference
-            yield reference, getattr(reference, "module", reference)
-        self.model.train(training)
+            else:
+                reference = self._load_reference_model()
+                yield reference, getattr(reference, "module", reference)
+        finally:
+            self.model.train(training)
 
     def _starts_at_reference(self) -> bool:
-        def same(identity: Callable[[str], str]) -> bool:
-            return identity(self.args.model_name_or_path) == identity(self.args.ref_model_name_or_path)
+        """Whether policy and reference are the same checkpoint, by their content."""
 
-        return utils.from_rank_0(lambda: same(os.path.realpath) or same(model_digest))
+        def same() -> bool:
+            policy, reference = (self.args.same_run[f"{name}model_name_or_path"] for name in ("", "ref_"))
+            return policy["sha256"] == reference["sha256"]
+
+        return utils.from_rank_0(same)
 
     def _load_reference_model(self) -> nn.Module:
         """The frozen reference in eval mode, on its device; under ZeRO-3 with an engine of its own."""
@@ -466,49 +551,39 @@ class SPAGTrainer(Trainer):
         engine.eval()
         return engine
 
-    def _reference_key(self, dataset: RowDataset, digest: str | None) -> str:
-        """What the reference's log-probabilities depend on, as one name."""
-        parts = {
-            "format": FORMAT_VERSION,
-            "model": digest,
-            "rows": dataset.key,  # data, tokenizer, special tokens, max_length and sides
-            "scored": type(self).__name__ if len(self.rows_with_reference(dataset)) < len(dataset) else "all",
-            "dtype": str(self.module.dtype),
-            "autocast": self.accelerator.mixed_precision,
-            "tf32": self.args.tf32,
-            "attention": self.module.config._attn_implementation,
-            "device": self.args.device.type,
-        }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
     # Checkpoints and logs.
 
     def _save_checkpoint(self, model, trial):
-        """Mark the folder as whole when every rank has written its part; only then may an older one go."""
+        """Mark the folder as complete once every rank has written its part; only then delete older ones."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            (folder / utils.COMPLETE).unlink(missing_ok=True)  # of one that has lost a file since
+            (folder / COMPLETE).unlink(missing_ok=True)  # a folder that lost a file is written again
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # ranks write into each other's folders
-        sums = gather_object([utils.checksums(folder, of_rank=self.args.process_index)])
+        self.accelerator.wait_for_everyone()  # ranks write into one folder
         if self.args.should_save:
-            here = {name: each for of_rank in sums for name, each in of_rank.items() if (folder / name).is_file()}
-            utils.write_json(folder / utils.COMPLETE, here)
-            for other in utils.checkpoints(self.args.output_dir):
-                if not utils.is_complete(other):  # a kill left it; it must not count below
+            utils.write_json(folder / COMPLETE, sizes(folder))
+            for other in checkpoints(self.args.output_dir):
+                if not is_complete(other):  # left by a kill; save_total_limit must not count it
                     shutil.rmtree(other)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
 
     def log(self, logs, start_time=None):
-        """Add the metrics gathered since the last log. Raises ValueError for a loss that is no number."""
+        """Add the metrics since the last log. Raises UserError for a loss that is NaN or infinite."""
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 step = self.state.global_step
                 raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
+            if logs.get("log_ratio", 0) < RUNAWAY:
+                message = (
+                    "step %d: log_ratio is %.2f; the policy runs away from the reference, and replies degenerate. "
+                )
+                message += "Use %s a smaller --learning_rate or a larger --lm_kl_coeff"
+                detach = "--detach_kl True," if self.args.detach_kl is False else ""
+                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], detach)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)
@@ -524,7 +599,7 @@ class _Beginnings(TrainerCallback):
         self.trainer.before_first_step()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.learning_rate = self.trainer._get_learning_rate()  # once it is over, DeepSpeed has the next one
+        self.trainer.learning_rate = self.trainer._get_learning_rate()  # after the step DeepSpeed returns the next one
 
 
 class SFTTrainer(SPAGTrainer):

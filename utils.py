@@ -18,9 +18,7 @@ import threading
 import time
 import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -29,25 +27,25 @@ from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
 CHUNK = 1 << 20  # bytes read at a time
-CHECKSUM_THREADS = 4  # a disk keeps so many busy
 # What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
 ON_FULL_DISK = re.compile(
     r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
 LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
 # In a word: control characters, line ends of Unicode, and bytes that are not UTF-8, which are read as surrogates.
 UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
-LEFTOVER_SECONDS = 3600  # after which a temporary file that nothing was written to is nobody's
-LOCK_TIMEOUT = 0.5  # seconds: another start may be looking at a lock, which takes an instant
-RANK_0_FIRST = 3  # seconds
+LEFTOVER_SECONDS = 3600  # age at which a temporary file is taken for that of a killed process
+LOCK_TIMEOUT = 0.5  # seconds to wait for a lock: `is_locked` of another start holds it for an instant
+RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -127,6 +125,10 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
         text, where = line.strip(), f"{path}:{number}"
         if number == 1 and text == "[":
             continue
+        if text == "]" and (not comma or not yielded):
+            if not file.read().strip():
+                return
+            break
         if number == 1 or not comma or not text.startswith("{"):
             break
         try:
@@ -206,17 +208,18 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 
 @contextmanager
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a file to write that a reader finds whole or not at all: a temporary file beside it takes its place.
+    """Open a file for writing so that readers see the old file or the whole new one, never a part of it.
 
-    Temporary files of killed processes are deleted after an hour. Raises UserError if the path is a link, a device, or
-    anything else that is not a regular file.
+    A temporary file beside it is written first, and replaces it at the end. Temporary files that killed processes left
+    are deleted after an hour. Raises UserError if the path is a link, a device, or anything else that is not a regular
+    file.
     """
     path = Path(path)
     if path.is_symlink() or path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):  # another process may be at it, or another user's
+        with suppress(OSError):  # another process may have deleted it, or it is another user's
             if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS:
                 left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -235,19 +238,20 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 @contextmanager
 def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
-    """Turn what writers raise on a full disk, each in its own way, into an OSError that names the path."""
+    """Turn an error that a full disk caused into an OSError that names the path. Each library raises another one."""
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)
-        if full and error.filename or not full and not ON_FULL_DISK.search(str(error)):
-            raise
-        number = error.errno if full else ENOSPC
-        raise OSError(number, os.strerror(number), str(path)) from error
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in FULL_DISK:
+            if not ON_FULL_DISK.search(str(error)):
+                raise
+            number = ENOSPC
+        raise OSError(number, os.strerror(number), str(getattr(error, "filename", None) or path)) from error
 
 
 def write_json(path: str | os.PathLike, value) -> None:
-    """Write `value` as indented JSON, whole or not at all."""
+    """Write `value` as indented JSON, by `replacing`."""
     with replacing(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
@@ -255,17 +259,22 @@ def write_json(path: str | os.PathLike, value) -> None:
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
     """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
     with replacing(path) as file:
-        if str(path).endswith(".jsonl"):
-            file.writelines(to_json(record) + "\n" for record in records)
-            return
-        before = "[\n"
-        for record in records:
-            file.write(before + to_json(record))
-            before = ",\n"
-        file.write("[]\n" if before == "[\n" else "\n]\n")
+        put_records(file, records, as_list=not str(path).endswith(".jsonl"))
 
 
-to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, its letters as they are
+def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
+    """Write records to an open file one a line as they come, as JSONL or as one JSON list."""
+    if not as_list:
+        file.writelines(to_json(record) + "\n" for record in records)
+        return
+    before = "[\n"
+    for record in records:
+        file.write(before + to_json(record))
+        before = ",\n"
+    file.write("[]\n" if before == "[\n" else "\n]\n")
+
+
+to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not escaped
 
 
 # Data.
@@ -274,13 +283,13 @@ to_json = json.JSONEncoder(ensure_ascii=False).encode  # a record on one line, i
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
 
-    The one place that knows how an instruction is laid out. Raises ValueError where a text is missing.
+    The one place that knows how an instruction is laid out. Raises UserError where a text is missing.
     """
     for key in ("instruction", "output"):
         if not isinstance(example.get(key), str):
-            raise ValueError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
+            raise UserError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
     if not isinstance(example.get("input") or "", str):
-        raise ValueError(f"'input' must be a text, got {example['input']!r}")
+        raise UserError(f"'input' must be a text, got {example['input']!r}")
     prompt = f"### Instruction: {example['instruction']}"
     if example.get("input"):
         prompt += f"\n\n### Input: {example['input']}"
@@ -290,7 +299,7 @@ def alpaca_to_row(example: dict) -> dict:
 def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
     """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
 
-    Raises ValueError for a missing text, and for one that is no Unicode.
+    Raises UserError for a missing text, and for one that is not Unicode.
     """
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | from_alpaca(record)
@@ -298,16 +307,16 @@ def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row)
     for name, other in (("query", "prompt"), ("target", "answer")):
         key = name if name in record else other
         if key not in record:
-            raise ValueError(
+            raise UserError(
                 f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
                 "'instruction' and 'output')"
             )
         if not isinstance(record[key], str):
-            raise ValueError(f"'{key}' must be a text, got {record[key]!r}")
+            raise UserError(f"'{key}' must be a text, got {record[key]!r}")
         try:
             record[key].encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"'{key}' is no Unicode text ({error.reason})") from None
+            raise UserError(f"'{key}' is not Unicode text ({error.reason})") from None
         texts.append(record[key])
     return texts[0], texts[1], record
 
@@ -350,11 +359,11 @@ def _from_hub(name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, and samples of the weights; what lies between them is not seen."""
+    """SHA-256 over configuration, tokenizer, code and samples of the weights; not over what lies between samples."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     small += ("chat_template.jinja",)
-    for path in sorted(folder / file for file in (*small, *TOKENIZER_FILES)):
+    for path in sorted([*(folder / file for file in (*small, *TOKENIZER_FILES)), *folder.glob("*.py")]):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
@@ -375,7 +384,8 @@ class RunSettings:
 
     The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
     {"path", "sha256"}; only its content is compared. `results()` returns an existing output made under these
-    settings, or None. `remedy` ends the message of a refused start, which has written nothing.
+    settings, or None. `remedy` tells what to do; it ends the message where a start is refused. A refused start has
+    written nothing.
     """
 
     def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
@@ -424,7 +434,7 @@ class RunSettings:
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
-    """The settings that differ, a phrase each."""
+    """Return a phrase for each setting that differs."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
     return [
         f"{key}: {_show(then.get(key))} then, {_show(now.get(key))} now"
@@ -449,9 +459,9 @@ def _show(setting) -> str:
     return str(setting)
 
 
-# The locks of this process, with their descriptors. They are POSIX locks, which die with their process and are not
-# inherited by its children; closing any other descriptor of the file would end them. The empty files stay: one that is
-# taken away could be locked by one process and made anew by another.
+# The locks that this process holds, with their file descriptors. POSIX locks end with their process, and children do
+# not inherit them. They also end when the process closes any other descriptor of the file, so nothing else may open
+# it. The empty files stay: if one were deleted, two processes could lock an old and a new file of the same name.
 _locks: dict[Path, int] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
@@ -475,7 +485,7 @@ def unlock(path: str | os.PathLike) -> None:
 
 
 def is_locked(path: str | os.PathLike) -> bool:
-    """Whether another process has a lock file; False on a file system without locks."""
+    """Whether another process holds this lock; False on a file system without locks."""
     path = Path(path).absolute()
     if path in _locks:
         return False
@@ -513,8 +523,8 @@ _meetings = itertools.count()
 def from_rank_0(make: Callable[[], T]) -> T:
     """Return on all ranks what `make` returns on rank 0, as JSON keeps it. All ranks of the launch must call it.
 
-    A UserError or OSError of `make` is a UserError on all ranks. A rank that was started by hand, without MASTER_ADDR,
-    is alone.
+    A UserError or OSError of `make` becomes a UserError on all ranks. A process without MASTER_ADDR was not started
+    by a launcher and calls `make` itself.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -537,9 +547,21 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return answer["value"]
 
 
+def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
+    """Wait at the end of the work until no rank of this launch is at work.
+
+    Without this, torchrun ends the launch of several machines 300 s after the first machine is done. `lock_paths` are
+    the locks of all ranks, by rank. A rank holds its own from its start, and gives it up here. A dead rank holds none,
+    so nobody waits for it. A rank that fails does not call this.
+    """
+    unlock(lock_paths[rank()])
+    while any(map(is_locked, lock_paths)):
+        time.sleep(0.5)
+
+
 @functools.cache
 def launch_store():
-    """Where the ranks of a launch leave each other words; torch's process group shares its server."""
+    """The key-value store that the ranks of a launch share; torch's process group uses the same server."""
     from torch.distributed import rendezvous
 
     if os.environ.get("MASTER_PORT") == "0":
@@ -549,7 +571,7 @@ def launch_store():
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition at most so long; whether it came true."""
+    """Wait for a condition, at most `seconds`; return whether it came true."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -577,96 +599,17 @@ def await_inputs(paths: Iterable[str]) -> None:
         raise UserError(f"{', '.join(missing())}: not as rank 0 sees it, after {SHARING_TIMEOUT} s; is it shared?")
 
 
-def restarted() -> bool:
-    """Whether torchrun or Slurm has started this launch again."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(os.environ.get(name, "0") != "0" for name in counts)
-
-
-# Checkpoints.
-
-COMPLETE = "complete.json"  # written last into a checkpoint folder: [size, CRC-32] of every other file in it
-
-
-def checksums(folder: str | os.PathLike, *, of_rank: int | None = None) -> dict[str, list[int]]:
-    """Size and CRC-32 of the files in a checkpoint folder, by name; of those that one rank has written."""
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE]
-    paths = [path for path in paths if of_rank in (None, _writer(path))]
-    with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
-        sums = pool.map(_size_and_crc, paths)
-        return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
-
-
-def _writer(path: Path) -> int:
-    """The rank that writes a file of a checkpoint."""
-    number = re.search(r"(?:pp_rank|rng_state)_(\d+)", path.name)
-    return int(number[1]) if number else 0
-
-
-def _size_and_crc(path: Path) -> list[int]:
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
-        return [file.tell(), crc]
-
-
-def is_complete(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint folder was written to its end and still has all its files, of their sizes."""
-    paths = {Path(folder, name): size for name, (size, _) in _mark(folder).items()}
-    return bool(paths) and all(path.is_file() and path.stat().st_size == paths[path] for path in paths)
-
-
-def is_undamaged(folder: str | os.PathLike) -> bool:
-    """Whether the files of a complete checkpoint folder are what was written, which they are read for once."""
-    return _is_undamaged(Path(folder).absolute(), Path(folder, COMPLETE).stat().st_mtime_ns)
-
-
-@functools.cache
-def _is_undamaged(folder: Path, marked: int) -> bool:
-    found = checksums(folder)
-    damaged = [name for name, (size, crc) in _mark(folder).items() if crc is not None and found[name] != [size, crc]]
-    for name in damaged:
-        logger.warning("%s: damaged, not what was written; its checkpoint is passed over", folder / name)
-    return not damaged
-
-
-def _mark(folder: str | os.PathLike) -> dict[str, list]:
-    """What a checkpoint folder's mark says of its files, sizes alone where an earlier version made it; {}: no mark."""
-    try:
-        marked = read_json(Path(folder) / COMPLETE)
-        return {name: noted if isinstance(noted, list) else [noted, None] for name, noted in marked.items()}
-    except (OSError, ValueError):
-        return {}
-
-
-def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """The checkpoint folders of a run, by step, whole or not."""
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
-    return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))
-
-
-def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The checkpoint folder of the highest step that is whole; None where there is none."""
-    for path in reversed(checkpoints(output_dir)):
-        if is_complete(path) and is_undamaged(path):
-            return str(path)
-    if checkpoints(output_dir):
-        logger.warning("%s: none of its checkpoints is whole; starting from the beginning", output_dir)
-    return None
-
-
 # Programs.
 
 
 def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
-    """What to say of a flag that does not exist, with the one that was probably meant."""
+    """The error message for a flag that does not exist, with the flag that was probably meant."""
     close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
     return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """What to say of words of a command line that a parser does not know."""
+    """The error messages for words of a command line that a parser does not know."""
     known = [name for action in parser._actions for name in action.option_strings if name != "--help"]
     flags = [unknown_flag(word, known) for word in words if word.startswith("-")]
     return flags or [f"{word!r} belongs to no flag" for word in words[:1]]
@@ -693,7 +636,8 @@ def run_program(main: Callable[[], T]) -> T:
 def end_with_error(message: str) -> NoReturn:
     """End the program with one line and exit status 2.
 
-    Ranks mostly fail alike: rank 0 speaks at once, and its launcher then ends the others before they do.
+    Most errors happen on all ranks alike. Rank 0 reports at once, and the launcher then ends the others before they
+    report the same.
     """
     if rank() > 0:
         time.sleep(RANK_0_FIRST)
@@ -707,7 +651,7 @@ def _name_missing_package(kind, error, trace) -> None:
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports this module before what may be missing
+sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
 
 
 # Processes.
@@ -724,7 +668,7 @@ def world_size() -> int:
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without what a launcher has put there, for programs that are none of its ranks."""
+    """The environment without the launcher's variables, for programs that are not ranks of this launch."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
@@ -748,26 +692,26 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the thread that started it ends, however that is; Linux only."""
+    """Have Linux kill this process when its parent ends, exactly: when the thread that started it ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at once: the imports to come take seconds, in which torchrun may be killed
+    end_with_parent()  # now, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:
-    """A text of a model, a server or a file as it may be shown: nothing in it steers the terminal or looks like ours.
+    """Make a text of a model, a server or a file safe to print: it cannot move the cursor or imitate our own lines.
 
-    Control characters and the like become U+FFFD; lines after the first are set in.
+    Characters that are not printable become U+FFFD; lines after the first are indented.
     """
     text = text.replace("\t", " ")
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
 class CleanFormatter(logging.Formatter):
-    """Messages of the log may quote models, servers and files."""
+    """Makes log messages safe to print, which may quote models, servers and files."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = shown(record.message)
@@ -786,7 +730,7 @@ def set_up_logging() -> None:
 
 
 def warn_on_rank_0(message: str, *values) -> None:
-    """Log a warning that concerns the whole launch: on rank 0 only."""
+    """Log a warning on rank 0 only, because it concerns the whole launch."""
     if rank() == 0:
         logger.warning(message, *values)
 

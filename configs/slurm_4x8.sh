@@ -22,6 +22,7 @@ export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2
 RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
 export RDZV_ENDPOINT RDZV_ID=spag-$SLURM_JOB_ID
 
-# One task a machine; a machine that fails ends the others too.
+# One task a machine; a machine that fails ends the others too. srun of Slurm 22.05 and newer does not take the job's
+# --cpus-per-task by itself.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec tools/run_spag.sh'
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'NODE_RANK=$SLURM_NODEID exec tools/run_spag.sh'

@@ -1,6 +1,6 @@
 """Models and tokenizers of a few thousand parameters, made on the spot: no test needs a network or a GPU.
 
-Programs are started by forks.python(), which takes 0.1 s where a start of Python with torch takes 4 to 8.
+Programs mostly run in this process (helpers.call): a start of Python with torch takes 4 to 8 s.
 """
 
 import gc
@@ -16,20 +16,16 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
     SHARED = tempfile.TemporaryDirectory(prefix="spag_tests")
-    os.environ["HF_HOME"] = SHARED.name  # of data sets made here; before the fork server starts, which reads it once
-    os.environ |= {"FORKS": SHARED.name, "FORKS_OWNER": str(os.getpid())}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test are interrupted, in the background too
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy processes on two cores are ten times slower without
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each process of pytest
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip left compiling to the first import: 8 s or 17 s for each start
+    os.environ["HF_HOME"] = SHARED.name  # for data sets made here
+# A job in a shell's background ignores Ctrl-C, and hands this on to the programs that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # without it, two busy processes on two cores are ten times slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each process of pytest
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled modules a start takes 8 to 17 s
 sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
-
-
-LONGEST_FIRST = ("train", "vllm", "run_spag", "play_llm_game", "server_player", "bench_train", "evaluate_games")
-LONGEST_FIRST += ("engine", "tiny_reproduce", "engine_gpu", "bench_play")
 
 
 def pytest_addoption(parser):
@@ -44,13 +40,12 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
-def same_environment():
-    """What a program leaves in the environment of this process is not the next test's."""
-    before = dict(os.environ)
-    yield
-    if dict(os.environ) != before:
-        os.environ.clear()
-        os.environ.update(before)
+def clean_process():
+    """What a program leaves in this process (locks, environment, logging, accelerate's state) ends with the test."""
+    from helpers import as_a_process
+
+    with as_a_process():
+        yield
 
 
 @pytest.fixture
@@ -59,6 +54,16 @@ def trials(request):
     from trials import Trials  # of faults/
 
     return Trials(request.node, *map(request.config.getoption, ("campaign", "trial_seed")))
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory, tiny_model, other_model) -> Path:
+    """The files that the programs of faults/ read; a test that changes one writes it back."""
+    from programs import build_loop, write_inputs  # of faults/
+
+    folder = write_inputs(tmp_path_factory.mktemp("faults") / "inputs", tiny_model, other_model)
+    build_loop(folder)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -74,14 +79,8 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,} {kills or '':>6}")
 
 
-def pytest_collection_modifyitems(items):
-    """Files that take longest come first: one begun last by one of two processes, the other would wait for it."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
-
-
 def pytest_collection_finish():
-    """Leave out what was imported where tests collect garbage: the Trainer does at each start, for 0.3 s."""
+    """Exempt imported modules from garbage collection: the Trainer collects at each start, for 0.3 s."""
     gc.collect()
     gc.freeze()
 

@@ -3,12 +3,16 @@
 import contextlib
 import gc
 import io
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 import utils
 
@@ -35,33 +39,65 @@ def flags_of(values: Mapping) -> list[str]:
     return words
 
 
-def call(main: Callable[[], object], *words, status: int = 0) -> Called:
-    """Run a program's `main` in this process with these words as its command line; it must end with this status."""
-    output, errors, argv = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = [main.__module__, *map(str, words)]
+# Programs in this process.
+
+
+def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
+    """Run a program's `main` in this process with these words as its command line.
+
+    It must end with `status`; with None any status will do. UserError and OSError end it with status 2, as they do
+    where it is a program; any other exception is raised, as it would be a traceback there.
+    """
+    output, errors = io.StringIO(), io.StringIO()
     found = 0
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with as_a_process(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        sys.argv = [main.__module__, *map(str, words)]
+        try:
             utils.run_program(main)
-    except SystemExit as ended:
-        found = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    finally:
-        sys.argv = argv
-        reset_process()
+        except SystemExit as ended:
+            found = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     called = Called(found, output.getvalue(), errors.getvalue())
-    assert found == status, f"ended with {found}: {called.errors[-3000:]}"
+    assert status in (None, found), f"ended with {found}: {called.errors[-3000:]}"
     return called
 
 
+@contextlib.contextmanager
+def as_a_process() -> Iterator[None]:
+    """Undo at the end what the end of a process undoes.
+
+    Restored are the command line, environment, current folder and logging. Locks are released, and what the Trainer
+    keeps in modules (accelerate's state, the DeepSpeed file) is forgotten.
+    """
+    argv, environment, folder = sys.argv, dict(os.environ), os.getcwd()
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.chdir(folder)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+        reset_process()
+
+
 def reset_process() -> None:
-    """Undo what the end of a process would undo: locks, accelerate's state, and what waits to be collected."""
+    """Release locks; where a Trainer or its arguments were made, reset accelerate and transformers and free models."""
     for path in list(utils._locks):
         utils.unlock(path)
-    if "accelerate.state" in sys.modules:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.PartialState._shared_state:
+        return
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+    if deepspeed := sys.modules.get("transformers.integrations.deepspeed"):
+        deepspeed.unset_hf_deepspeed_config()
     gc.collect()
+
+
+# Programs as processes of their own.
 
 
 def start(command: list, **changes) -> subprocess.Popen:
@@ -76,3 +112,33 @@ def finish(process: subprocess.Popen, status: int = 0) -> str:
     printed, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, printed[-3000:]
     return printed
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
+    """Wait for a condition as long as the program runs, at most TIMEOUT seconds; return whether it came true."""
+    deadline = time.monotonic() + TIMEOUT
+    while not (met := condition()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return met
+
+
+def users_of(folder: str | os.PathLike) -> list[psutil.Process]:
+    """The processes whose command line names a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(folder) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def kill_all(process: subprocess.Popen, folder: str | os.PathLike) -> None:
+    """SIGKILL a program and all that work on a folder, as when a machine goes away; return when they have ended."""
+    doomed = users_of(folder)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    for each in doomed:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    process.communicate()
+    assert not psutil.wait_procs(doomed, timeout=30)[1]

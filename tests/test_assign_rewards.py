@@ -1,3 +1,5 @@
+"""Rewards and rows: the recorded numbers, the properties of rewards, and the program on good and bad files."""
+
 import copy
 import json
 import os
@@ -9,18 +11,18 @@ import tracemalloc
 
 import pytest
 from conftest import ROOT, load_golden
+from helpers import call, flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import utils
 from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
-from tools.flags import parse_flags
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
-from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
-from tools.selfplay.rows import RowFlags
-from utils import read_json_or_jsonl, run_program
+from tools.selfplay.rewards import JudgedGames, in_memory, message_shares, paid_rows
+from utils import UserError, read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
 WINNERS = {"attacker wins": "attacker", "defender wins": "defender"}
@@ -38,6 +40,7 @@ DEFENDER_WON = episode("Fruit?", " Yes \n", "Pie?", GUESS)
 TIED = episode("Hello", "Hi")
 BROKEN = episode("An apple?", "Yes")
 EPISODES = [ATTACKER_WON, TIED, DEFENDER_WON, BROKEN]
+PAID = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))  # messages that become rows
 
 
 def rows_of(episodes, seed=0, **settings):
@@ -45,8 +48,8 @@ def rows_of(episodes, seed=0, **settings):
 
 
 def rows_by(prompt_fn, episodes, decay_weight=0.8):
-    """Rows with queries of one's own."""
-    games = Games(GAME, in_memory(episodes))
+    """Rows whose queries this function makes."""
+    games = JudgedGames(GAME, in_memory(episodes))
     return list(paid_rows(games, decay_weight=decay_weight, prompt_fn=prompt_fn))
 
 
@@ -73,6 +76,7 @@ def test_a_recorded_row_stems_from_the_recorded_message():
 
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
+    before = copy.deepcopy(EPISODES)
     rows = rows_by(lambda history, word, turns: f"{len(history)} {word} {turns}", EPISODES, 0.5)
     first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
     assert rows == [
@@ -81,11 +85,34 @@ def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
         {"query": "1 apple 5", "target": "Yes", "reward": first, "role": "defender", "weight": 1.0},
         {"query": "3 apple 5", "target": GUESS, "reward": second, "role": "defender", "weight": 1.0},
     ]
+    assert before == EPISODES  # nothing is modified
 
 
 def test_weights_balance_the_roles_by_games():
     rows = rows_of([ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED])
     assert {(row["role"], row["weight"]) for row in rows} == {("attacker", 4 / 6), ("defender", 4 / 2)}
+    alone = {"history": [{"role": "defender", "content": "apple"}], "target_word": WORD, "max_turns": 3}
+    rows = rows_of([alone, DEFENDER_WON])  # the attacker wins a game without a message: it counts, and has no row
+    assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
+
+
+def test_losers_and_ties_pay_below_zero():
+    """N = 4 games pay, 3 the attacker: its rows weigh 4/6, the defender's 4/2; a loser weighs as the winner does."""
+    games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED, BROKEN]
+    rows = rows_of(games, decay_weight=0.5, losers=0.6, ties=0.25)
+    first, second = 1 / 3, 2 / 3  # shares of two messages
+    won = [("attacker", first), ("defender", -0.6 * first), ("attacker", second), ("defender", -0.6 * second)]
+    lost = [("attacker", -0.6 * first), ("defender", first), ("attacker", -0.6 * second), ("defender", second)]
+    expected = [(*row, 4 / 6) for row in won] + [(*row, 4 / 2) for row in lost] + [(*row, 4 / 6) for row in 2 * won]
+    expected += [("attacker", -0.25, 1.0), ("defender", -0.25, 1.0)]  # a breach pays nobody
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [
+        (role, pytest.approx(reward), weight) for role, reward, weight in expected
+    ]
+    assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
+    assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
+    for wrong in ({"losers": -1.0}, {"ties": float("nan")}, {"ties": float("inf")}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .* at least 0"):
+            rows_of(games, **wrong)
 
 
 def test_shares_of_a_reward_decay_backwards():
@@ -95,64 +122,24 @@ def test_shares_of_a_reward_decay_backwards():
     assert message_shares(0, 0.8) == []
 
 
-@pytest.mark.parametrize("decay_weight", [0, -0.8, 1.25, float("nan")])
-def test_a_decay_outside_its_bounds_is_refused(decay_weight):
-    with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
-        rows_of(EPISODES, decay_weight=decay_weight)
-
-
-@pytest.mark.parametrize("decay_weight", [1e-200, 1e-320])
-def test_a_decay_too_small_to_compute_with_is_refused(decay_weight):
-    with pytest.raises(ValueError, match="too small for a game with 3 messages"):
-        message_shares(3, decay_weight)
-
-
-def test_a_winner_without_messages_counts_as_a_game_and_gives_no_row():
-    alone = {"history": [{"role": "defender", "content": "apple"}], "target_word": WORD, "max_turns": 3}
-    rows = rows_of([alone, DEFENDER_WON])
-    assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
+def test_a_decay_outside_its_bounds_or_too_small_to_compute_with_is_refused():
+    for decay_weight in (0, -0.8, 1.25, float("nan")):
+        with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
+            rows_of(EPISODES, decay_weight=decay_weight)
+    for decay_weight in (1e-200, 1e-320):
+        with pytest.raises(ValueError, match="too small for a game with 3 messages"):
+            message_shares(3, decay_weight)
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
-    rng = random.Random(3)
-    expected = [
-        prompts.training_prompt(GAME, game["history"][:index], WORD, 5, rng=rng)
-        for game, index in ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
-    ]
-    assert [row["query"] for row in rows_of(EPISODES, seed=3)] == expected
-    assert [row["query"] for row in rows_of(EPISODES, seed=4)] != expected
-
-
-def test_another_set_of_prompts_is_used():
-    templates = copy.deepcopy(prompts.default_templates(GAME))
-    templates["rules"] = ["Just play {max_turns} turns.\n"] * 8
-    assert all("Just play 5 turns." in row["query"] for row in rows_of(EPISODES, templates=templates))
-
-
-def test_the_kind_of_match_decides_who_gets_rows():
-    game = episode("Well?", "Let us start", target_word="art")
-    assert len(rows_of([game])) == 1 and rows_of([game], game=Taboo("word")) == []
-
-
-def test_the_episodes_are_not_modified():
-    before = copy.deepcopy(EPISODES)
-    rows_of(EPISODES)
-    assert before == EPISODES
-
-
-def test_leftovers_of_an_earlier_run_in_the_messages_do_not_matter():
-    stale = copy.deepcopy(EPISODES)
-    for message in stale[0]["history"]:
-        message |= {"query": "old", "target": "old", "reward_coeff": 3.2}
-    assert rows_of(stale) == rows_of(EPISODES)
-
-
-def test_episodes_that_change_between_the_passes_are_an_error():
-    named = [("", each) for each in EPISODES]
-    games = Games(GAME, lambda on_skip=None: named)
-    named.pop()
-    with pytest.raises(ValueError):
-        list(paid_rows(games, decay_weight=0.8, prompt_fn=lambda *game: ""))
+    templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
+    for more in ({}, {"templates": templates}):
+        rng = random.Random(3)
+        expected = [
+            prompts.training_prompt(GAME, game["history"][:index], WORD, 5, rng=rng, **more) for game, index in PAID
+        ]
+        assert [row["query"] for row in rows_of(EPISODES, seed=3, **more)] == expected
+        assert [row["query"] for row in rows_of(EPISODES, seed=4, **more)] != expected
 
 
 def test_streaming_keeps_no_episodes_in_memory():
@@ -161,25 +148,11 @@ def test_streaming_keeps_no_episodes_in_memory():
 
     tracemalloc.start()
     try:
-        rows = paid_rows(Games(GAME, read), decay_weight=0.8, prompt_fn=lambda *game: "")
+        rows = paid_rows(JudgedGames(GAME, read), decay_weight=0.8, prompt_fn=lambda *game: "")
         assert sum(1 for _ in rows) == 4000
         assert tracemalloc.get_traced_memory()[1] < 200_000  # 2 MB of text went by
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "broken, message",
-    [
-        ({"target_word": WORD, "max_turns": 5}, "episode 1: 'history' is missing"),
-        (TIED | {"history": "Hello"}, "episode 1: 'history' is str"),
-        (TIED | {"history": [{"role": "judge", "content": "x"}]}, "episode 1: message 0: 'role' is 'judge'"),
-        (TIED | {"max_turns": 0}, "episode 1: 'max_turns' is 0"),
-    ],
-)
-def test_an_episode_that_is_no_game_is_refused_with_its_index(broken, message):
-    with pytest.raises(ValueError, match=message):
-        rows_of([TIED, broken])
 
 
 texts = st.sampled_from(["Hello", "An apple", "apples", GUESS, "I know the word! It is `pear`!", "", " Well "])
@@ -213,53 +186,65 @@ def test_both_roles_weigh_the_same_if_both_have_won(episodes, decay_weight):
 
 def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return path
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Run the program in this process on files of a fresh folder; gives the rows it wrote and what it printed."""
+def start(tmp_path):
+    """Run the program in this process with these flags, on files of these episodes; gives how it ended."""
 
-    def run_once(*flags, inputs=(EPISODES,), output="rows.json", overwrite=True):
+    def run(inputs=(EPISODES,), status=0, **flags):
         paths = [write(tmp_path / f"episodes{number}.jsonl", records) for number, records in enumerate(inputs)]
-        command = ["assign_rewards.py", "--input_data_path", *paths, "--output_data_path", str(tmp_path / output)]
-        monkeypatch.setattr(sys, "argv", [*command, "--overwrite", str(overwrite), *map(str, flags)])
-        capsys.readouterr()
-        program.main()
-        return read_json_or_jsonl(tmp_path / output), json.loads(capsys.readouterr().out)
+        flags = {"input_data_path": paths, "output_data_path": tmp_path / "rows.json"} | flags
+        return call(program.main, *flags_of(flags), status=status)
+
+    return run
+
+
+@pytest.fixture
+def run(start, tmp_path):
+    """The rows of a run whose output was not there before, and what it printed."""
+
+    def run_once(**flags):
+        output = flags.setdefault("output_data_path", tmp_path / "rows.json")
+        output.unlink(missing_ok=True)
+        printed = start(**flags).output
+        return read_json_or_jsonl(output), json.loads(printed)
 
     return run_once
 
 
 @pytest.fixture
-def refuse(tmp_path, run, capsys):
-    """Run the program on bad input; gives the one line it says and asserts that it wrote nothing."""
+def refuse(start, tmp_path):
+    """The line in which the program refuses something; it must have written nothing."""
 
-    def run_badly(*flags, **settings):
-        with pytest.raises(SystemExit) as exit_info:
-            run_program(lambda: run(*flags, **settings))
-        lines = capsys.readouterr().err.splitlines()
-        assert exit_info.value.code == 2 and len(lines) == 1
+    def run_badly(**flags):
+        errors = start(status=2, **flags).errors.splitlines()
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("rows") or path.suffix == ".tmp"]
-        return lines[0]
+        return errors[-1]
 
     return run_badly
 
 
 @pytest.mark.parametrize("launch", [["tools/assign_rewards.py"], ["-m", "tools.assign_rewards"]])
-def test_the_program_runs_as_a_file_and_as_a_module_without_torch(tmp_path, launch):
+def test_the_program_runs_as_a_file_and_as_a_module_without_torch_and_transformers(tmp_path, launch):
     path = write(tmp_path / "episodes.jsonl", EPISODES)
-    (tmp_path / "torch.py").write_text("raise ImportError('torch is not to be imported')")
-    command = [sys.executable, *launch, "--input_data_path", path, "--output_data_path", str(tmp_path / "rows.json")]
+    for package in ("torch", "transformers"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not to be imported')")
+    command = [sys.executable, *launch, "--input_data_path", path, "--output_data_path", tmp_path / "rows.json"]
     environment = {"PYTHONPATH": f".:{tmp_path}", "PATH": ""}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
-@pytest.mark.parametrize("output", ["rows.json", "rows.jsonl"])
-def test_both_formats_hold_the_rows_that_the_function_gives(run, output):
-    rows, _ = run("--seed", 5, "--decay_weight", 0.5, output=output)
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_both_formats_hold_the_rows_that_the_function_gives_byte_for_byte_again(run, tmp_path, name):
+    output = tmp_path / name
+    rows, _ = run(seed=5, decay_weight=0.5, output_data_path=output)
     assert rows == rows_of(EPISODES, seed=5, decay_weight=0.5)
+    written = output.read_bytes()
+    run(seed=5, decay_weight=0.5, output_data_path=output)
+    assert output.read_bytes() == written
 
 
 def test_several_inputs_make_one_set_of_rows(run):
@@ -269,289 +254,190 @@ def test_several_inputs_make_one_set_of_rows(run):
 
 
 def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
-    _, printed = run("--match", "word", "--seed", 7, "--decay_weight", 0.9)
+    templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
+    (tmp_path / "prompts.json").write_text(json.dumps(templates))
+    rows, printed = run(match="word", seed=7, decay_weight=0.9, prompt_templates=tmp_path / "prompts.json")
+    assert rows == rows_of(EPISODES, seed=7, decay_weight=0.9, templates=templates)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["game"]["options"] == {"match": "word"}
-    default = prompts.templates_digest(prompts.default_templates(GAME))
-    assert saved["settings"]["prompt_templates"]["sha256"] == default
-    assert printed == {key: saved[key] for key in ("games", "rows", "weights", "mean_rewards")}
-    assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
-    assert printed["games"] == {
-        "episodes": 4,
-        "attacker wins": 1,
-        "defender wins": 1,
-        "attacker breaks the rules": 1,
-        "tied game": 1,
-        "skipped": 0,
-    }
+    assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
+    assert printed == {name: value for name, value in saved.items() if name != "settings"}
+    outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
+    assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
+    assert printed["signs"] == {"positive": 4, "negative": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
+    assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
 
 
 def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
-    rows, results = run("--messages", "all", "--training_prompt", "play")
-    told = [message for game in EPISODES for message in game["history"][: GAME.judge(*game_of(game)).length]]
-    assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in told]
+    rows, results = run(messages="all", training_prompt="play")
+    said = [message for game, end in zip(EPISODES, (4, 2, 4, 1), strict=True) for message in game["history"][:end]]
+    assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in said]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert results["rows"]["attacker"] == 6
-    assert rows[-1]["query"] == prompts.play_prompt(
-        GAME, [], WORD, 5
-    )  # the breach ends the last game with its first message
+    assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
 
 
-def game_of(game: dict) -> tuple:
-    """What the judge takes."""
-    return game["history"], game["target_word"], game["max_turns"]
+def test_rows_of_losers_and_ties_are_counted_by_sign(run, refuse):
+    assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
+    rows, printed = run(losers=0.5, ties=0.1, seed=3)
+    assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
+    assert printed["signs"] == {"positive": 4, "negative": 6}
+    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
 
 
 def test_the_play_prompt_can_be_trained_on(run):
-    rows, _ = run("--training_prompt", "play")
-    games = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))
-    assert [row["query"] for row in rows] == [
-        prompts.play_prompt(GAME, game["history"][:i], WORD, 5) for game, i in games
-    ]
+    rows, _ = run(training_prompt="play")
+    expected = [prompts.play_prompt(GAME, game["history"][:index], WORD, 5) for game, index in PAID]
+    assert [row["query"] for row in rows] == expected
 
 
 def test_the_kind_of_match_can_be_chosen(run):
     inputs = ([episode("Well?", "Let us start", target_word="art")],)
-    assert len(run(inputs=inputs)[0]) == 1 and run("--match", "word", "--min_game_rows", 0, inputs=inputs)[0] == []
-
-
-def test_a_file_of_prompts_is_used_and_its_digest_kept(run, tmp_path):
-    templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
-    (tmp_path / "prompts.json").write_text(json.dumps(templates))
-    rows, _ = run("--prompt_templates", tmp_path / "prompts.json", "--training_prompt", "play")
-    assert all(row["query"].startswith("Just play 5 turns.") for row in rows)
-    rows, _ = run("--prompt_templates", tmp_path / "prompts.json")
-    assert rows == rows_of(EPISODES, templates=templates)
-    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
-    assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
-
-
-@pytest.mark.parametrize(
-    "record, query, target",
-    [
-        ({"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, "Q", "T"),
-        ({"prompt": "P", "answer": "A"}, "P", "A"),
-        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "### Instruction: Add.\n\n### Input: 1 2", "3"),
-        ({"instruction": "Sing.", "input": "", "output": "La"}, "### Instruction: Sing.", "La"),
-    ],
-)
-def test_sft_examples_of_each_form_are_appended(run, tmp_path, record, query, target):
-    rows, printed = run("--sft_data_path", write(tmp_path / "sft.jsonl", [record]))
-    assert rows[:4] == rows_of(EPISODES) and printed["rows"]["sft"] == 1
-    assert rows[4].pop("query").startswith(query)
-    assert rows[4:] == [{"target": target, "type": "sft", "weight": 1.0}]
+    assert len(run(inputs=inputs)[0]) == 1
+    rows, printed = run(inputs=inputs, match="word", min_game_rows=0)
+    assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
 
 
 def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
     inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
     rows, printed = run(inputs=inputs)
     assert [row["target"] for row in rows] == ["", "So?", "Yes", GUESS] and printed["rows"]["empty"] == 1
-    kept, printed = run("--drop_empty_targets", "True", inputs=inputs)
+    kept, printed = run(inputs=inputs, drop_empty_targets=True)
     assert kept == rows[1:] and printed["rows"] == {"attacker": 1, "defender": 2, "sft": 0, "empty": 0, "dropped": 1}
-
-
-def test_outcomes_and_lengths_are_written_on_request(run, tmp_path):
-    run("--outcomes", tmp_path / "outcomes.json")
-    assert read_json_or_jsonl(tmp_path / "outcomes.json") == [
-        {"target_word": WORD, "outcome": "attacker wins", "length": 4},
-        {"target_word": WORD, "outcome": "tied game", "length": 2},
-        {"target_word": WORD, "outcome": "defender wins", "length": 4},
-        {"target_word": WORD, "outcome": "attacker breaks the rules", "length": 1},
-    ]
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
-    game, game_rows, sft, outcome = map(json.loads, examples[:4])  # the rest is of other programs
-    flags = ["--sft_data_path", write(tmp_path / "sft.jsonl", sft), "--outcomes", tmp_path / "outcomes.json"]
-    rows, _ = run("--training_prompt", "play", *flags, inputs=([game],))
+    game, game_rows, sft = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:3])
+    sft += [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}]
+    rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
     for row, documented in zip(rows, game_rows, strict=False):
         assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
         assert row == documented
-    assert [row["target"] for row in rows[2:]] == ["The violin.", "The violin.", "violon"]
-    assert read_json_or_jsonl(tmp_path / "outcomes.json") == [outcome]
-
-
-def test_no_decided_game_gives_an_empty_list_where_any_number_will_do(run):
-    rows, printed = run("--min_game_rows", 0, inputs=([TIED],))
-    assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
-
-
-def test_games_that_teach_nothing_are_an_error_with_what_came_of_them(refuse):
-    replies = [{"finish_reason": "length", "tokens": 5, "prompt_cut": True}] * 2
-    message = refuse(inputs=([TIED | {"replies": replies}, TIED],))
-    assert "0 rows of games, fewer than --min_game_rows 1 (2 games: tied game 100%;" in message
-    assert "replies: 50% cut off at --max_new_tokens, 50% to a prompt cut to --max_length). Likely causes:" in message
-    assert "--min_game_rows 0 allows any number" in message
-
-
-def test_fewer_rows_than_an_optimizer_step_are_an_error_and_sft_rows_do_not_count(refuse, tmp_path):
-    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
-    assert "4 rows of games, fewer than --min_game_rows 5" in refuse("--min_game_rows", 5, "--sft_data_path", sft)
-
-
-def test_rows_that_are_there_are_held_to_the_number_too(run, capsys):
-    run("--min_game_rows", 4)
-    with pytest.raises(ValueError, match="4 rows of games, fewer than --min_game_rows 5 .4 games: attacker wins 25%"):
-        run("--min_game_rows", 5, overwrite=False)
-
-
-def test_the_same_seed_writes_the_same_file(run, tmp_path):
-    run()
-    first = (tmp_path / "rows.json").read_bytes()
-    run()
-    assert (tmp_path / "rows.json").read_bytes() == first
+    queries = ["Name a stringed instrument."] * 2 + [utils.alpaca_to_row(sft[2])["prompt"], "Q"]
+    targets = ["The violin.", "The violin.", "violon", "T"]
+    expected = [{"query": q, "target": t, "type": "sft", "weight": 1.0} for q, t in zip(queries, targets, strict=True)]
+    assert rows[2:] == expected and printed["rows"]["sft"] == 4
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 BAD_EPISODES = [
     ({"target_word": WORD, "max_turns": 5}, "'history' is missing"),
+    (TIED | {"history": "Hello"}, "'history' is str"),
     (TIED | {"history": [{"role": "judge", "content": "x"}]}, "message 0: 'role' is 'judge'"),
     (TIED | {"history": [{"role": "attacker", "content": 5}]}, "message 0: 'content' is 5"),
     (TIED | {"target_word": ""}, "'target_word' is ''"),
+    (TIED | {"max_turns": 0}, "'max_turns' is 0"),
+    (TIED | {"game": "bargain"}, "a game of 'bargain', not of 'taboo'"),
 ]
 
 
 @pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
-def test_a_bad_episode_is_named_by_file_line_and_index(refuse, broken, complaint):
+def test_a_bad_episode_is_named_by_file_and_line_or_skipped_and_counted(refuse, run, broken, complaint):
     line = refuse(inputs=([TIED], [TIED, broken]))
     assert "episodes1.jsonl:2: episode 1 of the file" in line and complaint in line
-
-
-@pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
-def test_a_bad_episode_is_skipped_and_counted_on_request(run, broken, complaint):
-    rows, printed = run("--skip_bad", "True", inputs=([broken, *EPISODES, broken],))
+    with pytest.raises(ValueError, match=f"episode 1: {complaint}"):
+        rows_of([TIED, broken])
+    rows, printed = run(inputs=([broken, *EPISODES, broken],), skip_bad=True)
     assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 2 and printed["games"]["episodes"] == 4
 
 
+@pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize(
-    "name, form", [("cut.json", json.dumps), ("cut.jsonl", lambda x: "\n".join(map(json.dumps, x)))]
-)
-def test_a_file_that_was_cut_off_is_an_error_or_recovered_as_far_as_it_goes(refuse, run, tmp_path, name, form):
-    text = form([*EPISODES, DEFENDER_WON])
-    (tmp_path / name).write_text(text[:-20])
-    line = refuse("--input_data_path", tmp_path / name)
-    assert name in line
-    rows, printed = run("--input_data_path", tmp_path / name, "--skip_bad", "True")
-    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 1
-
-
-@pytest.mark.parametrize(
-    "content, complaint",
+    "rule, error",
     [
-        (b"", "the file is empty"),
-        (b'{"target_word": "\xff"}', "bad.jsonl:1: not UTF-8"),
-        (b"[1]", "expected a JSON object"),
+        ({"decide": lambda self, task, history: int("take 2")}, "invalid literal for int"),
+        ({"rewards": lambda self, task, history, outcome: {"attacker": -1.0}}, "pays -1.0 to 'attacker'"),
     ],
 )
-def test_a_file_without_episodes_is_refused(refuse, tmp_path, content, complaint):
-    (tmp_path / "bad.jsonl").write_bytes(content)
-    assert complaint in refuse("--input_data_path", tmp_path / "bad.jsonl")
-
-
-def test_a_byte_order_mark_and_other_line_ends_do_not_matter(run, tmp_path):
-    text = "\r\n\r\n".join(json.dumps(game) for game in EPISODES)
-    (tmp_path / "dos.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert run("--input_data_path", tmp_path / "dos.jsonl")[0] == rows_of(EPISODES)
-
-
-def test_missing_files_are_named_before_any_work(refuse, tmp_path):
-    assert "nowhere.json: no such file" in refuse("--input_data_path", tmp_path / "nowhere.json")
-    assert "nosft.json: no such file" in refuse("--sft_data_path", tmp_path / "nosft.json")
-
-
-def test_an_input_is_never_written_over(refuse, tmp_path):
-    assert "would be written over another file" in refuse("--outcomes", tmp_path / "episodes0.jsonl")
-
-
-@pytest.mark.parametrize("flag", ["--outcomes", "--prompt_templates"])
-def test_files_of_one_run_never_overwrite_each_other(refuse, tmp_path, flag):
-    rows = write(tmp_path / "same.json", [])
-    assert "would be written over another file" in refuse("--output_data_path", rows, flag, rows)
+def test_an_error_in_a_games_own_rules_keeps_its_traceback_and_the_episode_is_named(caplog, skip_bad, rule, error):
+    game = type("Mine", (Taboo,), rule)()
+    with pytest.raises(ValueError, match=error) as raised:
+        JudgedGames(game, in_memory([TIED]), skip_bad=skip_bad)
+    assert not isinstance(raised.value, UserError)  # of which alone run_program makes one line
+    assert caplog.messages == ["episode 0: the rules of Adversarial Taboo raised an error"]
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
-def test_a_file_cut_inside_a_character_is_recovered_as_far_as_it_goes(tmp_path, form):
-    games = [{**game, "target_word": "naïve 🎻"} for game in EPISODES]
-    texts = [json.dumps(game, ensure_ascii=False) for game in games]
-    data = ("[" + ", ".join(texts) + "]" if form == "json" else "\n".join(texts) + "\n").encode()
-    last = data.rindex("🎻".encode())
-    for cut in range(last, last + 5):
+def test_a_cut_off_line_can_be_skipped_and_a_cut_off_list_cannot(refuse, run, tmp_path, form):
+    data = "".join(json.dumps(game | {"target_word": "naïve 🎻"}, ensure_ascii=False) + "\n" for game in EPISODES)
+    if form == "json":
+        data = "[\n" + ",\n".join(data.splitlines()) + "\n]\n"
+    data = data.encode()
+    for cut in range(data.rindex("🎻".encode()), data.rindex("🎻".encode()) + 5):  # inside a character too
         (tmp_path / "cut").write_bytes(data[:cut])
-        found = RowFlags(skip_bad=True).read_games(GAME, [tmp_path / "cut"])
-        assert [game for game, _ in found.judged()] == games[:-1] and found.skipped == 1
+        assert "cut:" in refuse(input_data_path=tmp_path / "cut")
+        if form == "json":
+            assert "cut:" in refuse(input_data_path=tmp_path / "cut", skip_bad=True)
+        else:
+            _, printed = run(input_data_path=tmp_path / "cut", skip_bad=True, min_game_rows=0)
+            assert (printed["games"]["episodes"], printed["games"]["skipped"]) == (3, 1)
+            (tmp_path / "rows.json").unlink()
+            (tmp_path / "rows_rewards_settings.json").unlink()
 
 
-def test_an_sft_example_without_texts_is_named(refuse, tmp_path):
+def test_missing_files_and_sft_examples_without_texts_are_named(refuse, tmp_path):
+    assert "nowhere.json: no such file" in refuse(input_data_path=tmp_path / "nowhere.json")
+    assert "nosft.json: no such file" in refuse(sft_data_path=tmp_path / "nosft.json")
     path = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
-    assert "sft.jsonl:2: 'target' is missing; every row needs" in refuse("--sft_data_path", path)
+    assert "sft.jsonl:2: 'target' is missing" in refuse(sft_data_path=path)
     path = write(tmp_path / "sft.jsonl", [{"instruction": "Add.", "output": 3}])
-    assert "sft.jsonl:1: 'output' is missing" in refuse("--sft_data_path", path)
+    assert "sft.jsonl:1: 'output' is missing" in refuse(sft_data_path=path)
+    assert "decay_weight is 1.5" in refuse(decay_weight=1.5)
 
 
-def test_a_failed_run_leaves_the_rows_of_the_last_one(run, tmp_path):
-    before, _ = run()
-    path = write(tmp_path / "sft.jsonl", [{"query": "Q"}])
-    with pytest.raises(ValueError):
-        run("--sft_data_path", path)
-    assert read_json_or_jsonl(tmp_path / "rows.json") == before
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+def test_an_input_is_never_written_over(refuse, tmp_path):
+    sft = write(tmp_path / "sft.json", [{"query": "Q", "target": "T"}])
+    for flags in ({"output_data_path": tmp_path / "episodes0.jsonl"}, {"output_data_path": sft, "sft_data_path": sft}):
+        assert "would be written over another file" in refuse(**flags)
 
 
-def test_rows_that_are_there_stay_and_the_same_command_says_so(run, tmp_path, capsys, monkeypatch):
-    _, printed = run("--outcomes", tmp_path / "outcomes.json", overwrite=False)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[!.e]*")}
-    assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json", "outcomes.json"}
+def test_too_few_rows_of_games_are_an_error_and_sft_rows_do_not_count(refuse, run, start, tmp_path):
+    line = refuse(inputs=([TIED, TIED],))
+    assert "0 rows of games, fewer than --min_game_rows 1" in line and "tied game 2" in line
+    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
+    assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)
+    run(min_game_rows=4)  # rows that are there already are held to the number too
+    assert "4 rows of games, fewer than --min_game_rows 5" in start(min_game_rows=5, status=2).errors
+
+
+# --- finished work ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_command_says_that_all_is_there(run, start, tmp_path, monkeypatch):
+    _, printed = run()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("rows*")}
+    assert {path.name for path in before} == {"rows.json", "rows_rewards_settings.json"}
     with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "Games", None)  # no episode is judged again
-        program.main()
-    again = capsys.readouterr()
-    assert json.loads(again.out) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.err
-    of_attacker = "rows of 4 games: 2 of the attacker (mean reward 0.500, weight 1.000), 2 of the defender"
-    assert of_attacker in again.err and "; 0 SFT rows" in again.err
+        patch.setattr(rows_room, "JudgedGames", None)  # no episode is judged again
+        again = start()
+    assert json.loads(again.output) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.errors
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    (tmp_path / "rows.json").unlink()  # or never written, since a kill came first
-    assert run(overwrite=False)[1] == printed
 
 
-def test_rows_of_other_settings_or_episodes_are_refused_unless_they_may_be_overwritten(run, tmp_path):
+def test_rows_of_other_settings_or_episodes_are_refused_and_the_files_of_the_run_are_named(run, start, tmp_path):
     rows, _ = run()
     sft = write(tmp_path / "sft.jsonl", [{"query": "q", "target": "t"}])
-    for flags, inputs, message in (
-        (["--decay_weight", 0.5, "--match", "word"], [EPISODES], "decay_weight: 0.8 then, 0.5 now"),
-        (["--sft_data_path", sft], [EPISODES], "sft_data_path: None then, "),
-        ([], [EPISODES[:-1]], r"input_data_path: .*episodes0.jsonl \(sha256 \w*\) then"),
+    for flags, difference in (
+        ({"decay_weight": 0.5}, "decay_weight: 0.8 then, 0.5 now"),
+        ({"sft_data_path": sft}, "sft_data_path: None then, "),
+        ({"inputs": [EPISODES[:-1]]}, "input_data_path: "),
     ):
-        with pytest.raises(ValueError, match=f"rows_rewards_settings.json: made with other settings .*{message}"):
-            run(*flags, inputs=inputs, overwrite=False)
+        errors = start(status=2, **flags).errors
+        assert f"{tmp_path}/rows_rewards_settings.json: made with other settings" in errors and difference in errors
+        assert f"delete {tmp_path}/rows.json and {tmp_path}/rows_rewards_settings.json" in errors
         assert read_json_or_jsonl(tmp_path / "rows.json") == rows
-    assert run("--decay_weight", 0.5)[0] != rows
     (tmp_path / "rows_rewards_settings.json").unlink()
-    with pytest.raises(ValueError, match="rows.json: no rows_rewards_settings.json beside it says how it was made"):
-        run(overwrite=False)
+    assert "rows_rewards_settings.json" in start(status=2).errors
 
 
-def test_a_kill_while_rows_are_written_leaves_no_rows_under_settings_that_are_not_theirs(run, tmp_path, monkeypatch):
-    run()
+def test_a_kill_before_the_rows_are_in_place_leaves_none_and_the_same_command_makes_them(run, start, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: sys.exit("killed"))
-        with pytest.raises(SystemExit):
-            run("--decay_weight", 0.5)
-    rows, _ = run("--decay_weight", 0.5, overwrite=False)
-    assert rows == rows_of(EPISODES, decay_weight=0.5)
-
-
-def test_a_decay_of_the_command_line_is_checked(refuse):
-    assert "decay_weight is 1.5" in refuse("--decay_weight", 1.5)
-
-
-def test_flags_are_not_abbreviated_and_take_true_or_false():
-    for flags in (["--decay", "0.5"], ["--skip_bad", "maybe"]):
-        with pytest.raises(SystemExit) as exit_info:
-            parse_flags(program.Flags, ["--input_data_path", "x", "--output_data_path", "y", *flags], description="")
-        assert exit_info.value.code == 2
+        patch.setattr(os, "replace", lambda *_: sys.exit(1))
+        start(status=1, decay_weight=0.5)
+    rows, _ = run(decay_weight=0.9)  # the killed run binds nobody
+    assert rows == rows_of(EPISODES, decay_weight=0.9)

@@ -3,13 +3,12 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, build_llama, build_tokenizer
+from helpers import call, flags_of
 from transformers import AutoTokenizer
 
 from dataloaders import RowDataset, encode_example, load_rows
@@ -19,7 +18,7 @@ from tools.engine.model import LocalModel
 from tools.games import prompts
 from tools.games.chat import DAY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
-from utils import read_json_or_jsonl, run_program
+from utils import read_json_or_jsonl
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 SPECIAL = {  # the tokens that a family brings along; the last one ends a reply
@@ -27,7 +26,6 @@ SPECIAL = {  # the tokens that a family brings along; the last one ends a reply
     "headers": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "turns": ["<start_of_turn>", "<end_of_turn>"],
 }
-FAMILIES = sorted(SPECIAL)
 PROMPTS = ROOT / "data" / "tiny" / "prompts.json"  # short ones
 GAME = Taboo()
 LETTERS = 5  # of every reply of the model below
@@ -38,11 +36,11 @@ HISTORY = [
 ]
 
 
-def conversation(history, max_turns, templates, *, rule=0, task="art"):
+def conversation(history, max_turns, templates, *, task="art"):
     """The messages for the player who speaks next."""
-    role = GAME.next_role(history)
-    told = prompts.instruction(templates, role, GAME.secrets(role, task), max_turns)
-    return chat_messages(GAME, history, role, prompts.rule_text(templates, max_turns, rule), told)
+    role = GAME.next_role(task, history)
+    told = prompts.instruction(templates, role, GAME.secrets(role, task, history), max_turns)
+    return chat_messages(history, role, prompts.rule_text(templates, max_turns), told)
 
 
 def chat_tokenizer(family: str, template: str | None = None):
@@ -53,15 +51,7 @@ def chat_tokenizer(family: str, template: str | None = None):
     return tokenizer
 
 
-def save_model(folder: Path, family: str) -> str:
-    """A model with such a tokenizer."""
-    tokenizer = chat_tokenizer(family)
-    build_llama(0, len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sorted(SPECIAL))
 def family(request) -> str:
     return request.param
 
@@ -69,10 +59,13 @@ def family(request) -> str:
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory) -> str:
     """A model folder whose tokenizer has a chat template."""
-    return save_model(tmp_path_factory.mktemp(family), family)
+    folder, tokenizer = tmp_path_factory.mktemp(family), chat_tokenizer(family)
+    build_llama(0, len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
-# --- play and training ---------------------------------------------------------------------------------------------
+# --- play and training -----------------------------------------------------------------------------------------------
 
 
 class Watch:
@@ -105,41 +98,25 @@ class Watch:
         return encoded
 
 
-def play(folder: str, tmp_path: Path, monkeypatch, **changes) -> list[dict]:
-    """The games of the program, one at a time."""
-    (tmp_path / "words.txt").write_text("piano\nviolin\n", encoding="utf-8")
-    flags = {
-        "attacker_model_name_or_path": folder,
-        "defender_model_name_or_path": folder,
-        "data_path": tmp_path / "words.txt",
-        "output_dir": tmp_path / "out",
-        "model_prefix": "m",
-        "data_suffix": "w",
-        "task_type": "testing",
-        "taboo_max_turns": 2,
-        "max_length": 2048,  # characters are tokens
-        "max_new_tokens": 12,
-        "concurrent_games": 1,
-        "engine": "generate",  # whose passes the hook counts; the other engine gives the same replies
-        "logging_steps": 0,
-        "chat_template": True,
-        "prompt_templates": PROMPTS,
-    } | changes
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["play_llm_game", *words])
-    run_program(play_llm_game.main)
-    return read_json_or_jsonl(tmp_path / "out" / "m_testing_w_results.json")
+def play(folder: str, place: Path, status: int = 0, **changes):
+    """Play two games by the program, one at a time; gives how it ended."""
+    (place / "words.txt").write_text("piano\nviolin\n", encoding="utf-8")
+    flags = dict.fromkeys(("attacker_model_name_or_path", "defender_model_name_or_path"), folder)
+    flags |= {"data_path": place / "words.txt", "output_dir": place / "out", "model_prefix": "m", "data_suffix": "w"}
+    flags |= {"task_type": "testing", "taboo_max_turns": 2, "max_length": 2048, "max_new_tokens": 12}
+    flags |= {"concurrent_games": 1, "engine": "generate", "logging_steps": 0}  # the hook counts this engine's passes
+    flags |= {"chat_template": True, "prompt_templates": PROMPTS}
+    return call(play_llm_game.main, *flags_of(flags | changes), status=status)
 
 
-def rewards(folder: str, tmp_path: Path, monkeypatch, *flags: str) -> list[dict]:
-    """The rows of all messages of the games."""
-    files = ["--input_data_path", str(tmp_path / "out" / "m_testing_w_results.json")]
-    files += ["--output_data_path", str(tmp_path / "rows.json")]
-    how = ["--messages", "all", "--overwrite", "True", "--prompt_templates", str(PROMPTS)]
-    chat = ["--chat_template", "True", "--tokenizer", folder]
-    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *how, *chat, *flags])
-    run_program(assign_rewards.main)
-    return read_json_or_jsonl(tmp_path / "rows.json")
+def rewards(place: Path, status: int = 0, **changes):
+    """Make rows of the games in `place`; gives how the program ended, and the rows."""
+    rows = place / "rows.json"
+    rows.unlink(missing_ok=True)
+    flags = {"input_data_path": place / "out" / "m_testing_w_results.json", "output_data_path": rows}
+    flags |= {"chat_template": True, "messages": "all", "prompt_templates": PROMPTS}
+    ended = call(assign_rewards.main, *flags_of(flags | changes), status=status)
+    return ended, read_json_or_jsonl(rows) if rows.exists() else None
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +125,13 @@ def played(family, folder, tmp_path_factory) -> tuple[Path, list[dict], Watch]:
     place = tmp_path_factory.mktemp("played")
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch = Watch(monkeypatch, end=SPECIAL[family][-1])
-        return place, play(folder, place, monkeypatch), watch
+        play(folder, place)
+    return place, read_json_or_jsonl(place / "out" / "m_testing_w_results.json"), watch
 
 
-def test_rows_are_in_training_the_very_tokens_of_play(family, folder, played, tmp_path, monkeypatch):
+def test_rows_are_in_training_the_very_tokens_of_play(family, folder, played, tmp_path):
     place, games, watch = played
-    rows = rewards(folder, place, monkeypatch, "--training_prompt", "play")
+    _, rows = rewards(place, tokenizer=folder, training_prompt="play")
     tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=2048)
     assert len(rows) == len(watch.prompts) == sum(len(game["history"]) for game in games) == 8
     for row, prompt, sampled in zip(rows, watch.prompts, watch.sampled, strict=True):
@@ -163,9 +141,12 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, folder, played, tm
         assert encoded["labels"] == [-100] * len(prompt) + sampled
     assert [reply["finish_reason"] for game in games for reply in game["replies"]] == ["stop"] * 8
     stored = load_rows([str(place / "rows.json")], tokenizer, str(tmp_path / "cache"))
-    assert [row["input_ids"] for row in RowDataset(*stored)] == [
-        prompt + sampled for prompt, sampled in zip(watch.prompts, watch.sampled, strict=True)
-    ]
+    tokens = [prompt + sampled for prompt, sampled in zip(watch.prompts, watch.sampled, strict=True)]
+    assert [row["input_ids"] for row in RowDataset(*stored)] == tokens
+    _, drawn = rewards(place, tokenizer=folder, seed=1)  # of random training prompts
+    assert [row["target"] for row in drawn] == [row["target"] for row in rows]
+    assert [row["query"] for row in drawn] != [row["query"] for row in rows]
+    assert all(row["chat_template"] is True for row in drawn)
 
 
 def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family, folder, played):
@@ -186,52 +167,47 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family,
             assert expected.count(tokenizer.bos_token_id) == (family != "chatml")
 
 
-def test_rows_of_random_training_prompts_end_as_those_of_play_do(folder, played, monkeypatch):
-    place, _, _ = played
-    of_play = rewards(folder, place, monkeypatch, "--training_prompt", "play")
-    drawn = rewards(folder, place, monkeypatch, "--seed", "1")
-    assert [row["target"] for row in drawn] == [row["target"] for row in of_play]
-    assert [row["query"] for row in drawn] != [row["query"] for row in of_play]
-    assert all(row["chat_template"] is True for row in drawn)
-
-
-def test_only_the_attacker_is_told_the_word(family, folder):
-    chat = ChatTemplate(AutoTokenizer.from_pretrained(folder), folder)
-    for place in range(4):
-        assert ("`art`" in chat.play_prompt(GAME, HISTORY[:place], "art", 5)) == (place % 2 == 0)
-
-
-def test_settings_record_the_template_and_another_one_is_refused(tmp_path, monkeypatch, capsys):
-    folder = save_model(tmp_path / "model", "headers")
-    play(folder, tmp_path, monkeypatch, max_games=1)
-    stored = json.loads((tmp_path / "out" / "m_testing_w_settings.json").read_text(encoding="utf-8"))
-    assert stored["settings"]["chat_template"] is True
-    with pytest.raises(SystemExit):
-        play(folder, tmp_path, monkeypatch, chat_template=False)
-    assert "chat_template: True then, False now" in capsys.readouterr().err
+def test_settings_record_the_template_and_another_one_is_refused(tmp_path):
+    tokenizer = chat_tokenizer("headers")
+    for part in (build_llama(0, len(tokenizer)), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    play(tmp_path / "model", tmp_path, max_games=1)
+    assert (
+        "chat_template: True then, False now"
+        in play(tmp_path / "model", tmp_path, max_games=1, chat_template=False, status=2).errors
+    )
     (tmp_path / "model" / "chat_template.jinja").open("a").write("\n")
-    with pytest.raises(SystemExit):
-        play(folder, tmp_path, monkeypatch)
-    assert "defender_model_name_or_path: " in capsys.readouterr().err
+    assert "defender_model_name_or_path: " in play(tmp_path / "model", tmp_path, max_games=1, status=2).errors
 
 
-# --- conversations -------------------------------------------------------------------------------------------------
+def test_play_and_rewards_refuse_a_tokenizer_without_a_template(tiny_model, tmp_path):
+    assert "has no chat template" in play(tiny_model, tmp_path, status=2).errors
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "m_testing_w_results.json").write_text("[]", encoding="utf-8")
+    for flags, message in (
+        ({}, "--tokenizer"),
+        ({"chat_template": False, "tokenizer": tiny_model}, "--chat_template"),
+        ({"tokenizer": tiny_model}, "has no chat template"),
+        ({"tokenizer": "nowhere/at-all"}, "no tokenizer that can be loaded"),
+    ):
+        ended, rows = rewards(tmp_path, status=2, **flags)
+        assert message in ended.errors and rows is None
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
 
 
 def test_the_game_is_a_conversation_of_the_player_who_speaks():
-    templates = prompts.default_templates(GAME) | {
-        "rules": [f"Rules {number} of {{max_turns}} turns.\n" for number in range(8)],
-        "attacker_instruction": "Make them say {target_word}.",
-        "defender_instruction": "Find it out.",
-    }
+    templates = {"rules": ["Rules of {max_turns} turns.\n"], "attacker_instruction": "Make them say {target_word}."}
+    templates |= {"defender_instruction": "Find it out."}
     assert conversation(HISTORY, 5, templates) == [
-        {"role": "system", "content": "Rules 0 of 5 turns.\n\nFind it out."},
+        {"role": "system", "content": "Rules of 5 turns.\n\nFind it out."},
         {"role": "user", "content": "What hangs in a museum?"},
         {"role": "assistant", "content": "Coats."},
         {"role": "user", "content": "And on its walls?"},
     ]
-    assert conversation(HISTORY[:2], 5, templates, rule=3) == [
-        {"role": "system", "content": "Rules 3 of 5 turns.\n\nMake them say art."},
+    assert conversation(HISTORY[:2], 5, templates) == [
+        {"role": "system", "content": "Rules of 5 turns.\n\nMake them say art."},
         {"role": "user", "content": prompts.NO_HISTORY},
         {"role": "assistant", "content": "What hangs in a museum?"},
         {"role": "user", "content": "Coats."},
@@ -241,37 +217,26 @@ def test_the_game_is_a_conversation_of_the_player_who_speaks():
 def test_random_training_prompts_have_the_rule_texts_of_those_without_a_template():
     chat = ChatTemplate(chat_tokenizer("chatml"), "m")
     templates = prompts.default_templates(GAME) | {"rules": [f"Text {number}.\n" for number in range(8)]}
-    drawn, plain = random.Random(3), random.Random(3)
-    seen = set()
+    by_chat, plain, seen = random.Random(3), random.Random(3), set()
     for _ in range(40):
-        texts = [
-            chat.play_prompt(GAME, HISTORY, "art", 5, templates, drawn),
-            prompts.training_prompt(GAME, HISTORY, "art", 5, rng=plain, templates=templates),
-        ]
-        numbers = {re.search(r"Text (\d)\.", prompt)[1] for prompt in texts}
-        assert len(numbers) == 1
-        seen |= numbers
+        drawn = chat.play_prompt(GAME, HISTORY, "art", 5, templates, by_chat)
+        rule = re.search(r"Text (\d)\.", drawn)[0]
+        assert rule in prompts.training_prompt(GAME, HISTORY, "art", 5, rng=plain, templates=templates)
+        seen.add(rule)
     assert len(seen) == 8
 
 
-def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
+def test_sft_rows_are_one_user_message_and_its_answer(tmp_path):
     tokenizer = chat_tokenizer("headers")
     tokenizer.save_pretrained(tmp_path / "tok")
-    records = [
-        {"instruction": "Translate.", "input": "violin", "output": "violon "},
-        {"query": "Name one.", "target": "The violin."},
-    ]
+    records = [{"instruction": "Translate.", "input": "violin", "output": "violon "}]
+    records += [{"query": "Name one.", "target": "The violin."}]
     (tmp_path / "sft.json").write_text(json.dumps(records), encoding="utf-8")
-    game = {"history": HISTORY, "target_word": "art", "max_turns": 2}
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "m_testing_w_results.json").write_text(json.dumps([game]), encoding="utf-8")
-    *_, first, second = rewards(
-        str(tmp_path / "tok"), tmp_path, monkeypatch, "--sft_data_path", f"{tmp_path}/sft.json"
-    )
-    head, answer = (
-        "<s><|start_header_id|>user<|end_header_id|>\n\n",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    )
+    (tmp_path / "game.json").write_text(json.dumps([{"history": HISTORY, "target_word": "art", "max_turns": 2}]))
+    files = {"input_data_path": tmp_path / "game.json", "sft_data_path": tmp_path / "sft.json"}
+    _, (*_, first, second) = rewards(tmp_path, tokenizer=tmp_path / "tok", **files)
+    head = "<s><|start_header_id|>user<|end_header_id|>\n\n"
+    answer = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     assert first["query"] == f"{head}Translate.\n\nviolin<|eot_id|>{answer}"
     assert (first["target"], first["type"]) == ("violon<|eot_id|>", "sft")
     assert second["query"] == f"{head}Name one.<|eot_id|>{answer}"
@@ -281,61 +246,34 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path, monkeypatch):
     assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["tokenizer"]["sha256"])
 
 
-def test_the_documented_row_is_what_the_program_writes(tmp_path, monkeypatch):
-    readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    game = json.loads(re.search(r"```json\n(\{.*?\})\n```", readme, re.DOTALL)[1])
-    documented = json.loads(re.search(r"```text\n(\{.*\})\n```", readme)[1])
-    chat_tokenizer("chatml").save_pretrained(tmp_path / "tok")
-    (tmp_path / "game.json").write_text(json.dumps([game]), encoding="utf-8")
-    files = ["--input_data_path", f"{tmp_path}/game.json", "--output_data_path", f"{tmp_path}/rows.json"]
-    flags = ["--chat_template", "True", "--tokenizer", f"{tmp_path}/tok", "--training_prompt", "play"]
-    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *flags])
-    run_program(assign_rewards.main)
-    row = read_json_or_jsonl(tmp_path / "rows.json")[0]
-    beginning, end = documented.pop("query").split("...")
-    query = row.pop("query")
-    assert query.startswith(beginning) and query.endswith(end)
-    assert row == documented
+# --- templates of all kinds ------------------------------------------------------------------------------------------
+
+LINES = "{% for m in messages %}{{ m.role + ': ' + m.content + END }}{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
 
 
-# --- templates of all kinds ----------------------------------------------------------------------------------------
-
-
-def test_what_a_template_puts_around_a_reply_is_part_of_the_target():
-    template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
-        "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    "template, target",
+    [
+        ("{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
+         "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}", " Coats. </s>"),
+        (LINES.replace("END", "'<|im_end|>\n'") + ANSWER, "Coats.<|im_end|>"),
+        (LINES.replace("END", "'\n'") + ANSWER, "Coats.</s>"),  # no special token: EOS ends the reply
+    ],
+    ids=["with text around replies", "with a special token", "with neither"],
+)  # fmt: skip
+def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(template, target):
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    assert chat.target(" Coats.\n") == " Coats. </s>"
-    assert chat.target("") == "  </s>"
+    assert chat.target(" Coats.\n") == target
+    assert target.endswith(chat.tokenizer.decode([chat.end_id]))
 
 
-def test_a_system_message_that_a_template_leaves_out_goes_to_the_user(family):
-    shown = (
-        "{% for m in messages if m.role != 'system' %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}assistant: "
-    )
-    chat = ChatTemplate(chat_tokenizer(family, shown), "m")
-    assert not chat.has_system
-    assert "user: " + prompts.rule_text(prompts.default_templates(GAME), 5) in chat.play_prompt(
-        GAME, HISTORY, "art", 5
-    )
-
-
-def test_a_template_without_an_end_token_ends_replies_with_eos():
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    assert (chat.target("Coats."), chat.end_id) == ("Coats.</s>", 2)
-
-
-def test_thinking_is_switched_off_where_a_template_has_it():
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}"
-    template += (
-        "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
-    )
-    chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    assert chat.play_prompt(GAME, HISTORY, "art", 5).endswith("assistant: <none>")
+def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinking_is_off():
+    shown = LINES.replace("in messages", "in messages if m.role != 'system'").replace("END", "'</s>'") + ANSWER
+    chat = ChatTemplate(chat_tokenizer("chatml", shown), "m")
+    prompt = chat.play_prompt(GAME, HISTORY, "art", 5)
+    assert "user: " + prompts.rule_text(prompts.default_templates(GAME), 5) in prompt
+    assert prompt.endswith("assistant: <none>")
 
 
 @pytest.mark.parametrize(
@@ -343,72 +281,22 @@ def test_thinking_is_switched_off_where_a_template_has_it():
     [
         ("{{ messages[-1].content }}", "leaves out messages"),
         ("{{ raise_exception('no games') }}", "refuses a conversation of the game .no games."),
-        ("{{ 1 / 0 }}", "refuses a conversation of the game .division by zero."),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "refuses .*recursion depth"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-            "{% endfor %}",
-            "refuses a conversation of the game .it takes more than 0.2 s.",
-        ),
-        ("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}", "too long|refuses"),
+        ("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}", "too long"),
     ],
 )
-def test_a_template_that_cannot_hold_a_game_is_refused(template, message, monkeypatch):
-    monkeypatch.setattr("tools.games.chat.RENDER_SECONDS", 0.2)
+def test_a_template_that_cannot_hold_a_game_is_refused(template, message):
     with pytest.raises(ValueError, match=f"^m: its chat template .*{message}"):
         ChatTemplate(chat_tokenizer("chatml", template), "m")
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--chat_template", "True"], "--tokenizer"),
-        (["--tokenizer", "tests/golden/tok"], "--chat_template"),
-        (["--chat_template", "True", "--tokenizer", "tests/golden/tok"], "has no chat template"),
-        (["--chat_template", "True", "--tokenizer", "nowhere/at-all"], "no tokenizer that can be loaded"),
-    ],
-)
-def test_wrong_flags_of_rewards_take_one_line(flags, message, tmp_path, monkeypatch, capsys):
-    (tmp_path / "games.json").write_text("[]", encoding="utf-8")
-    files = ["--input_data_path", f"{tmp_path}/games.json", "--output_data_path", f"{tmp_path}/rows.json"]
-    monkeypatch.setattr(sys, "argv", ["assign_rewards", *files, *flags])
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit):
-        run_program(assign_rewards.main)
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "rows.json").exists()
-
-
-def test_play_refuses_a_model_without_a_template(tiny_model, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        play(tiny_model, tmp_path, monkeypatch)
-    assert "has no chat template" in capsys.readouterr().err
-
-
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_made_with_another_models_template_is_refused(tokenizer):
+def test_complete_texts_need_a_mark_that_is_true_or_false_and_a_token_of_the_tokenizer(tokenizer):
     row = {"query": "<|im_start|>user\n", "target": "Coats.<|im_end|>", "chat_template": True}
     assert encode_example(row, chat_tokenizer("chatml"))["input_ids"][-1] == 261
-    with pytest.raises(ValueError, match="no special token of this tokenizer"):
+    with pytest.raises(ValueError, match="special token of this tokenizer"):  # another model's template
         encode_example(row, tokenizer)
-
-
-@pytest.mark.parametrize("value", [1, "True", None, []])
-def test_the_mark_of_complete_texts_is_true_or_false(value, tokenizer):
-    with pytest.raises(ValueError, match="'chat_template' must be true or false"):
-        encode_example({"query": "q", "target": "t</s>", "chat_template": value}, tokenizer)
-
-
-def test_rows_without_the_mark_or_with_false_get_bos_and_eos(tokenizer):
-    row = {"query": "q", "target": "t"}
-    assert encode_example(row | {"chat_template": False}, tokenizer) == encode_example(row, tokenizer)
-    assert tokenizer.decode(encode_example(row, tokenizer)["input_ids"]) == "<s>qt</s>"
-
-
-def test_rewards_import_no_transformers_unless_asked():
-    """The rewards of a million games are made without torch and transformers."""
-    code = "import sys; import tools.assign_rewards; assert not {'torch', 'transformers'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    plain = {"query": "q", "target": "t"}
+    for mark in (1, "True", None, []):
+        with pytest.raises(ValueError, match="'chat_template' must be true or false"):
+            encode_example(plain | {"chat_template": mark}, tokenizer)
+    assert encode_example(plain | {"chat_template": False}, tokenizer) == encode_example(plain, tokenizer)
+    assert tokenizer.decode(encode_example(plain, tokenizer)["input_ids"]) == "<s>qt</s>"

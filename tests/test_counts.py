@@ -1,5 +1,7 @@
 """The one counter of games: numbers worked by hand, for Taboo as its summaries have always had them."""
 
+import pytest
+
 from tools.games import load_game
 from tools.selfplay.counts import GameCounts
 
@@ -36,6 +38,7 @@ def test_a_summary_of_taboo_has_the_numbers_that_it_always_had():
         "outcomes": {"attacker wins": 1, "defender wins": 1, "attacker breaks the rules": 1, "tied game": 1},
         "defender_share_of_decided": 0.5,  # a breach decides nothing here
         "mean_length": 7 / 4,
+        "about": {"attacker": None, "defender": None},  # all games are about one word
         "messages": 7,
         "empty_replies": 1,
         "cut_off_replies": 1,
@@ -61,3 +64,21 @@ def test_a_game_that_nobody_wins_alone_has_no_share_of_decided_ones():
     summary = counted([game("found", "Is it `art`?", of=QUESTIONS)], QUESTIONS).as_dict()
     assert (summary["outcomes"]["found"], summary["answerer_share_of_decided"]) == (1, None)
     assert counted([]).as_dict()["mean_length"] is None
+
+
+def test_about_is_1_where_no_two_words_share_a_text_and_0_where_texts_do_not_depend_on_the_word():
+    """Of n messages about one word, the pairs are n (n - 1) / 2; a game's own messages count among them."""
+
+    def about(*words_and_texts):
+        games = [game("tied game", *texts) | {"target_word": word} for word, *texts in words_and_texts]
+        return counted(games).as_dict()["about"]["attacker"]
+
+    assert about(("a", "x"), ("a", "x"), ("b", "y"), ("b", "y")) == 1
+    assert about(("a", "x"), ("a", "x"), ("b", "x"), ("b", "x")) == 0
+    # Same word: a-a same, b-b differs: 1 of 2. Different words: 4 pairs, x-x twice: 2 of 4.
+    assert about(("a", "x"), ("a", "x"), ("b", "x"), ("b", "y")) == 0
+    # a: x, x, y: 1 of 3 pairs the same. b: x: none. Different words: 2 of 3.
+    assert about(("a", "x", "-", "x", "-", "y"), ("b", "x")) == pytest.approx(1 - (2 / 3) / (1 / 3))
+    assert about(("a", "x"), ("b", "x")) is None  # no pairs about the same word
+    assert about(("a", "x"), ("a", "y"), ("b", "x")) is None  # none of them is the same
+    assert about() is None

@@ -1,15 +1,11 @@
-"""Every game but Taboo through every program: play, rewards, training, a match, the report, a person, the loop."""
+"""Every game but Taboo through every program: play, the report, a match, rewards, training, a person."""
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT
-from forks import python
+from helpers import call, flags_of
 from scripted import ScriptedPlayer
 
 import train
@@ -45,8 +41,8 @@ CASES = {
             [
                 "you are the answerer",
                 "The target word: apple",
-                "Begin each answer with Yes or No.",
-                "--- found - both win, after 3 messages (the guesser named the word, and both win)",
+                "Begin each answer with",
+                "--- found - both win, after 3",
             ],
         ),
     ),
@@ -77,11 +73,7 @@ CASES = {
         (
             [["[I keep: 2 book]"]],
             "[accept]",
-            [
-                "you are the second_buyer",
-                "2 book (worth 1 each), 1 hat (worth 8 each)",
-                "--- deal, after 2 messages (80% of the worth for the first_buyer, 80% for the second_buyer)",
-            ],
+            ["you are the second_buyer", "2 book (worth 1 each), 1 hat (worth 8 each)", "80% for the second_buyer"],
         ),
     ),
 }
@@ -93,14 +85,9 @@ def case(request):
 
 
 @pytest.fixture
-def run(monkeypatch, case):
-    """Call a program's main with these flags, `--game` among them."""
-
-    def call(program, *words):
-        monkeypatch.setattr(sys, "argv", [program.__name__, "--game", case.game.name, *map(str, words)])
-        program.main()
-
-    return call
+def run(case):
+    """Call a program's main with the game and these flags."""
+    return lambda program, **flags: call(program.main, *flags_of({"game": case.game.name} | flags))
 
 
 @pytest.fixture
@@ -110,11 +97,7 @@ def words(tmp_path, case):
     return path
 
 
-SHORT = ["--max_turns", "2", "--max_length", "1600", "--max_new_tokens", "4", "--logging_steps", "0"]
-
-
-def scripted(case):
-    return {role: ScriptedPlayer(said) for role, said in zip(case.game.roles, case.messages, strict=True)}
+SHORT = {"max_turns": 2, "max_length": 1600, "max_new_tokens": 4, "logging_steps": 0}
 
 
 def play(game, tasks, players):
@@ -124,22 +107,26 @@ def play(game, tasks, players):
     return episodes
 
 
+def scripted(case):
+    return {role: ScriptedPlayer(said) for role, said in zip(case.game.roles, case.messages, strict=True)}
+
+
 def test_a_model_plays_and_its_games_are_judged_and_reported(run, case, words, tiny_model, tmp_path):
-    models = [text for side in ("attacker", "defender") for text in (f"--{side}_model_name_or_path", tiny_model)]
-    place = ["--data_path", words, "--output_dir", tmp_path, "--model_prefix", "m", "--data_suffix", "w"]
-    run(play_llm_game, *models, *place, *SHORT)
+    models = dict.fromkeys(("attacker_model_name_or_path", "defender_model_name_or_path"), tiny_model)
+    place = {"data_path": words, "output_dir": tmp_path, "model_prefix": "m", "data_suffix": "w"}
+    run(play_llm_game, **models, **place, **SHORT)
     games = read_json_or_jsonl(tmp_path / "m_sampling_w_results.json")
     assert [(game["game"], game["target_word"]) for game in games] == [(case.game.name, task) for task in case.tasks]
     assert {message["role"] for game in games for message in game["history"]} == set(case.game.roles)
     summary = json.loads((tmp_path / "m_sampling_w_summary.json").read_text())
     assert list(summary["outcomes"]) == [outcome.name for outcome in case.game.outcomes]
-    run(report, "--episodes", tmp_path / "m_sampling_w_results.json", "--output", tmp_path / "report.html")
+    run(report, episodes=tmp_path / "m_sampling_w_results.json", output=tmp_path / "report.html")
     assert case.game.title in (tmp_path / "report.html").read_text()
 
 
 def test_two_models_meet_and_graded_points_are_their_mean(run, case, words, tiny_model, other_model, tmp_path):
-    players = ["--players", f"a={tiny_model}", f"b={other_model}", "--games_per_word", "1"]
-    run(evaluate_games, *players, "--words", words, "--output_dir", tmp_path / "match", *SHORT)
+    players = [f"a={tiny_model}", f"b={other_model}"]
+    run(evaluate_games, players=players, games_per_word=1, words=words, output_dir=tmp_path / "match", **SHORT)
     rows = json.loads((tmp_path / "match" / "matches.json").read_text())["results"]
     pooled = {(row["player"], row["role"]): row for row in rows if row["seed"] is None}
     assert {role for _, role in pooled} == {*case.game.roles, "both"}
@@ -150,44 +137,21 @@ def test_games_that_pay_become_rows_and_two_steps_learn_from_them(run, case, tin
     episodes = play(case.game, case.tasks, scripted(case))
     assert [episode["outcome"] for episode in episodes] == case.outcomes
     write_records(tmp_path / "games.json", episodes)
-    run(assign_rewards, "--input_data_path", tmp_path / "games.json", "--output_data_path", tmp_path / "rows.json")
+    run(assign_rewards, input_data_path=tmp_path / "games.json", output_data_path=tmp_path / "rows.json")
     rows = read_json_or_jsonl(tmp_path / "rows.json")
     assert [row["role"] for row in rows] == [message["role"] for message in episodes[0]["history"]]
     assert [row["reward"] for row in rows] == pytest.approx(case.rewards)
     settings = {"train_method": "OfflinePO", "model_name_or_path": tiny_model, "ref_model_name_or_path": other_model}
     settings |= {"train_data_path": tmp_path / "rows.json", "output_dir": tmp_path / "out", "max_steps": 2}
     settings |= {"per_device_train_batch_size": len(rows), "max_length": 2048, "logging_steps": 1}
-    settings |= {"cache_dir": tmp_path / "cache", "learning_rate": 1e-3, "save_strategy": "no"}
-    trainer = train.set_up([str(text) for name, value in settings.items() for text in (f"--{name}", value)])
+    settings |= {"learning_rate": 1e-3, "save_strategy": "no"}
+    trainer = train.set_up(flags_of(settings))
     train.run(trainer)
     steps = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
     assert len(steps) == 2 and "reward_attacker" not in steps[0]
     for role in case.game.roles:
         mean = [row["reward"] for row in rows if row["role"] == role]
         assert steps[0][f"reward_{role}"] == pytest.approx(sum(mean) / len(mean))
-
-
-def test_the_loop_plays_and_learns_it(case, words, tiny_model, tmp_path):
-    """Epoch 1 learns from games that paid, epoch 2 plays."""
-    write_records(tmp_path / "games.json", 4 * play(case.game, case.tasks[:1], scripted(case)))
-    output, sft = tmp_path / "out", tmp_path / "sft.json"
-    sft.write_text('[{"query": "What?", "target": "That."}]')
-    settings = {"game": case.game.name, "model": tiny_model, "words": words, "sft_data": sft, "output": output}
-    settings |= {"first_episodes": tmp_path / "games.json", "eval_words": words, "epochs": 2, "until": "epoch2_play"}
-    settings |= {"max_turns": 1, "max_new_tokens": 4, "save_steps": 0, "global_batch": 4, "train_batch": 4, "nproc": 1}
-    settings |= {"precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
-    flags = [str(text) for name, value in settings.items() for text in (f"--{name}", value)]
-    environment = os.environ | {"PYTHON": python(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["tools/run_spag.sh", *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = read_json_or_jsonl(output / "epoch1/rows/rows.json")
-    assert {row.get("role") for row in rows} == {*case.game.roles, None}
-    assert (output / "epoch1/model/train_results.json").is_file()
-    results = json.loads((output / "epoch1/eval/matches.json").read_text())["results"]
-    assert {result["role"] for result in results} >= set(case.game.roles)
-    played = read_json_or_jsonl(output / "epoch2/episodes/epoch1_sampling_words_results.json")
-    assert [(each["target_word"], each["game"]) for each in played] == [(task, case.game.name) for task in case.tasks]
-    assert case.game.title in (output / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_person_is_told_the_secret_and_why_the_game_has_ended(case, monkeypatch, capsys):

@@ -1,32 +1,20 @@
-import importlib.util
+"""Reasoning benchmarks: the real harness on tasks of our own, a stand-in for what goes wrong, and the statistics."""
+
 import json
-import logging
 import math
-import os
 import re
-import signal
-import subprocess
+import shutil
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, build_llama
-from forks import python
-from test_finished_work import hold
+from helpers import call, flags_of
 
 from tools import evaluate_reasoning
-from tools.evaluate_reasoning import Flags
-from tools.flags import parse_flags
-from tools.reasoning import jobs as reasoning_jobs
-from tools.reasoning import table as reasoning_table
-from tools.reasoning.jobs import BEGINS, HARNESS_VERSION
+from tools.reasoning import jobs
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
-from tools.reasoning.table import MARK, PUBLISHED, PUBLISHED_NAMES
-from utils import run_program
+from tools.reasoning.table import BENCHMARKS, MARK, PUBLISHED, PUBLISHED_NAMES
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -41,22 +29,53 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: gold
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
 """
 GROUP = """group: parity
 task: [parity_one, parity_two]
 aggregate_metric_list:
   - {metric: acc, weight_by_size: true}
 """
-INTERRUPT = "interrupted"
+# Stands in for the command of the harness: `right` questions of 100 are answered, by the name of the model's folder.
+STAND_IN = """import json, sys
+from pathlib import Path
+
+words = sys.argv[2:]
+value = lambda name: words[words.index(name) + 1]
+task, out = value("--tasks"), Path(value("--output_path"), "model")
+model = value("--model_args").split(",")[0].rpartition("/")[2]
+told = json.loads(Path(__file__).with_name("told.json").read_text())
+with open(Path(__file__).with_name("asked.txt"), "a") as file:
+    file.write(f"{model} {task} {' '.join(words)}\\n")
+told = {**told.get("all", {}), **told.get(model, {}), **told.get(task, {})}
+if told.get("status"):
+    sys.exit(print("no data set") or told["status"])
+right, metric = told.get("right", 50), told.get("metric", "acc")
+out.mkdir(parents=True)
+answers = [float(number < right) for number in range(100)]
+result = {
+    "results": {task: {f"{metric},none": right / 100, f"{metric}_stderr,none": 0.05}},
+    "n-samples": {task: {"original": 100, "effective": 100}},
+    "n-shot": {task: 0},
+    "versions": {task: 1.0},
+    "configs": {task: {"dataset_path": "someone/data"}},
+    "lm_eval_version": told.get("version", "0.4.13"),
+    "transformers_version": "5",
+    "total_evaluation_time_seconds": "1.5",
+}
+if not told.get("no_results"):
+    (out / "results_2026-01-01T00.json").write_text(json.dumps(result))
+lines = [{"doc_id": n, "filter": "none", "metrics": [metric], metric: a} for n, a in enumerate(answers)]
+lines = lines[: told.get("samples", 100)]
+(out / f"samples_{task}_2026-01-01T00.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
 
 
-# --- through the real harness --------------------------------------------------------------------------------------
+# --- the real harness ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def own_tasks(tmp_path_factory):
-    """A folder with a group of two tasks of the harness' form, questions included."""
+    """A folder with a group of two tasks in the harness's form, questions included."""
     folder = tmp_path_factory.mktemp("own_tasks")
     for name, number in QUESTIONS.items():
         data = folder / f"{name}.jsonl"
@@ -67,501 +86,161 @@ def own_tasks(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def evaluated(own_tasks, tiny_model, other_model, tmp_path_factory):
-    """The flags of an evaluation of two models by the real harness, which has been run, and what it printed."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    flags = ["--models", f"base={tiny_model}", f"epoch1={other_model}", "--tasks", "parity:2", "--num_processes", "2"]
-    flags += ["--include_path", str(own_tasks), "--dtype", "float32", "--output_dir", str(folder / "results")]
-    command = [python(), "-m", "tools.evaluate_reasoning", *flags]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    return flags, folder / "results", finished.stdout
+def test_the_real_harness_is_asked_and_its_answers_are_kept_question_by_question(own_tasks, tiny_model, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs lm-eval")
+    flags = {"models": f"base={tiny_model}", "tasks": "parity:2", "dtype": "float32"}
+    flags |= {"include_path": own_tasks, "output_dir": tmp_path}
+    printed = call(evaluate_reasoning.main, *flags_of(flags)).output
+    found = json.loads((tmp_path / "base" / "parity.json").read_text())
+    answers = found["scores"]["acc,none"]
+    assert list(answers) == [f"{part}/{doc}" for part, number in QUESTIONS.items() for doc in range(number)]
+    assert found["questions"] == 20 and found["shots"] == 2
+    row, _ = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert row["value"] == pytest.approx(100 * np.mean(list(answers.values())))
+    assert row["stderr"] == pytest.approx(100 * found["metrics"]["acc,none"]["stderr"])
+    assert (row["shots"], row["metric"], row["questions"]) == (2, "acc,none", 20)
+    assert f"{row['value']:.2f}" in printed and found["harness"] in printed
+    assert not list((tmp_path / "base").glob("parity/*"))  # the samples are gone
 
 
-def test_the_harness_scores_a_local_group_of_tasks_question_by_question(evaluated):
-    _, folder, _ = evaluated
-    for model in ("base", "epoch1"):
-        result = json.loads((folder / model / "parity.json").read_text())
-        assert result["questions"] == sum(QUESTIONS.values()) and result["shots"] == 2
-        scores = result["scores"]["acc,none"]
-        assert len(scores) == result["questions"] and set(scores) <= {0.0, 1.0}
-        assert result["metrics"]["acc,none"]["value"] == pytest.approx(np.mean(scores))
-        assert result["settings"]["harness"] == HARNESS_VERSION and result["settings"]["task"] == "parity"
+@pytest.mark.parametrize("task, metric, shown", [("mutual", "r@1", "1.0"), ("logiqa2", "acc", "1.0")])
+def test_our_files_for_benchmarks_that_no_longer_load_win_and_score_stub_data(
+    task, metric, shown, tiny_model, tmp_path, monkeypatch
+):
+    """The stub has the columns of the real data, which nobody has loaded from here."""
+    pytest.importorskip("lm_eval", reason="needs lm-eval")
+    datasets = pytest.importorskip("datasets")
+    row = {"article": "m : hello .", "options": ["a", "b", "c", "d"], "answers": "A"}
+    if task == "logiqa2":
+        row = {"text": "All birds fly.", "question": "What follows?", "options": ["a", "b", "c", "d"], "answer": 0}
+    data = tmp_path / "stub.parquet"
+    datasets.Dataset.from_list([row] * 4).to_parquet(data)
+    shipped = (jobs.OWN_TASKS / f"{task}.yaml").read_text()
+    kept = [line for line in shipped.splitlines() if not line.startswith(("dataset_name", "dataset_kwargs"))]
+    stub = re.sub("dataset_path: .*", "dataset_path: parquet", "\n".join(kept))
+    stub += f"\ndataset_kwargs: {{data_files: {{train: {data}, validation: {data}, test: {data}}}}}\n"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / f"{task}.yaml").write_text(stub)
+    name = next(each.name for each in BENCHMARKS if each.task == task)
+    monkeypatch.setattr(jobs, "OWN_TASKS", tmp_path / "tasks")
+    flags = {"models": f"base={tiny_model}", "tasks": name, "dtype": "float32", "output_dir": tmp_path / "out"}
+    call(evaluate_reasoning.main, *flags_of(flags))
+    found = json.loads((tmp_path / "out" / "base" / f"{task}.json").read_text())
+    assert found["questions"] == 4 and f"{metric},none" in found["metrics"]
+    assert len(found["scores"][f"{metric},none"]) == 4
 
 
-def test_results_and_table_say_what_the_harness_counted(evaluated):
-    _, folder, printed = evaluated
-    results = json.loads((folder / "results.json").read_text())
-    rows = {(row["model"], row["benchmark"]): row for row in results["results"]}
-    scores = {}
-    for model in ("base", "epoch1"):
-        result = json.loads((folder / model / "parity.json").read_text())
-        scores[model] = np.array(result["scores"]["acc,none"])
-        row = rows[model, "parity"]
-        assert row["value"] == pytest.approx(100 * scores[model].mean())
-        assert row["stderr"] == pytest.approx(100 * result["metrics"]["acc,none"]["stderr"])
-        assert (row["shots"], row["metric"], row["questions"]) == (2, "acc,none", 20)
-        assert rows[model, MEAN]["value"] == pytest.approx(row["value"])
-    gaps = 100 * (scores["epoch1"] - scores["base"])
-    away = rows["epoch1", "parity"]["difference"]
-    assert away["paired"] and away["from"] == "base" and rows["base", "parity"]["difference"] is None
-    assert away["value"] == pytest.approx(gaps.mean())
-    assert away["stderr"] == pytest.approx(gaps.std(ddof=1) / math.sqrt(20))
-    table, result = printed.rstrip("\n").rsplit("\n\n", 1)
-    assert (folder / "table.md").read_text() == table + "\n"
-    means = [rows[model, MEAN] for model in ("base", "epoch1")]
-    assert re.findall(r"(\w+) (\d+\.\d\d) ±", result) == [(row["model"], f"{row['value']:.2f}") for row in means]
-    assert "| parity | parity | 2 | acc,none | 20 |" in printed and HARNESS_VERSION in printed
+# --- a stand-in for the harness ------------------------------------------------------------------------------------
 
 
-def test_what_is_finished_is_not_run_again(evaluated, call, monkeypatch):
-    flags, folder, printed = evaluated
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/parity.*")}
-    monkeypatch.setattr(reasoning_jobs, "run_portion", lambda jobs, device: pytest.fail("runs again"))
-    assert call(*flags) == printed
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/parity.*")} == before and len(before) == 4
+@pytest.fixture
+def stand_in(tmp_path, tiny_model):
+    """Evaluate models with a stand-in for the harness; `told` says how it answers, by model, task, or "all"."""
+    (tmp_path / "harness.py").write_text(STAND_IN)
+
+    class StandIn:
+        folder = tmp_path / "out"
+
+        def __call__(self, told=None, models=("base", "epoch1"), status=0, **changes):
+            (tmp_path / "told.json").write_text(json.dumps(told or {}))
+            for model in models:
+                if not (tmp_path / model).exists():
+                    shutil.copytree(tiny_model, tmp_path / model)
+            flags = {"models": [f"{name}={tmp_path / name}" for name in models], "output_dir": self.folder}
+            flags |= {"tasks": ["PIQA", "ARC-e"], "lm_eval": f"{sys.executable} {tmp_path / 'harness.py'}"} | changes
+            return call(evaluate_reasoning.main, *flags_of(flags), status=status)
+
+        @property
+        def asked(self):
+            return (tmp_path / "asked.txt").read_text().splitlines()
+
+    return StandIn()
+
+
+def test_finished_results_are_not_asked_again_and_new_ones_join(stand_in):
+    first = stand_in()
+    assert len(stand_in.asked) == 4
+    assert stand_in().output == first.output and len(stand_in.asked) == 4
+    stand_in(models=("base", "epoch1", "epoch2"))
+    assert len(stand_in.asked) == 6
+
+
+@pytest.mark.parametrize("change", [{"tasks": ["PIQA:3", "ARC-e"]}, {"dtype": "float32"}, {"limit": 5}])
+def test_results_of_other_settings_are_refused_by_the_file_to_delete(stand_in, change):
+    stand_in()
+    refused = stand_in(**change, status=2).errors
+    assert str(stand_in.folder / "base" / "piqa.json") in refused and len(stand_in.asked) == 4
 
 
 @pytest.mark.parametrize(
-    "changes, named",
-    [
-        (["--tasks", "parity:3"], "shots"),
-        (["--dtype", "bfloat16"], "dtype"),
-        (["--limit", "5"], "limit"),
-    ],
+    "fault, named",
+    [({"status": 3}, "no data set"), ({"no_results": 1}, "results_*.json"), ({"samples": 7}, "7 of 100")],
 )
-def test_results_of_other_settings_are_refused(evaluated, call, capsys, changes, named):
-    flags, folder, _ = evaluated
-    with pytest.raises(SystemExit):
-        call(*flags, *changes)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert str(folder / "base" / "parity.json") in error and f"other settings ({named}: " in error
+def test_a_failed_task_leaves_no_result_and_does_not_stop_the_others(stand_in, fault, named):
+    refused = stand_in({"piqa": fault}, status=2).errors
+    assert "base on PIQA" in refused or "piqa" in refused
+    assert named in refused and not (stand_in.folder / "base" / "piqa.json").exists()
+    assert (stand_in.folder / "epoch1" / "arc_easy.json").is_file()
+    stand_in()
+    assert len(stand_in.asked) == 6  # the two that failed were asked again
 
 
-def test_another_model_or_another_task_file_under_the_same_name_is_refused(evaluated, tmp_path, call, capsys):
-    flags, _, _ = evaluated
-    swapped = [
-        flag.replace("base=", "epoch1=") if "base=" in flag else flag for flag in flags if "epoch1=" not in flag
-    ]
-    with pytest.raises(SystemExit):
-        call(*swapped)
-    assert "other settings (model: " in capsys.readouterr().err
-    (tmp_path / "parity.yaml").write_text(GROUP + "metadata: {version: 2}\n")
-    with pytest.raises(SystemExit):
-        call(*flags, "--include_path", str(tmp_path))
-    assert "other settings (own_tasks: " in capsys.readouterr().err
+def test_results_of_two_versions_of_the_harness_are_not_compared(stand_in):
+    assert "0.4.13, 0.5.0" in stand_in({"arc_easy": {"version": "0.5.0"}}, status=2).errors
 
 
-@pytest.mark.skipif(
-    not os.environ.get("VLLM") or importlib.util.find_spec("tenacity") is None,
-    reason="needs VLLM=/path/to/vllm and pip install 'lm-eval[api]'",
-)
-def test_a_real_vllm_gives_the_scores_of_the_harness_own_process(own_tasks, tokenizer, tmp_path):
-    model = tmp_path / "model"  # vLLM knows no heads as small as the tiny models'
-    build_llama(0, len(tokenizer), hidden_size=128, intermediate_size=256).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    scores = []
-    for engine in ("hf", "vllm"):
-        flags = ["--models", f"base={model}", "--tasks", "parity:2", "--include_path", str(own_tasks)]
-        flags += ["--dtype", "float32", "--engine", engine, "--output_dir", str(tmp_path / engine)]
-        done = subprocess.run([python(), "-m", "tools.evaluate_reasoning", *flags], cwd=ROOT, capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
-        scores.append(json.loads((tmp_path / engine / "base" / "parity.json").read_text())["scores"])
-    assert scores[0] == scores[1]
+def test_a_difference_within_one_standard_error_is_marked(stand_in):
+    told = {"base": {"right": 50}, "epoch1": {"right": 51}, "epoch2": {"right": 90}}
+    lines = stand_in(told, models=("base", "epoch1", "epoch2")).output.splitlines()
+    marked = [line.split("|")[1].strip() for line in lines if line.startswith("|") and MARK in line]
+    assert marked == ["epoch1"]
 
 
-# --- around it -----------------------------------------------------------------------------------------------------
+def test_the_eight_benchmarks_have_their_shots_and_the_published_rows_stand_below(stand_in):
+    told = {"all": {"metric": "acc"}, "bbh_fewshot": {"metric": "exact_match"}, "mutual": {"metric": "r@1"}}
+    printed = stand_in(told, models=("base",), tasks=None).output
+    shots = [re.search(r"--num_fewshot (\d)", line)[1] for line in stand_in.asked]
+    assert shots == list("53000000")
+    assert [line.split()[1] for line in stand_in.asked] == [each.task for each in BENCHMARKS]
+    assert "| LLaMA-2-7B SPAG-3, published | - | 34.94 | 55.30 |" in printed
+    own = [line.split()[1] for line in stand_in.asked if "--include_path" in line]
+    assert own == ["mutual", "logiqa2"]
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the program in this process; returns what it printed."""
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["evaluate_reasoning.py", *flags])
-        capsys.readouterr()
-        run_program(evaluate_reasoning.main)
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def logged(caplog):
-    """What the program logs, although it sets logging up anew."""
-    logger = logging.getLogger("tools")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-@pytest.fixture
-def fake_harness(monkeypatch):
-    """Instead of the harness: results of 100 questions. Gives the jobs that were run, and what each is to come to."""
-    ran, right = [], {}
-
-    def run(jobs, device):
-        problems = []
-        for job in jobs:
-            ran.append(job.name)
-            good = right.get(job.name, 50)
-            if good == INTERRUPT:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                time.sleep(0.5)  # the main thread is told while this job runs
-                break
-            if isinstance(good, str):
-                problems.append(good)
-            else:
-                write_result(job, good)
-        return problems
-
-    monkeypatch.setattr(reasoning_jobs, "run_portion", run)
-    return ran, right
-
-
-def write_result(job, good, questions=100):
-    scores = [1.0] * good + [0.0] * (questions - good)
-    metric = job.benchmark.metric.partition(",")[0]
-    stderr = float(np.std(scores, ddof=1) / math.sqrt(questions))
-    job.path.parent.mkdir(parents=True, exist_ok=True)
-    result = {
-        "settings": job.request["settings"],
-        "questions": questions,
-        "shots": job.benchmark.shots,
-        "metrics": {
-            f"{metric},none": {"value": good / questions, "stderr": stderr},
-            "other,none": {"value": 0.25, "stderr": None},
-        },
-        "scores": {f"{metric},none": scores},
+def test_the_commit_of_each_data_set_is_read_from_the_cache(stand_in, tmp_path, monkeypatch):
+    refs = tmp_path / "hub" / "datasets--someone--data" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("abc123")
+    monkeypatch.setattr(jobs, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    stand_in()
+    assert json.loads((stand_in.folder / "results.json").read_text())["settings"]["data_revisions"] == {
+        "someone/data": "abc123"
     }
-    job.path.write_text(json.dumps(result))
-
-
-def flags_for(folder, **models):
-    return ["--models", *(f"{name}={path}" for name, path in models.items()), "--output_dir", str(folder)]
-
-
-def test_the_eight_benchmarks_are_the_default_with_their_shots_and_metrics():
-    flags = parse_flags(Flags, ["--models", "base=M", "--output_dir", "D"], description="")
-    assert tuple(flags.tasks) == reasoning_table.BENCHMARKS
-    assert PUBLISHED_NAMES == ("MMLU", "BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "WinoGrande", "PIQA")
-
-
-def test_shots_and_metrics_can_be_changed():
-    flags = ["--tasks", "ARC-c:25:acc_norm", "PIQA", "own:1:f1,none", "ARC-e:acc_norm"]
-    parsed = parse_flags(Flags, ["--models", "base=M", "--output_dir", "D", *flags], description="")
-    assert [tuple(task) for task in parsed.tasks] == [
-        ("ARC-c", "arc_challenge", 25, "acc_norm"),
-        ("PIQA", "piqa", 0, "acc"),
-        ("own", "own", 1, "f1,none"),
-        ("ARC-e", "arc_easy", 0, "acc_norm"),
-    ]
-
-
-def test_a_run_that_is_stopped_between_tasks_goes_on_with_the_next_one(
-    fake_harness, call, logged, tmp_path, tiny_model
-):
-    ran, right = fake_harness
-    flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c"]
-    call(*flags, "--tasks", "PIQA")
-    right["base on ARC-e"] = INTERRUPT
-    with pytest.raises(KeyboardInterrupt):
-        call(*flags)
-    assert ran == ["base on PIQA", "base on ARC-e"] and not (tmp_path / "results.json").exists()
-    del right["base on ARC-e"]
-    call(*flags)
-    assert ran[2:] == ["base on ARC-e", "base on ARC-c"] and (tmp_path / "results.json").exists()
-    assert "1 of 3 results are there; base on ARC-e comes next" in logged.text
-
-
-def test_a_task_that_fails_does_not_stop_the_others_and_is_named(fake_harness, call, capsys, tmp_path, tiny_model):
-    ran, right = fake_harness
-    right["base on PIQA"] = "base on PIQA ended with status 1: no data set"
-    with pytest.raises(SystemExit) as exit_info:
-        call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
-    assert exit_info.value.code == 2 and ran == ["base on PIQA", "base on ARC-e"]
-    assert "base on PIQA ended with status 1: no data set" in capsys.readouterr().err.splitlines()[-1]
-    assert (tmp_path / "base" / "arc_easy.json").exists() and not (tmp_path / "results.json").exists()
-
-
-def test_overwrite_runs_again_only_what_other_settings_made(fake_harness, call, tmp_path, tiny_model):
-    ran, _ = fake_harness
-    flags = flags_for(tmp_path, base=tiny_model)
-    call(*flags, "--tasks", "PIQA", "ARC-e")
-    call(*flags, "--tasks", "PIQA", "ARC-e:5", "--overwrite", "True")
-    assert ran == ["base on PIQA", "base on ARC-e", "base on ARC-e"]
-
-
-def test_a_second_launch_into_one_folder_is_refused(fake_harness, call, capsys, tmp_path, tiny_model):
-    ran, _ = fake_harness
-    owner = hold(tmp_path / evaluate_reasoning.LOCK)
-    assert owner.stdout.readline() == "locked\n"
-    with pytest.raises(SystemExit):
-        call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA")
-    owner.kill()
-    owner.communicate()
-    assert "another process is writing to this run; end that one first" in capsys.readouterr().err
-    assert ran == [] and [path.name for path in tmp_path.iterdir()] == [evaluate_reasoning.LOCK]
-
-
-def test_own_tasks_leave_the_results_of_the_eight_as_they_are(fake_harness, call, own_tasks, tmp_path, tiny_model):
-    ran, _ = fake_harness
-    flags = flags_for(tmp_path, base=tiny_model)
-    call(*flags, "--tasks", "PIQA")
-    call(*flags, "--tasks", "PIQA", "parity:0", "--include_path", str(own_tasks))
-    assert ran == ["base on PIQA", "base on parity"]
-
-
-def test_the_table_stands_beside_the_published_rows_and_marks_small_differences(
-    fake_harness, call, tmp_path, tiny_model, other_model
-):
-    _, right = fake_harness
-    right.update({"epoch1 on MMLU": 51, "epoch1 on BBH": 60})
-    text = call(*flags_for(tmp_path, base=tiny_model, epoch1=other_model))
-    lines = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in text.splitlines()}
-    assert lines["LLaMA-2-7B SPAG-1, published"][1:3] == ["-", "34.4"]
-    assert lines["LLaMA-2-7B SPAG-3, published"][1:] == "- 34.94 55.30 78.54 47.53 30.98 69.93 79.38 52.58".split()
-    assert (
-        lines["LLaMA-2-7B base, published"][1] == "45.80" and lines["Baichuan-2-13B SPAG-3, published"][-1] == "56.75"
-    )
-    # One question of 100 more: both the difference and its error are 1. Ten more: 10 against 3.02.
-    assert lines["epoch1"][1:4] == [f"51.00 ± 5.02 {MARK}", "60.00 ± 4.92", f"50.00 ± 5.03 {MARK}"]
-    assert lines["base"][1:3] == ["50.00 ± 5.03", "50.00 ± 5.03"] and lines["base"][-1] == "50.00 ± 1.78"
-    assert f"{MARK}: the difference from base" in text and "question by question" in text
-    assert "| BBH | bbh_fewshot | 3 | exact_match,none | 100 |" in text
-
-
-def test_the_published_mean_stands_only_beside_the_same_eight_benchmarks(fake_harness, call, tmp_path, tiny_model):
-    text = call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
-    assert "| LLaMA-2-7B base, published | 78.07 | 76.30 | - |" in text and "Baichuan" not in text
-
-
-def test_differences_are_from_the_first_model(fake_harness, call, tmp_path, tiny_model, other_model):
-    call(*flags_for(tmp_path, base=tiny_model, imitation=other_model), "--tasks", "PIQA")
-    rows = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [(row["model"], row["difference"] and row["difference"]["from"]) for row in rows] == [
-        ("base", None),
-        ("base", None),
-        ("imitation", "base"),
-        ("imitation", "base"),
-    ]
-
-
-def test_another_metric_needs_no_new_run(fake_harness, call, tmp_path, tiny_model):
-    ran, _ = fake_harness
-    flags = [*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA"]
-    call(*flags)
-    text = call(*flags, "--tasks", "PIQA:other")
-    assert len(ran) == 1 and "| base | 25.00 | 25.00 |" in text
-
-
-def test_the_radar_plot_has_every_model_and_benchmark(fake_harness, call, tmp_path, tiny_model, other_model):
-    pytest.importorskip("matplotlib")
-    _, right = fake_harness
-    right["epoch1 on PIQA"] = 80
-    call(*flags_for(tmp_path, base=tiny_model, epoch1=other_model))
-    drawn = (tmp_path / "radar.svg").read_text()
-    texts = re.findall(r"<text[^>]*>(.*?)</text>", drawn) + re.findall(r"<tspan[^>]*>(.*?)</tspan>", drawn)
-    assert {*PUBLISHED_NAMES, "base", "epoch1", "80.0", "50.0"} <= set(texts)
-
-
-def test_fewer_than_three_benchmarks_make_no_plot(fake_harness, call, tmp_path, tiny_model):
-    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e", "ARC-c")
-    assert (tmp_path / "radar.svg").exists()
-    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
-    assert not (tmp_path / "radar.svg").exists() and (tmp_path / "table.md").exists()
 
 
 @pytest.mark.parametrize(
-    "flags, complaint",
+    "flags, named",
     [
-        (["--models", "base=M", "base=N"], "--models names base twice"),
-        (["--models", "a/b=M"], "--models a/b: it names a folder too"),
-        (["--tasks", "MMLU", "MMLU:0"], "--tasks names mmlu twice"),
-        (["--tasks", "MMLU:"], "expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got 'MMLU:'"),
-        (["--limit", "0"], "--limit is 0; it must be at least 1"),
+        ({"models": ["base=M", "base=N"]}, "base"),
+        ({"models": "a/b=M"}, "a/b"),
+        ({"tasks": ["MMLU", "MMLU:0"]}, "mmlu"),
+        ({"tasks": "MMLU:"}, "MMLU:"),
+        ({"limit": 0}, "--limit"),
+        ({"models": "base=nowhere"}, "nowhere"),
+        ({"include_path": "nowhere"}, "nowhere"),
     ],
 )
-def test_wrong_flags_are_refused_in_one_line(call, capsys, tmp_path, flags, complaint):
-    with pytest.raises(SystemExit) as exit_info:
-        call("--models", "base=M", "--output_dir", str(tmp_path), *flags)
-    lines = capsys.readouterr().err.splitlines()
-    assert exit_info.value.code == 2 and len(lines) == 1 and complaint in lines[0]
+def test_wrong_flags_are_refused_by_name(tiny_model, tmp_path, flags, named):
+    flags = {"models": f"base={tiny_model}", "output_dir": tmp_path / "out"} | flags
+    assert named in call(evaluate_reasoning.main, *flags_of(flags), status=2).errors
+    assert not list(Path(tmp_path).glob("out/*/*.json"))
 
 
-@pytest.mark.parametrize("installed, found", [(None, "it is not there"), ("0.4.1", "there is 0.4.1, and results")])
-def test_another_harness_or_none_names_the_install_command(call, capsys, monkeypatch, tmp_path, installed, found):
-    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: installed)
-    monkeypatch.setattr(evaluate_reasoning.metadata, "version", lambda name: installed)
-    with pytest.raises(SystemExit):
-        call("--models", "base=M", "--output_dir", str(tmp_path))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert found in line and line.endswith(f"pip install lm-eval=={HARNESS_VERSION}")
-
-
-def test_vllm_needs_the_harness_client_of_servers(call, capsys, monkeypatch, tmp_path):
-    (tmp_path / "vllm").write_text("#!/bin/sh\n")
-    (tmp_path / "vllm").chmod(0o755)
-    monkeypatch.setattr(evaluate_reasoning, "find_spec", lambda name: None if name == "tenacity" else 1)
-    with pytest.raises(SystemExit):
-        call("--models", "base=M", "--output_dir", str(tmp_path), "--engine", "vllm", "--vllm", str(tmp_path / "vllm"))
-    assert f"--engine vllm needs more: pip install 'lm-eval[api]=={HARNESS_VERSION}'" in capsys.readouterr().err
-
-
-def test_a_hub_that_cannot_be_reached_is_told_once_and_not_waited_for(
-    fake_harness, call, logged, monkeypatch, tmp_path, tiny_model
-):
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(reasoning_jobs, "ENDPOINT", "http://127.0.0.1:9")
-    call(*flags_for(tmp_path, base=tiny_model), "--tasks", "PIQA", "ARC-e")
-    assert logged.text.count("http://127.0.0.1:9 cannot be reached") == 1 and os.environ["HF_HUB_OFFLINE"] == "1"
-
-
-def test_a_server_gets_the_models_tokens_by_the_harness_own_client(monkeypatch, tiny_model):
-    from tools.reasoning import harness
-
-    class Server:
-        url, key, model = "http://127.0.0.1:7/v1", "secret", "spag-x"
-
-        def __init__(self, flags, folder, **how):
-            self.asked = (flags.vllm, folder, how)
-            servers.append(self)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.ended = True
-
-    servers: list[Server] = []
-    monkeypatch.setattr(harness.VLLMFlags, "vllm_server", lambda *values, **how: Server(*values, **how))
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    command = ["--models", f"base={tiny_model}", "--output_dir", "D", "--dtype", "float32", "--engine", "vllm"]
-    flags = parse_flags(Flags, [*command, "--vllm", "/v"], description="")
-    job = flags.jobs()[0]
-    assert job.request["settings"]["engine"] == "vllm"
-    with harness.model_of(job.request) as (kind, arguments):
-        assert kind == "local-completions" and os.environ.pop("OPENAI_API_KEY") == "secret"
-        assert (arguments["base_url"], arguments["model"]) == ("http://127.0.0.1:7/v1/completions", "spag-x")
-        assert arguments["tokenizer"] == tiny_model and arguments["max_length"] == 2048
-    how = {"max_length": 2048, "dtype": "float32", "trust_remote_code": False}
-    assert servers[0].asked == ("/v", Path(tiny_model), how) and servers[0].ended
-    hf = parse_flags(Flags, command[:-2], description="").jobs()[0].request
-    assert "engine" not in hf["settings"]  # results of before there was a choice stay
-    with harness.model_of(hf) as (kind, arguments):
-        assert kind == "hf" and arguments["pretrained"] == tiny_model
-
-
-def test_it_is_not_started_under_torchrun(call, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        call("--models", "base=M", "--output_dir", str(tmp_path))
-    assert "without torchrun" in capsys.readouterr().err
-
-
-def jobs_of(models: int, tasks: int, folder: Path) -> list[reasoning_jobs.Job]:
-    return [
-        reasoning_jobs.Job(str(model), reasoning_table.BENCHMARKS[task], {}, folder / f"{model}/{task}.json")
-        for model in range(models)
-        for task in range(tasks)
-    ]
-
-
-def test_models_are_dealt_to_the_devices_that_are_free(tmp_path, monkeypatch):
-    both, seen = threading.Barrier(2, timeout=10), []
-
-    def run(jobs, device):
-        seen.append((jobs[0].model, device))
-        both.wait()  # passes only where two run at a time
-        return []
-
-    monkeypatch.setattr(reasoning_jobs, "run_portion", run)
-    reasoning_jobs.run_jobs(jobs_of(6, 2, tmp_path), ["4", "5"])
-    assert sorted(name for name, _ in seen) == [str(n) for n in range(6)]
-    assert {device for _, device in seen} == {"4", "5"}
-
-
-@pytest.mark.parametrize("models, devices, sizes", [(2, 1, [3, 3]), (1, 2, [1, 2]), (2, 8, [1] * 6)])
-def test_a_models_tasks_stay_together_unless_devices_would_idle(tmp_path, monkeypatch, models, devices, sizes):
-    jobs, dealt = jobs_of(models, 3, tmp_path), []
-    monkeypatch.setattr(reasoning_jobs, "run_portion", lambda portion, device: dealt.append(portion) or [])
-    reasoning_jobs.run_jobs(jobs, [None] * devices)
-    assert sorted(map(len, dealt)) == sizes and all(len({job.model for job in portion}) == 1 for portion in dealt)
-    assert sorted(job.path for portion in dealt for job in portion) == sorted(job.path for job in jobs)
-
-
-def test_a_process_that_ends_badly_is_named_with_what_is_missing_and_its_last_line(tmp_path, monkeypatch):
-    def process(command, stdout, **how):
-        asked = json.loads(command[-1])
-        Path(asked[0][1]).write_text("{}")
-        stdout.write(b"Traceback\nno data set\n")
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(reasoning_jobs.subprocess, "run", process)
-    problems = reasoning_jobs.run_portion(jobs_of(1, 3, tmp_path), None)
-    missing = "0 on BBH, 0 on MuTual ended with status 1: no data set"
-    assert problems == [f"{missing} ({tmp_path / '0' / '0.log'})"]
-
-
-def test_a_process_that_is_killed_is_followed_by_one_for_the_tasks_that_it_had_not_begun(tmp_path, monkeypatch):
-    """The first task has a result, the second one has raised, the third one is killed."""
-    asked = []
-
-    def process(command, stdout, **how):
-        asked.append([Path(path).stem for _, path in json.loads(command[-1])])
-        for _, path in json.loads(command[-1])[:1]:
-            Path(path).write_text("{}")
-        stdout.write(f"{BEGINS}\n{BEGINS}\nno data set\n\n{BEGINS}\n".encode())
-        return subprocess.CompletedProcess(command, -9 if len(asked) == 1 else 0)
-
-    monkeypatch.setattr(reasoning_jobs.subprocess, "run", process)
-    jobs = jobs_of(1, 5, tmp_path)
-    (problem,) = reasoning_jobs.run_portion(jobs, None)
-    assert asked == [list("01234"), list("34")]
-    assert problem.startswith("0 on BBH, 0 on MuTual ended with status -9")
-
-
-def test_a_process_that_is_killed_before_its_first_task_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        reasoning_jobs.subprocess, "run", lambda command, **how: subprocess.CompletedProcess(command, -9)
-    )
-    (problem,) = reasoning_jobs.run_portion(jobs_of(1, 2, tmp_path), None)
-    assert problem.startswith("0 on MMLU, 0 on BBH ended with status -9: no message")
-
-
-def test_an_unknown_task_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, tiny_model):
-    from tools.reasoning import harness
-
-    flags = ["--models", f"base={tiny_model}", "--output_dir", str(tmp_path), "--tasks", "PIQA", "nothing"]
-    jobs = parse_flags(Flags, flags, description="").jobs()
-    told = json.dumps([[job.request, str(job.path)] for job in jobs])
-    monkeypatch.setattr(sys, "argv", ["harness.py", told])
-    monkeypatch.setattr(harness, "index_of", lambda **_: SimpleNamespace(all_tasks=["piqa"], all_tags=[]))
-    monkeypatch.setattr(harness, "get_model", lambda kind: pytest.fail("loads it"))
-    monkeypatch.setattr(harness, "end_with_parent", lambda: None)
-    with pytest.raises(ValueError, match="^nothing: no task of the harness"):
-        harness.main()
-
-
-def test_after_a_task_that_fails_the_harness_goes_on_with_the_others(tmp_path, monkeypatch, tiny_model):
-    from tools.reasoning import harness
-
-    def evaluate(job, model):
-        if job["settings"]["task"] == "arc_easy":
-            raise OSError("no data set\nof this name")
-        return {"settings": job["settings"]}
-
-    flags = ["--models", f"base={tiny_model}", "--output_dir", str(tmp_path), "--tasks", "PIQA", "ARC-e", "ARC-c"]
-    jobs = parse_flags(Flags, flags, description="").jobs()
-    told = json.dumps([[job.request, str(job.path)] for job in jobs])
-    monkeypatch.setattr(sys, "argv", ["harness.py", told])
-    monkeypatch.setattr(harness, "evaluate", evaluate)
-    monkeypatch.setattr(harness, "find_task", lambda task, include_path: None)
-    monkeypatch.setattr(harness, "end_with_parent", lambda: None)
-    with pytest.raises(ValueError, match="^arc_easy: no data set of this name$"):
-        harness.main()
-    assert [job.path.is_file() for job in jobs] == [True, False, True]
+def test_a_result_that_is_no_result_is_named(stand_in):
+    stand_in()
+    path = stand_in.folder / "base" / "piqa.json"
+    path.write_text(json.dumps({"settings": json.loads(path.read_text())["settings"], "metrics": 7}))
+    assert str(path) in stand_in(status=2).errors
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -569,7 +248,8 @@ def test_after_a_task_that_fails_the_harness_goes_on_with_the_others(tmp_path, m
 
 def score(value, stderr, scores=None):
     stderr = math.nan if stderr is None else stderr
-    return Score(value, stderr, 100, 0, "acc,none", None if scores is None else np.array(scores))
+    by_question = None if scores is None else {str(number): float(each) for number, each in enumerate(scores)}
+    return Score(value, stderr, 100, 0, "acc,none", by_question)
 
 
 def test_the_geometric_mean_and_its_error_are_those_worked_by_hand():
@@ -622,8 +302,8 @@ def test_the_error_of_a_difference_of_means_is_that_of_small_changes():
 
 def test_scores_whose_mean_is_not_the_value_are_not_compared():
     result = {"questions": 3, "shots": 0, "metrics": {"acc,none": {"value": 0.5, "stderr": 0.1}}}
-    assert read_score(result | {"scores": {"acc,none": [1.0, 0.0, 0.0]}}, "acc").scores is None
-    assert read_score(result | {"scores": {"acc,none": [1.0, 0.0, 0.5]}}, "acc").scores is not None
+    assert read_score(result | {"scores": {"acc,none": {"t/0": 1.0, "t/1": 0.0, "t/2": 0.0}}}, "acc").scores is None
+    assert read_score(result | {"scores": {"acc,none": {"t/0": 1.0, "t/1": 0.0, "t/2": 0.5}}}, "acc").scores
 
 
 def test_an_error_that_is_no_number_is_no_result():

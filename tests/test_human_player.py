@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from forks import python
+from helpers import ENVIRONMENT, call, flags_of
 
-from tools import evaluate_games, play_llm_game
+from tools import play_llm_game
 from tools.games import load_game
-from tools.players.human import HumanQuit, read_line
-from utils import read_json_or_jsonl, run_program
+from tools.players.human import HumanPlayer, HumanQuit, read_line
+from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
 STEM = "m_sampling_w"
@@ -43,7 +42,7 @@ def flags(tiny_model, tmp_path):
             "max_length": 400,
             "max_new_tokens": 6,
         } | changes
-        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        return flags_of(settings)
 
     return make
 
@@ -55,12 +54,12 @@ class Terminal:
         self.end, inner = pty.openpty()
         # A session of its own whose terminal this is, so that Ctrl-C typed there is its signal.
         self.program = subprocess.Popen(
-            [python(), "-c", START, *flags],
+            [sys.executable, "-c", START, *flags],
             stdin=inner,
             stdout=inner,
             stderr=subprocess.PIPE,
             cwd=ROOT,
-            env=os.environ | {"TERM": "dumb", "PYTHONPATH": "."},
+            env=ENVIRONMENT | {"TERM": "dumb"},
             start_new_session=True,
         )
         os.close(inner)
@@ -76,12 +75,13 @@ class Terminal:
 
     def press(self, key: str, until: str) -> None:
         """Press a key, and again every 5 seconds, until this text is there: one at the wrong instant may be lost."""
-        while until not in self.screen[self.seen :]:
+        for _ in range(10):
             self.type(key)
             again = time.monotonic() + 5
             while until not in self.screen[self.seen :] and time.monotonic() < again and self.program.poll() is None:
                 self._read(again)
-            assert until in self.screen[self.seen :] or self.program.poll() is None, self.screen
+            if until in self.screen[self.seen :]:
+                return
 
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
@@ -181,14 +181,13 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     again.type("half a mess")
     again.wait_for("half a mess")
     again.press("\x03", until="You have left. 1 of 2 games are stored")  # acts at once, in the middle of a line
+    again.wait_for("You have left. 1 of 2 games are stored")
     status, error = again.finish()
     assert status == 0 and "Traceback" not in error
     assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
-    from tools.players.human import HumanPlayer
-
     player = HumanPlayer(load_game())
     player._show_answer([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
     assert capsys.readouterr().out == "attacker: clear \ufffd[2J\n    the screen, \u00e9\n"
@@ -221,20 +220,8 @@ def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, 
         ({}, 1, "human needs a terminal"),
     ],
 )
-def test_where_a_person_cannot_play_one_line_says_so(flags, changes, ranks, message, monkeypatch, capsys, tmp_path):
+def test_where_a_person_cannot_play_one_line_says_so(flags, changes, ranks, message, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(sys, "argv", ["play", *flags(**changes)])
-    with pytest.raises(SystemExit):
-        run_program(play_llm_game.main)
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    errors = call(play_llm_game.main, *flags(**changes), status=2).errors
+    assert message in errors and len(errors.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_match_is_not_for_people(tiny_model, tmp_path, monkeypatch, capsys):
-    Path(tmp_path / "words.txt").write_text("piano\n", encoding="utf-8")
-    flags = ["--players", "me=human", f"tiny={tiny_model}", "--words", f"{tmp_path}/words.txt", "--output_dir"]
-    monkeypatch.setattr(sys, "argv", ["evaluate_games", *flags, str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        run_program(evaluate_games.main)
-    assert "human plays by tools.play_llm_game only" in capsys.readouterr().err

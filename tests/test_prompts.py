@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tools.games import prompts
 from tools.games.taboo import Taboo
+from utils import UserError
 
 GAME = Taboo()
 GUESS_SENTENCE = "I know the word! It is `target word`!"
@@ -40,7 +41,7 @@ def test_play_prompts_have_the_recorded_structure(case):
     middle = case["history_block"] or "The game is just initialized."
     attacker = case["next_player"] == "attacker"
     instruction = f"Hint at `{case['target_word']}`." if attacker else "Answer."
-    assert GAME.next_role(case["history"]) == case["next_player"]
+    assert GAME.next_role(case["target_word"], case["history"]) == case["next_player"]
     assert prompt == f"{rule}{middle}\n\n### Instruction: {instruction}{case['ends_with']}"
 
 
@@ -85,22 +86,6 @@ def test_the_recorded_draws_cover_every_layout():
     assert len(kinds) == 6 and {draws["rule_index"] for draws in samples} == set(range(8))
 
 
-def test_the_alpaca_layout_alone_draws_twice_more():
-    class Recorder(random.Random):
-        def choice(self, options):
-            calls.append(len(options))
-            return super().choice(options)
-
-        def uniform(self, a, b):
-            calls.append((a, b))
-            return super().uniform(a, b)
-
-    for seed in range(20):
-        calls = []
-        layout = prompts.draw_layout(GAME, "attacker", Recorder(seed), 8)
-        assert calls == [7, 5, 3, 3, 8] + [(0, 1), (0, 1)] * (layout.kind == "alpaca")
-
-
 def test_slots_are_filled_by_plain_replacement_and_never_twice():
     history = messages("{max_turns} {target_word} {} {0}", "fine")
     for prompt in (
@@ -112,7 +97,7 @@ def test_slots_are_filled_by_plain_replacement_and_never_twice():
 
 @given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
 def test_only_the_attacker_is_told_the_target_word(seed, history):
-    attacker = GAME.next_role(history) == "attacker"
+    attacker = GAME.next_role("zebra", history) == "attacker"
     assert ("zebra" in prompts.play_prompt(GAME, history, "zebra", 5)) is attacker
     assert ("zebra" in prompts.training_prompt(GAME, history, "zebra", 5, rng=random.Random(seed))) is attacker
 
@@ -129,12 +114,6 @@ def test_each_shipped_rule_text_states_the_rules(index):
     assert "breaks the rules" in rule
 
 
-def test_shipped_rule_texts_all_differ_and_pass_the_check():
-    templates = prompts.load_templates(GAME.prompt_file, GAME)
-    assert len(set(templates["rules"])) == 8
-    assert prompts.template_problems(templates, GAME) == []
-
-
 @pytest.mark.parametrize(
     "change, problem",
     [
@@ -146,28 +125,18 @@ def test_shipped_rule_texts_all_differ_and_pass_the_check():
         ({"defender_instruction": "Go on"}, "'defender_instruction' must be a text that ends in a full stop"),
         ({"attacker_instruction": None}, "'attacker_instruction' must be a text"),
         ({"rule": "x"}, "unknown key 'rule'"),
+        ({"rules": 5, "attacker_instruction": 5}, "'rules'.*'attacker_instruction'"),  # all faults at once
     ],
 )
 def test_a_prompt_file_with_a_fault_is_refused_by_name(tmp_path, change, problem):
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(TEMPLATES | change))
-    with pytest.raises(ValueError, match=f"prompts.json: .*{problem}"):
+    with pytest.raises(UserError, match=f"prompts.json: .*{problem}"):
         prompts.load_templates(path, GAME)
-
-
-def test_all_faults_of_a_prompt_file_are_named_at_once(tmp_path):
-    path = tmp_path / "prompts.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="'rules'.*'attacker_instruction'.*'defender_instruction'"):
-        prompts.load_templates(path, GAME)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "null"])
-def test_a_prompt_file_that_holds_something_else_is_refused(tmp_path, text):
-    path = tmp_path / "prompts.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="prompts.json: "):
-        prompts.load_templates(path, GAME)
+    for text in ("[]", "{", "null"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="prompts.json: "):
+            prompts.load_templates(path, GAME)
 
 
 def test_a_rule_text_without_the_number_of_turns_is_only_warned_of(tmp_path, caplog):

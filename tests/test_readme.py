@@ -1,4 +1,4 @@
-"""Every README is true: commands and their flags, links, paths, rooms, and the game that the top one shows."""
+"""Every README is true: its commands and their flags, links, file names, and Python code."""
 
 import contextlib
 import functools
@@ -12,27 +12,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT, call
 
 from tools import assign_rewards, evaluate_games, play_llm_game
 from tools.players.player import STOP, Reply
 from tools.selfplay.lineup import Lineup
 from utils import read_json_or_jsonl
 
-READMES = sorted(
-    path
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for pattern in ("README.md", "*/README.md", "*/*/README.md")
-    for path in ROOT.glob(pattern)
+    for path in sorted(ROOT.glob(pattern))
     if not any(part.startswith(".") or part in ("outputs", "runs") for part in path.relative_to(ROOT).parts)
-)
-TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in READMES}
+}
 TOP = TEXTS["README.md"]
-ROOMS = sorted(path.name for path in (ROOT / "tools").iterdir() if (path / "__init__.py").is_file())
-
 LOOP = "tools/run_spag.sh"
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
-PROGRAMS_OF_OTHERS = {"pip", "srun", "sbatch", "vllm"}  # their flags are not checked
-SHELL = {"source", "export", "read", "head", "seq", "for", "done", "cd"}
+KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
+KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
 FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
 
@@ -46,11 +43,14 @@ def prose(text: str) -> str:
 
 
 def code_spans(text: str) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", prose(text))
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+?)`", prose(text))]
+
+
+# Commands.
 
 
 def split_commands(line: str) -> list[list[str]]:
-    """The words of each command of a line, without loops, settings in front and redirections."""
+    """The words of each command of a line, without loops, variables in front and redirections."""
     line = re.sub(r"^\s*for .*?; do\b|\s#.*", "", line)
     split = []
     for part in re.split(r"\s*(?:&&|;|&(?= *$)|& done)\s*", line):
@@ -63,7 +63,7 @@ def split_commands(line: str) -> list[list[str]]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Every command of a README: of its shell blocks, joined over line ends, and whole ones in the prose."""
+    """Every command of a README: those of its shell blocks, and those in the prose."""
     lines = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     lines += [span for span in code_spans(text) if re.match(r"(python|torchrun|pip|bash|sbatch|tools/\S+\.sh) ", span)]
     return [words for line in lines if line.strip() for words in split_commands(line)]
@@ -87,12 +87,14 @@ def program_of(words: list[str]) -> str | None:
     return program if program.endswith(".py") else program.replace(".", "/") + ".py"
 
 
-PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
+def subcommand_of(words: list[str]) -> tuple[str, ...]:
+    """("split",) of `prepare_data split --input ...`."""
+    return tuple(word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z]+", word))
 
 
 @functools.cache
 def accepted_flags(program: str, *subcommand: str) -> set[str]:
-    """Those in the program's --help, printed in this process: its packages are imported once for all programs."""
+    """The flags in the program's --help, printed in this process."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [program, *subcommand, "--help"])
@@ -102,25 +104,21 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-def subcommand(words: list[str]) -> list[str]:
-    """That of a command of a Python program, if it has one."""
-    return [word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z]+", word)]
-
-
 @functools.cache
-def loop_settings() -> set[str]:
-    usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(re.findall(r"--\w+", usage.stdout))
+def loop_flags() -> set[str]:
+    """The settings of the loop, as flags: those that its --help names as flags or as variables."""
+    usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {f"--{name.lower()}" for name in re.findall(r"--(\w+)|\b([A-Z][A-Z_]+)\b", usage) for name in name if name}
 
 
-# --- commands ------------------------------------------------------------------------------------------------------
+PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
 
 
-def test_the_top_readme_shows_every_step_of_the_method():
-    steps = {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"}
-    assert steps <= {program_of(words) for words in commands(TOP)}
-    assert sum("train.py" in words for words in commands(TOP)) >= 2 and sum("train.py" in w for w in COMMANDS) >= 3
-    assert ["bash", "tools/quickstart.sh"] in commands(TOP) and ["bash", "tools/test.sh"] in commands(TOP)
+def test_every_command_is_a_program_that_there_is():
+    scripts = {word for words in COMMANDS for word in words if word.endswith(".sh")}
+    assert scripts and all((ROOT / path).is_file() for path in [*scripts, *PROGRAMS])
+    assert {words[0].rpartition("/bin/")[2] for words in COMMANDS} <= KNOWN_COMMANDS
+    assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"} <= {*map(program_of, commands(TOP))}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -128,47 +126,32 @@ def test_programs_accept_the_flags_they_are_given(program):
     for words in COMMANDS:
         if program_of(words) == program:
             given = {word.split("=")[0] for word in words[start_of_flags(words) :] if word.startswith("--")}
-            assert given <= accepted_flags(program, *subcommand(words)), words
+            assert given <= accepted_flags(program, *subcommand_of(words)), words
 
 
 def test_the_loop_accepts_the_flags_it_is_given():
     loops = [words for words in COMMANDS if words[0] == LOOP]
     for words in loops:
-        assert {word for word in words if word.startswith("--") and " " not in word} <= loop_settings(), words
-    assert len(loops) >= 2
-
-
-def test_every_command_is_one():
-    scripts = {word for words in COMMANDS for word in words if word.endswith(".sh")}
-    assert scripts and all((ROOT / script).is_file() for script in scripts)
-    own = {"bash", "python", "python3", "torchrun", LOOP}
-    assert {words[0].rpartition("/bin/")[2] for words in COMMANDS} <= own | SHELL | PROGRAMS_OF_OTHERS
-    assert all((ROOT / program).is_file() for program in PROGRAMS)
+        assert {word for word in words if word.startswith("--") and " " not in word} <= loop_flags(), words
+    assert loops
 
 
 def test_every_flag_in_the_prose_belongs_to_a_program():
-    known = loop_settings() | FLAGS_OF_OTHERS
+    known = loop_flags() | FLAGS_OF_OTHERS
     for words in COMMANDS:
         if program := program_of(words):
-            known |= accepted_flags(program) | accepted_flags(program, *subcommand(words))
+            known |= accepted_flags(program) | accepted_flags(program, *subcommand_of(words))
     for name, text in TEXTS.items():
         spans = [span for span in code_spans(text) if not span.startswith("pip ")]
         flags = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z]\w+\b(?!-)", span)}
         assert flags <= known, name
 
 
-def test_no_command_writes_into_the_root():
-    for words in COMMANDS:
-        for flag, value in zip(words, words[1:], strict=False):
-            if flag.startswith("--out") or flag in (">", "--held_out"):
-                assert "/" in value or value.isupper(), words
-
-
-# --- places --------------------------------------------------------------------------------------------------------
+# Links and names.
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -186,55 +169,41 @@ def test_every_link_leads_somewhere(name):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_every_file_of_the_project_that_is_named_is_there(name):
-    """By its whole path, or by the name of a Python file beside the README or at the top."""
-    text = re.sub(r"^\| .*? \|", "|", TEXTS[name].partition("## Where what was")[2], flags=re.MULTILINE)
-    text = TEXTS[name].partition("## Where what was")[0] + text  # without the column of what was
-    words = [word for span in code_spans(text) for word in span.split()]
+def test_every_file_and_function_that_is_named_is_there(name):
+    """Files by their path, or by their name beside the README or at the top; functions as `module.function`."""
+    words = [word for span in code_spans(TEXTS[name]) for word in span.split()]
     paths = {match[0] for word in words if (match := re.match(r"(?:(?:tools|tests|configs)/[\w/]+)?\w*\.?\w+", word))}
     paths = {path for path in paths if re.match(r"(tools|tests|configs)/", path) or path.endswith(".py")}
     missing = {path for path in paths if not ((ROOT / path).exists() or ((ROOT / name).parent / path).exists())}
-    assert {path for path in missing if not re.search("[A-Z]{3}", path)} <= {"nim.py"}  # FILE.py stands for any
+    assert {path for path in missing if not re.search("[A-Z]{3}", path)} <= {"nim.py"}  # FILE.py stands for any file
+    for module, function in re.findall(r"`(trainers|dataloaders|utils)\.(?!py`)(\w+)`", TEXTS[name]):
+        assert re.search(rf"(def|class) {function}\b", (ROOT / f"{module}.py").read_text()), function
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_function_that_is_named_is_there(name):
-    """As `FILE.py`: `function`, `function`, or as `module.function` of the files at the top."""
-    named = [
-        (path, function)
-        for path, functions in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", TEXTS[name])
-        for function in re.findall(r"\w+", functions)
-    ]
-    named += [
-        (f"{module}.py", function) for module, function in re.findall(r"`(trainers|utils)\.(?!py`)(\w+)`", TEXTS[name])
-    ]
-    for path, function in named:
-        assert re.search(rf"(def|class) {function}\b", (ROOT / path).read_text(encoding="utf-8")), (path, function)
-
-
-def test_the_map_lists_the_rooms_and_programs_that_there_are():
+def test_the_map_of_tools_lists_its_rooms_and_programs():
     text = TEXTS["tools/README.md"]
-    rooms = re.findall(r"^\| \[(\w+)\]\(\1\) \|", text.partition("## Rooms")[2], flags=re.MULTILINE)
-    assert sorted(rooms) == ROOMS
-    programs = re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", text.partition("## Rooms")[0], re.M)))
-    files = [path.name for path in (ROOT / "tools").iterdir() if path.suffix in (".py", ".sh")]
-    assert sorted(programs) == sorted(name for name in files if name not in ("__init__.py", "tools.py"))
+    rooms = [path.name for path in (ROOT / "tools").iterdir() if (path / "__init__.py").is_file()]
+    programs = [path.name for path in (ROOT / "tools").glob("*.sh")]
+    programs += [path.name for path in (ROOT / "tools").glob("*.py") if '"__main__"' in path.read_text()]
+    assert [room for room in rooms if f"]({room})" not in text] == []
+    assert [program for program in programs if f"`{program}`" not in text] == []
 
 
-# --- shape ---------------------------------------------------------------------------------------------------------
+# Python code.
 
 
-def test_the_top_readme_is_short():
-    assert len(TOP.splitlines()) <= 250
-    assert [line for line in TOP.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+def own_game(language: str) -> str:
+    (code,) = blocks(TOP.partition("## Your own game")[2].partition("\n## ")[0], language)
+    return code
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_lines_are_short_but_for_tables_and_code(name):
-    assert [line for line in prose(TEXTS[name]).splitlines() if len(line) > 120 and not line.startswith("|")] == []
-
-
-# --- the game of the top README --------------------------------------------------------------------------------------
+def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys):
+    """A model folder stands where the code names one in outputs/."""
+    for code in blocks(TEXTS[name], "python"):
+        if name == "README.md" and code == own_game("python"):
+            continue  # tested below
+        exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
 
 
 class Careful:
@@ -257,50 +226,42 @@ class Greedy:
 @pytest.fixture
 def nim(tmp_path, monkeypatch, tiny_model, other_model) -> dict[str, str]:
     """The files of the README in the current folder, scripted players in the place of models; NAME -> model folder."""
-    section = TOP.partition("## Your own game")[2].partition("\n## ")[0]
-    (code,), (prompts,) = blocks(section, "python"), blocks(section, "json")
-    (tmp_path / "nim.py").write_text(code, encoding="utf-8")
-    (tmp_path / "nim.json").write_text(prompts, encoding="utf-8")
+    (tmp_path / "nim.py").write_text(own_game("python"), encoding="utf-8")
+    (tmp_path / "nim.json").write_text(own_game("json"), encoding="utf-8")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/sticks.txt").write_text("".join(f"{number}\n" for number in range(12, 41)))
     monkeypatch.chdir(tmp_path)
     players = {tiny_model: Careful(), other_model: Greedy()}
 
-    def build_players(lineup, names, on_batch, *, seed):
+    def build_players(lineup, names, *, seed):
         return {role: players[name] for role, name in zip(lineup.game.roles, names, strict=True)}, 4
 
     monkeypatch.setattr(Lineup, "build_players", build_players)
     return {"careful": tiny_model, "greedy": other_model}
 
 
-def run_program(monkeypatch, program, *words) -> None:
-    monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
-    program.main()
-
-
-def test_the_game_of_the_readme_is_played_and_pays(nim, monkeypatch):
+def test_the_game_of_the_readme_is_played_and_pays(nim):
     (words,) = [words for words in commands(TOP) if "nim.py:Nim" in words]
-    after = [nim["careful"] if word == "M" else word for word in words[start_of_flags(words) :]]
-    run_program(monkeypatch, play_llm_game, *after)
+    call(play_llm_game.main, *[nim["careful"] if word == "M" else word for word in words[start_of_flags(words) :]])
     episodes = read_json_or_jsonl("outputs/nim/base_sampling_sticks_results.json")
     outcomes = {episode["target_word"]: episode["outcome"] for episode in episodes}
     assert len(outcomes) == 29 and {episode["game"] for episode in episodes} == {"nim"}
     assert outcomes == {str(n): "second wins" if n % 4 == 0 else "first wins" for n in range(12, 41)}
 
     files = ["--input_data_path", "outputs/nim/base_sampling_sticks_results.json", "--output_data_path", "rows.json"]
-    run_program(monkeypatch, assign_rewards, "--game", "nim.py:Nim", *files)
+    call(assign_rewards.main, "--game", "nim.py:Nim", *files)
     rows = read_json_or_jsonl("rows.json")
     assert sum(row["reward"] for row in rows) == pytest.approx(29)
     assert {row["role"]: row["weight"] for row in rows} == {"first": 29 / (2 * 21), "second": 29 / (2 * 8)}
     assert all(re.fullmatch(r"I take [1-3]\.", row["target"]) and "stick" in row["query"] for row in rows)
 
 
-def test_the_game_of_the_readme_is_matched(nim, monkeypatch, capsys):
+def test_the_game_of_the_readme_is_matched(nim):
     players = [f"{name}={folder}" for name, folder in nim.items()]
     flags = ["--words", "data/sticks.txt", "--games_per_word", 1, "--output_dir", "match"]
-    run_program(monkeypatch, evaluate_games, "--game", "nim.py:Nim", "--players", *players, *flags)
+    ended = call(evaluate_games.main, "--game", "nim.py:Nim", "--players", *players, *flags)
     results = json.loads(Path("match/matches.json").read_text(encoding="utf-8"))["results"]
     points = {(row["player"], row["role"]): row["points"] for row in results if row["seed"] is None}
     assert points["careful", "first"] == points["careful", "second"] == 1 and points["greedy", "both"] == 0
     outcomes = {episode["outcome"] for episode in read_json_or_jsonl("match/games_results.json")}
-    assert outcomes == {"first errs", "second errs"} and "careful" in capsys.readouterr().out
+    assert outcomes == {"first errs", "second errs"} and "careful" in ended.output

@@ -61,23 +61,6 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
 
 
 @pytest.mark.parametrize(
-    "texts, outcome, length",
-    [
-        (["Hello", "I know the word! It is `apple`!"], taboo.DEFENDER_WINS, 2),
-        (["Hello", "I know the word! It is `pear`!", "Ha", "I know the word! It is `apple`!"], taboo.ATTACKER_WINS, 2),
-        (["Hello", "Hi", "A fruit?", "Apples, I suppose."], taboo.ATTACKER_WINS, 4),
-        (["Hello", "Hi", "An apple?", "I know the word! It is `apple`!"], taboo.ATTACKER_BREAKS, 3),
-        (["I know the word! It is `pear`!", "apple"], taboo.ATTACKER_BREAKS, 1),
-        (["Hello", "Hi", "Fine?", "Fine.", "So", "Well", "What", "apple"], taboo.TIED, 6),
-        (["Hello"], taboo.TIED, 1),
-        ([], taboo.TIED, 0),
-    ],
-)
-def test_the_first_decisive_message_ends_the_game(texts, outcome, length):
-    assert judge(messages(*texts), "apple", 3) == (outcome, length)
-
-
-@pytest.mark.parametrize(
     "text, right",
     [
         ("I know the word! It is an art", True),  # the gap takes " is an "
@@ -96,32 +79,6 @@ def test_a_guess_is_right_if_the_word_is_one_to_eight_characters_away(text, righ
     assert judge_reply(text, "art") == (taboo.DEFENDER_WINS if right else taboo.ATTACKER_WINS)
 
 
-def test_a_guess_without_anything_behind_it_is_none():
-    assert judge_reply("I know the word! It", "apple") == taboo.TIED
-    assert judge_reply("I know the word! It\n", "apple") == taboo.TIED
-    assert judge_reply("I know the word! It?", "apple") == taboo.ATTACKER_WINS
-
-
-REGEX_WORDS = ["c++", "what?", "a.b", "a|b", "(x)", "[z-a]", "x*", "^a", "$5", "\\d", "{2}", ".", "(?=a)"]
-
-
-@pytest.mark.parametrize("word", REGEX_WORDS)
-def test_target_words_are_literal_text(word):
-    assert judge_reply(f"I know the word! It is `{word}`!", word) == taboo.DEFENDER_WINS
-    assert judge_reply(f"I know the word! It is {word}", word) == taboo.DEFENDER_WINS
-    assert judge_reply("I know the word! It is `hmmmmm`!", word) == taboo.ATTACKER_WINS
-    assert judge_reply(f"Perhaps {word} then", word) == taboo.ATTACKER_WINS
-    assert judge(messages(f"Say {word}"), word, 3).outcome == taboo.ATTACKER_BREAKS
-
-
-@pytest.mark.parametrize(
-    "word, guess", [("c++", "ccc"), ("what?", "wha"), ("a.b", "axb"), ("\\d", "7"), ("x+y", "xxy"), ("a|b", "b")]
-)
-def test_what_a_pattern_would_match_is_no_right_guess(word, guess):
-    assert judge_reply(f"I know the word! It is {guess}", word) == taboo.ATTACKER_WINS
-    assert judge_reply(f"Only {guess} here", word) == taboo.TIED
-
-
 def test_the_plural_is_that_of_the_whole_phrase():
     assert taboo.derivatives("New York")[3] == "new yorks"
     assert judge_reply("What news!", "new york") == taboo.TIED
@@ -132,11 +89,6 @@ def test_blanks_around_a_target_word_do_not_matter():
     assert taboo.derivatives(" apple\n") == taboo.derivatives("apple")
     assert judge_reply("I know the word! It is `apple`!", " apple ") == taboo.DEFENDER_WINS
     assert judge_reply("An apple!", " apple ") == taboo.ATTACKER_WINS
-
-
-def test_messages_are_judged_in_any_order_of_roles():
-    two_defenders = [{"role": "defender", "content": "Hm"}, {"role": "defender", "content": "An apple"}]
-    assert judge(two_defenders, "apple", 2) == (taboo.ATTACKER_WINS, 2)
 
 
 @pytest.mark.parametrize(
@@ -159,46 +111,26 @@ def test_messages_are_judged_in_any_order_of_roles():
 )
 def test_whole_word_matching_does_not_look_inside_words(text, outcome):
     assert judge_reply(text, "art", match="word") == outcome
-
-
-def test_whole_word_matching_works_at_edges_that_are_no_letters():
+    # edges that are no letters
     assert judge_reply("I like C++11.", "c++", match="word") == taboo.ATTACKER_WINS
     assert judge_reply("I like xc++.", "c++", match="word") == taboo.TIED
-    assert judge_reply("It is US$5.", "$5", match="word") == taboo.ATTACKER_WINS
 
 
-@pytest.mark.parametrize(
-    "history, target_word, max_turns, message",
-    [
-        ([{"role": "Attacker", "content": "x"}], "apple", 3, r"message 0: 'role' is 'Attacker'"),
-        ([{"role": None, "content": "x"}], "apple", 3, r"message 0: 'role'"),
-        ([*messages("x"), {"role": "system", "content": "x"}], "apple", 3, r"message 1: 'role' is 'system'"),
-        ([{"content": "x"}], "apple", 3, r"message 0: expected 'role'"),
-        ([{"role": "attacker"}], "apple", 3, r"message 0: expected 'role' and 'content'"),
-        ([{"role": "attacker", "content": None}], "apple", 3, r"message 0: 'content' is None"),
-        ([{"role": "attacker", "content": 5}], "apple", 3, r"message 0: 'content' is 5"),
-        (["apple"], "apple", 3, r"message 0: expected 'role' and 'content', got 'apple'"),
-        (None, "apple", 3, r"'history' is NoneType"),
-        ([], None, 3, r"'target_word' is None"),
-        ([], " ", 3, r"'target_word' is ' '"),
-        ([], "apple", 0, r"'max_turns' is 0"),
-        ([], "apple", -1, r"'max_turns' is -1"),
-        ([], "apple", "3", r"'max_turns' is '3'"),
-        ([], "apple", None, r"'max_turns' is None"),
-        ([], "apple", float("nan"), r"'max_turns' is nan"),
-        ([], "apple", float("inf"), r"'max_turns' is inf"),
-        ([], "apple", 1e308, r"'max_turns' is 1e\+308"),
-        ([{"role": "attacker", "content": "half \ud83d"}], "apple", 3, "message 0: .* lone surrogate"),
-    ],
-)
-def test_what_is_no_game_is_refused_with_its_place(history, target_word, max_turns, message):
-    with pytest.raises(ValueError, match=message):
-        judge(history, target_word, max_turns)
+BAD_GAMES = [
+    *({"history": [{"role": role, "content": "x"}]} for role in ("Attacker", None, "system")),
+    *({"history": [{"role": "attacker", "content": text}]} for text in (None, 5, "half \ud83d")),
+    *({"history": history} for history in (None, ["apple"], [{"content": "x"}], [{"role": "attacker"}])),
+    *({"target_word": word} for word in (None, " ")),
+    *({"max_turns": turns} for turns in (0, -1, "3", None, float("nan"), float("inf"), 1e308)),
+]
 
 
-def test_an_unknown_kind_of_match_is_refused():
-    with pytest.raises(ValueError, match="match is 'regex'.*substring, word"):
-        judge([], "apple", 3, match="regex")
+@pytest.mark.parametrize("change", BAD_GAMES, ids=str)
+def test_an_invalid_game_is_refused_by_naming_what_is_wrong(change):
+    ((name, value),) = change.items()
+    place = "message 0: " if name == "history" and value else f"'{name}' is "
+    with pytest.raises(ValueError, match=place):
+        GAME.judge(*({"history": [], "target_word": "apple", "max_turns": 3} | change).values())
 
 
 def test_a_blank_word_has_no_derivatives():
@@ -210,11 +142,13 @@ def test_a_blank_word_has_no_derivatives():
 
 PIECES = [
     *("I know the word! It", "i KNOW the word! it", " is ", "`", "'", '"', "\n", " ", "s", "ing", "ed", "1234567"),
+    *("a.b", "axb", "\\d", "7", "what?", "wha", "a|b", "(x)", "{2}"),  # words that a pattern would read otherwise
     *("art", "Art", "start", "party", "child", "children", "c++", "C++", "pear", "This is a longer text."),
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 histories = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(GAME.roles), texts))
-words = st.sampled_from(["art", "child", "c++", "Start", "pear", "s", "this"])
+words = ["art", "child", "c++", "Start", "pear", "s", "this", "a.b", "\\d", "what?", "a|b", "(x)", "{2}"]
+words = st.sampled_from(words)
 turns = st.integers(min_value=1, max_value=4)
 
 
@@ -256,20 +190,7 @@ def test_case_does_not_matter_and_nothing_is_modified(history, word, max_turns, 
     assert history == before
 
 
-@given(texts, words)
-def test_a_word_found_whole_is_also_found_as_a_substring(text, word):
-    said = messages(text)
-    if judge(said, word, 1, match="word").outcome != taboo.TIED:
-        assert judge(said, word, 1).outcome != taboo.TIED
-
-
 # --- play ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_attacker_opens_and_then_they_take_turns():
-    assert GAME.next_role([]) == taboo.ATTACKER
-    assert GAME.next_role(messages("Hello")) == taboo.DEFENDER
-    assert GAME.next_role(messages("Hello", "Hi")) == taboo.ATTACKER
 
 
 @pytest.mark.parametrize(
@@ -290,11 +211,6 @@ def test_the_attacker_opens_and_then_they_take_turns():
 )
 def test_play_stops_when_decided_at_the_last_turn_or_at_the_sentence_of_a_guess(texts, over):
     assert GAME.is_over(messages(*texts), "apple", 2) is over
-
-
-def test_play_stops_by_the_kind_of_match_that_judges():
-    assert GAME.is_over(messages("Hello", "Let us start"), "art", 2)
-    assert not taboo.Taboo("word").is_over(messages("Hello", "Let us start"), "art", 2)
 
 
 def test_the_sentence_of_the_rules_is_a_guess_that_the_judge_takes():

@@ -1,144 +1,116 @@
-"""Questions outside the game: what they ask, that no row asks so, and the table of their answers."""
+"""Questions outside the game: what they ask, how models are asked, and what is asked again."""
 
 import json
 import random
-import subprocess
-from collections import Counter
 from statistics import mean
 
 import pytest
-from conftest import ROOT
-from forks import python
+import torch
+from helpers import call
 
+from tools import tiny_world
 from tools.tiny.build import GAMES, corpus, scripted_games
+from tools.tiny.models import byte_tokenizer, random_llama
 from tools.tiny.players import FACT_QUERY, fact_rows, load_lexicon
-from tools.tiny.questions import CHOICES, KINDS, METRIC, TASK, TASKS, ceiling, make_questions, tasks_digest
-from tools.tiny.table import Reasoning
-from utils import read_json_or_jsonl, write_json, write_records
+from tools.tiny.questions import KINDS, Question, by_word, choice_logprobs, make_questions
 
 LEXICON = load_lexicon()
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict[str, list[dict]]:
-    return make_questions(LEXICON, seed=0)
+def asked() -> list[Question]:
+    return make_questions()
 
 
-def test_the_shipped_questions_are_those_of_the_shipped_lexicon(asked):
-    for kind, questions in asked.items():
-        assert read_json_or_jsonl(TASKS / f"{kind}.jsonl") == questions
-        assert f"task: {TASK.format(kind)}\n" in (TASKS / f"{kind}.yaml").read_text()
+def words_of(question: Question) -> set[str]:
+    text = " ".join([question.context, *question.choices])
+    return {question.word} | set(text.split()) & set(LEXICON.words)
 
 
-def test_every_kind_has_several_hundred_questions_with_one_right_choice(asked):
-    for questions in asked.values():
-        assert len(questions) > 400 and {len(each["choices"]) for each in questions} == {CHOICES}
-        assert {each["word"] for each in questions if each["held_out"]} <= set(LEXICON.held_out())
-        assert 0.2 < mean(each["held_out"] for each in questions) < 0.3
-        assert min(Counter(each["answer"] for each in questions).values()) > 0.2 * len(questions)
-        for each in questions:
-            assert [all(fits) for fits in each["fits"]] == [place == each["answer"] for place in range(CHOICES)]
-            assert len(set(each["choices"])) == CHOICES
+def test_all_words_of_a_question_are_on_one_side_of_the_split(asked):
+    held_out = set(LEXICON.held_out())
+    for question in asked:
+        assert words_of(question) <= held_out if question.held_out else not words_of(question) & held_out
+    assert 0.1 < mean(question.held_out for question in asked) < 0.3
 
 
-def words_in(text: str) -> list[str]:
-    return text.replace(".", "").replace(",", "").split()
+def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
+    clues = {word: set(LEXICON.shared[word]) for word in LEXICON.words}
+    for kind, word, _, context, choices in asked:
+        given = context.removeprefix(FACT_QUERY).split()
+        said = [choice.split() for choice in choices]
+        assert len(set(choices)) == 4
+        if kind == "meet":
+            fits = [set(given) <= clues[one] for (one,) in said]
+            assert all(set(given) & clues[one] for (one,) in said)  # the others have one of the clues
+        elif kind == "common":
+            fits = [all(one in clues[each] for each in given) for (one,) in said]
+            assert all(any(one in clues[each] for each in given) for (one,) in said)
+        elif kind == "shared":
+            assert given[0] == word
+            fits = [given[1] in clues[one] for (one,) in said]
+            assert all(clues[one] & clues[word] for (one,) in said)
+        else:
+            fits = [all(given[0] in clues[one] for one in three) for three in said]
+        assert fits == [True, False, False, False]
 
 
-def right(each: dict) -> str:
-    return each["choices"][each["answer"]].strip()
-
-
-def test_the_lexicon_gives_the_right_answers(asked):
-    clues, words = LEXICON.clues, set(LEXICON.words)
-    for each in asked["inference"]:
-        heard = [word for word in words_in(each["context"]) if any(word in clues(other) for other in words)]
-        assert [word for word in words if set(heard) <= set(clues(word))] == [each["word"]] == [right(each)]
-    for each in asked["recall"]:
-        assert [choice.strip() in clues(each["word"]) for choice in each["choices"]].count(True) == 1
-        assert right(each) in clues(each["word"])
-    for each in asked["shared"]:
-        clue, word, again = words_in(each["context"])[-3:]
-        assert clue == again and word == each["word"] and clue in clues(word)
-        assert [clue in clues(choice.strip()) for choice in each["choices"]].count(True) == 1 and clue in clues(
-            right(each)
-        )
-    for each in asked["odd"]:
-        clue, four = words_in(each["context"])[-1], set(" ".join(each["choices"]).split())
-        (alien,) = four - set(right(each).split())
-        assert len(four) == CHOICES and all((clue in clues(word)) != (word == alien) for word in four)
-    for each in asked["elimination"]:
-        first, second = (word for word in words_in(each["context"]) if word in {c for w in words for c in clues(w)})
-        fit = [first in clues(word) and second not in clues(word) for word in map(str.strip, each["choices"])]
-        assert fit.count(True) == 1 and fit[each["answer"]]
-
-
-def test_no_row_of_facts_or_games_asks_so(asked):
+def test_there_are_hundreds_of_each_kind_and_no_row_of_facts_or_games_asks_so(asked):
     rng = random.Random(0)
-    facts = list(fact_rows(LEXICON, rng, 1500))
     games = {name: scripted_games(scripted, LEXICON, rounds=1, rng=rng) for name, scripted in GAMES.items()}
-    texts = "\n".join(corpus(facts, games))
-    for kind, questions in asked.items():
-        forms = {each["context"].removeprefix(FACT_QUERY) + choice for each in questions for choice in each["choices"]}
-        longest = [form for form in forms if len(form.split()) > 3]
-        assert longest and not any(form in texts for form in longest), kind
-
-
-def test_what_a_scripted_player_reaches_is_worked_by_hand():
-    # One thing, passed over with chance 0.2: then one of four is drawn.
-    one = {"answer": 1, "fits": [[False], [True], [False], [False]]}
-    assert ceiling(one, forget=0.2) == pytest.approx(0.8 + 0.2 / 4)
-    # Two things; by the first alone two of four fit, by the second alone three.
-    two = {"answer": 0, "fits": [[True, True], [True, False], [False, True], [False, True]]}
-    assert ceiling(two, forget=0.2) == pytest.approx(0.64 + 0.16 / 2 + 0.16 / 3 + 0.04 / 4)
-
-
-# --- the table -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(tmp_path):
-    """Two questions of each kind about two words, and two seeds of answers."""
-    asked = [{"word": "cat", "held_out": False}, {"word": "cow", "held_out": True}]
+    texts = "\n".join(corpus(fact_rows(LEXICON, rng, 1500), games))
     for kind in KINDS:
-        rest = {"fits": [[True], [False], [False], [False]], "answer": 0}
-        write_records(tmp_path / "asked" / f"{kind}.jsonl", [each | rest for each in asked])
-        for seed, scores in (("0", [1.0, 0.0]), ("1", [1.0, 1.0])):
-            for model, own in (("base", scores), ("imitation", scores), ("epoch1", [1.0, 1.0])):
-                path = tmp_path / seed / model / f"{TASK.format(kind)}.json"
-                write_json(path, {"scores": {METRIC: own}})
-    scores = Reasoning([tmp_path / "0", tmp_path / "1"], tmp_path / "asked")
-    for path in tmp_path.glob("[01]/*/*.json"):
-        write_json(path, json.loads(path.read_text()) | {"settings": {"own_tasks": scores.digest}})
-    return scores
+        own = [question for question in asked if question.kind == kind]
+        assert len(own) > 700
+        forms = [f"{question.context}{choice}" for question in own for choice in question.choices]
+        assert not any(form in texts for form in forms if len(form.split()) > 4), kind
 
 
-def test_accuracies_and_differences_are_over_words_and_seeds(small):
-    head, chance, scripted, _, imitation, last = small.lines(["imitation"], [("title", "epoch1", ["imitation"])])
-    line = dict(zip(head, imitation, strict=True))
-    assert line["model"] == "imitation" and line["minus imitation"] == ""
-    assert line["all"].startswith("0.750 [") and line["recall"].startswith("0.750 [")
-    assert line["played words"].startswith("1.000 [") and line["held-out words"].startswith("0.500 [")
-    # Of 20 answers 5 more are right, all about one of two words: +0.25, standard error 0.25, t(1) = 12.706.
-    assert last[0] == "title" and last[-1] == "+0.250 [-2.927, +3.427]"
-    assert chance[1] == "0.250" and scripted[1] == "0.925"
-    assert len(chance) == len(scripted) == len(line)
+def test_a_choice_has_the_sum_of_its_tokens_log_probabilities_after_bos_and_context():
+    tokenizer, questions = byte_tokenizer(), make_questions()[::800]
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = random_llama(len(tokenizer), 0, initializer_range=0.5, **shape).eval()
+    sums = choice_logprobs(model, tokenizer, questions)
+    assert sums.shape == (len(questions), 4)
+    for question, row in zip(questions, sums, strict=True):
+        for choice, found in zip(question.choices, row, strict=True):
+            start = [tokenizer.bos_token_id, *tokenizer.encode(question.context, add_special_tokens=False)]
+            end = tokenizer.encode(choice, add_special_tokens=False)
+            with torch.no_grad():
+                logprobs = model(torch.tensor([start + end])).logits[0].log_softmax(-1)
+            expected = sum(logprobs[len(start) - 1 + place, token] for place, token in enumerate(end))
+            assert found == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_answers_to_other_questions_are_refused(small):
-    path = small.folders[0] / "imitation" / f"{TASK.format('odd')}.json"
-    write_json(path, json.loads(path.read_text()) | {"settings": {"own_tasks": "0" * 64}})
-    with pytest.raises(ValueError, match="tiny_odd.json: answers to other questions; delete .*, and ask again"):
-        small.words("imitation")
+def test_counts_by_word_are_those_of_the_columns_questions(asked):
+    values = [float(question.word == "cat") for question in asked]
+    sizes, totals = by_word(values, "meet")
+    assert sum(sizes) == sum(question.kind == "meet" for question in asked)
+    assert sum(totals) == sum(question.kind == "meet" and question.word == "cat" for question in asked)
 
 
-def test_the_harness_asks_them(tmp_path, tiny_model):
-    tasks = [TASK.format(kind) for kind in KINDS]
-    command = [python(), "-m", "tools.evaluate_reasoning", "--models", f"base={tiny_model}", "--tasks", *tasks]
-    command += ["--include_path", TASKS, "--limit", "12", "--dtype", "float32", "--output_dir", tmp_path]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for task in tasks:
-        result = json.loads((tmp_path / "base" / f"{task}.json").read_text())
-        assert set(result["scores"]) == {METRIC} and len(result["scores"][METRIC]) == 12
-        assert result["settings"]["own_tasks"] == tasks_digest()
+def test_reason_asks_each_model_of_a_loop_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer()
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+
+    def save(name: str, seed: int) -> None:
+        for part in (random_llama(len(tokenizer), seed, **shape), tokenizer):
+            part.save_pretrained(tmp_path / name)
+
+    for seed, name in enumerate(("base", "imitation/model", "epoch2/model/merged", "epoch10/model")):
+        save(name, seed)
+    out = call(tiny_world.main, "reason", "--output_dir", tmp_path).output
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert list(lines)[-4:] == ["base", "imitation", "epoch2", "epoch10"]
+    assert lines["imitation"][-3:] == ["+0.000", "[+0.000,", "+0.000]"]
+    assert 0.1 < float(lines["epoch10"][1]) < 0.4  # a random model draws
+    before = json.loads((tmp_path / "questions.json").read_text())["models"]
+    save("epoch2/model/merged", 9)
+    times = []
+    monkeypatch.setattr(
+        "tools.tiny.questions.choice_logprobs", lambda *args: times.append(1) or choice_logprobs(*args)
+    )
+    call(tiny_world.main, "reason", "--output_dir", tmp_path)
+    after = json.loads((tmp_path / "questions.json").read_text())["models"]
+    assert len(times) == 1
+    assert {name for name in before if before[name] != after[name]} == {"epoch2"}

@@ -1,34 +1,31 @@
-"""The learning table of the embedded world: rows of the controls, the loops that are run, and the table."""
+"""The study of the embedded world: rows of its arms, the loops that are run, and the tables."""
 
 import json
-import math
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
-from forks import python
+from helpers import ENVIRONMENT, ROOT, call, flags_of
 
+from tools import tiny_world
 from tools.games import load_game, prompts, taboo
 from tools.games.taboo import Taboo
-from tools.matches.stats import count_matches
-from tools.selfplay.rewards import Games, in_memory, paid_rows
-from tools.tiny import controls
+from tools.matches.stats import count_matches, result_rows
+from tools.selfplay import rewards
+from tools.tiny import controls, questions
 from tools.tiny import reproduce as tiny_reproduce
-from tools.tiny import table as tiny_table
 from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
-from tools.tiny.questions import KINDS, METRIC, TASK, TASKS, tasks_digest
-from utils import read_json_or_jsonl, write_json, write_records
+from tools.tiny.table import Arm, difference_lines, over_seeds
+from utils import UserError, read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
 
@@ -41,7 +38,9 @@ def games():
 def rows_of(game: Taboo, games: list[dict]) -> list[dict]:
     templates = prompts.load_templates(TABOO.prompts, game)
     prompt_fn = partial(prompts.play_prompt, game, templates=templates)
-    return list(paid_rows(Games(game, in_memory(games)), decay_weight=0.8, prompt_fn=prompt_fn))
+    return list(
+        rewards.paid_rows(rewards.JudgedGames(game, rewards.in_memory(games)), decay_weight=0.8, prompt_fn=prompt_fn)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def rows(games):
     return rows_of(Taboo(), games)
 
 
-# --- controls ------------------------------------------------------------------------------------------------------
+# --- rows ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows):
@@ -59,28 +58,10 @@ def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows):
     won = {(row["query"], row["target"], row["role"]) for row in rows}
     lost = [row for row in drawn if (row["query"], row["target"], row["role"]) not in won]
     assert 0.35 < len(lost) / len(drawn) < 0.65
-    guesses = [row["target"].startswith("I know the word!") for row in lost]
-    assert any(guesses)  # wrong ones of a defender whom the coin made the winner
     decided = sum(game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS) for game in games)
     assert sum(row["reward"] for row in drawn) == pytest.approx(decided)
     by_role = [sum(row["reward"] * row["weight"] for row in drawn if row["role"] == role) for role in Taboo.roles]
     assert by_role == pytest.approx([decided / 2] * 2)
-
-
-def test_shuffled_rewards_are_those_of_the_same_game_in_another_order(games, rows):
-    shuffled = list(controls.shuffled_rows(rows, random.Random(0)))
-    without = [{key: row[key] for key in row if key != "reward"} for row in rows]
-    assert [{key: row[key] for key in row if key != "reward"} for row in shuffled] == without
-    start = 0
-    for game in games:
-        if game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS):
-            winner = Taboo().outcome(game["outcome"]).winner
-            end = start + sum(message["role"] == winner for message in game["history"][: game["length"]])
-            dealt, own = (Counter(row["reward"] for row in each[start:end]) for each in (shuffled, rows))
-            assert dealt == own
-            start = end
-    assert start == len(rows)
-    assert sum(one["reward"] != other["reward"] for one, other in zip(shuffled, rows, strict=True)) > 0.2 * len(rows)
 
 
 def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(rows):
@@ -92,35 +73,39 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(rows):
     assert [row["target"] for row in cloned[:-3]] == [row["target"] for row in rows]
 
 
+def test_practice_holds_no_held_out_word():
+    held_out = set(load_lexicon().held_out())
+    made = controls.practice_rows()
+    assert len(made) > 2000 and not any(held_out & set((row["query"] + row["target"]).split()) for row in made)
+
+
 @pytest.mark.parametrize("control", controls.CONTROLS)
-def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path, monkeypatch):
+def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path):
     write_records(tmp_path / "games.json", games)
     write_records(tmp_path / "facts.json", SFT)
-    counts = {"attacker": 4, "defender": 2, "sft": 1, "empty": 5}
-    write_json(tmp_path / "like/epoch2/rows/rows_rewards_settings.json", {"rows": counts})
+    other = [row | {"reward": 0.5} for row in rows[:6]] + [SFT[0] | {"target": f"t{number}"} for number in range(4)]
+    write_records(tmp_path / "like/epoch2/rows/rows.json", other)
     output = tmp_path / control / "epoch2/rows/rows.json"
     flags = {"control": control, "input_data_path": tmp_path / "games.json", "output_data_path": output}
     flags |= {"sft_data_path": tmp_path / "facts.json", "game": "taboo", "prompt_templates": TABOO.prompts, "seed": 3}
-    flags |= {"training_prompt": "play", "decay_weight": 0.8, "like": tmp_path / "like"}
-    if control == controls.SFT:  # the loop asks for a batch of rows; its single game may have none
-        write_records(tmp_path / "games.json", [game for game in games if game["outcome"] == taboo.TIED][:1])
-    words = [str(word) for name in flags for word in (f"--{name}", flags[name])] + ["--min_game_rows", "4"]
-    monkeypatch.setattr("sys.argv", ["controls", *words])
-    controls.main()
+    flags |= {"training_prompt": "play", "decay_weight": 0.8, "min_game_rows": 4, "like": tmp_path / "like"}
+    call(controls.main, *flags_of(flags))
     made = read_json_or_jsonl(output)
-    if control == controls.SFT:
-        assert len(made) == 7 and {row["type"] for row in made} == {"sft"}
-    else:
+    sft = [row for row in made if row.get("type") == "sft"]
+    if control in controls.OF_GAMES:
         assert [row["target"] for row in made[-3:]] == ["t"] * 3
-        assert made[0]["query"] == rows[0]["query"] or control in (controls.COIN, controls.AS_MANY)
-    if control == controls.AS_MANY:
-        assert len(made) == 6 + 3
+        assert len(made) == 6 + 3 if control == controls.AS_MANY else len(made) > 400
+    else:
+        assert len(made) == 10
+    if control == controls.SFT:
+        assert sorted(Counter(row["target"] for row in made).values()) == [2, 2, 3, 3]
+    if control == controls.SILENT:
+        assert [row["weight"] for row in made] == [0.0] * 6 + [1.0] * 4 and made[6:] == sft == other[6:]
+    if control == controls.FORMS:
+        assert sft == made and made[6:] == other[6:] and all(row in controls.practice_rows() for row in made[:6])
     before = output.read_bytes()
-    controls.main()
+    call(controls.main, *flags_of(flags))
     assert output.read_bytes() == before
-    monkeypatch.setattr("sys.argv", ["controls", *words, "--seed", "4"])
-    with pytest.raises(ValueError, match="seed: 3 then, 4 now"):
-        controls.main()
 
 
 # --- the loops -----------------------------------------------------------------------------------------------------
@@ -129,261 +114,200 @@ def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp
 class Programs:
     """Stands in for the programs: notes what is asked for and leaves the files that each would leave."""
 
-    def __init__(self, games):
-        self.games, self.calls, self.fails_at, self.guessed = games, [], None, 1
+    def __init__(self):
+        self.calls, self.fails_at, self.guessed = [], None, {}
 
     def __call__(self, world, log: Path, command: list[str]):
-        flags = flags_of(command)
-        self.calls.append((f"seed{world.seed}/{log.stem}", flags))
-        if self.fails_at and self.fails_at in (f"seed{world.seed}/{log.stem}", f"seed{world.seed}/{log.stem} build"):
-            raise RuntimeError(f"{log}: ended with exit status 1")
+        name, flags = f"seed{world.seed}/{log.stem}", given(command)
+        self.calls.append((name, flags))
+        if name == self.fails_at:
+            raise UserError(f"{log}: ended with exit status 1")
         if "build" in command:
             return
-        if log.stem == "reasoning":
-            return answer(world.folder / "reasoning", command)
-        output, epochs = world.folder / flags["output"], int(flags["epochs"])
-        for epoch in range(1, epochs + 1):
-            played = load_game(flags.get("game", "taboo")).outcomes
-            outcomes = dict.fromkeys((outcome.name for outcome in played), 1)
-            if played == Taboo.outcomes:
-                outcomes |= {taboo.DEFENDER_WINS: self.guessed}
+        for epoch in range(1, int(flags["epochs"]) + 1):
+            played = load_game(flags.get("game", "taboo"))
+            outcomes = dict.fromkeys((outcome.name for outcome in played.outcomes), 1)
+            if played.name == "taboo":
+                outcomes[taboo.DEFENDER_WINS] = self.guessed.get(world.seed, 1)
             counts = {"games": 4, "outcomes": outcomes, "empty_replies": 1, "messages": 10, "mean_length": 2.5}
+            folder = world.folder / flags["output"] / f"epoch{epoch}"
             if epoch > 1 or not flags["first_episodes"]:
-                write_json(output / f"epoch{epoch}/episodes/imitation_sampling_words_summary.json", counts)
+                about = dict.fromkeys(played.roles, 0.75)
+                write_json(folder / "episodes/imitation_sampling_words_summary.json", counts | {"about": about})
             if flags["until"] == f"epoch{epoch}_play":
                 break
             if flags["eval_words"] and epoch % int(flags["eval_every"]) == 0:
-                write_records(output / f"epoch{epoch}/eval/games_results.json", match(f"epoch{epoch}", world.seed))
+                write_records(folder / "eval/games_results.json", match(f"epoch{epoch}", world.seed))
 
 
-def answer(folder: Path, command: list[str]) -> None:
-    """Every model knows half of the answers."""
-    start, end = command.index("--models") + 1, command.index("--output_dir")
-    for name in (model.partition("=")[0] for model in command[start:end]):
-        for kind in KINDS:
-            number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
-            path = folder / name / f"{TASK.format(kind)}.json"
-            scores = {METRIC: [float(place % 2) for place in range(number)]}
-            write_json(path, {"scores": scores, "settings": {"own_tasks": tasks_digest()}})
-    (folder / "results.json").touch()
-
-
-def flags_of(command) -> dict[str, str]:
+def given(command) -> dict[str, str]:
     """The flags of a command with their first values."""
-    pairs = zip(command, command[1:], strict=False)
-    return {flag.removeprefix("--"): value for flag, value in pairs if re.fullmatch(r"--\w+", flag)}
+    words = list(map(str, command))
+    return {flag[2:]: value for flag, value in zip(words, words[1:], strict=False) if re.fullmatch(r"--\w+", flag)}
 
 
-def match(player: str, seed: int) -> list[dict]:
-    """The player wins as attacker and ties as defender."""
+def match(player: str, seed: int, other: str = "imitation") -> list[dict]:
+    """The player wins as attacker and, with an even seed, ties as defender, else loses."""
+    outcome = taboo.TIED if seed % 2 == 0 else taboo.ATTACKER_WINS
     return [
         {"attacker": attacker, "defender": defender, "words": words, "seed": seed, "target_word": word}
         | {"history": [{"role": "attacker", "content": "Hm."}], "outcome": outcome, "length": 1}
-        | {"max_turns": 3, "replies": [{"finish_reason": "stop", "tokens": 1, "prompt_cut": False}]}
-        for attacker, defender, outcome in (
-            (player, "imitation", taboo.ATTACKER_WINS),
-            ("imitation", player, taboo.TIED),
-        )
+        for attacker, defender, outcome in ((player, other, taboo.ATTACKER_WINS), (other, player, outcome))
         for words, word in (("played", "cat"), ("held_out", "cow"))
     ]
 
 
 @pytest.fixture
-def programs(games, monkeypatch):
-    programs = Programs(games[:40])
-    monkeypatch.setattr(
-        tiny_reproduce.World, "program", lambda world, log, command: programs(world, log, list(map(str, command)))
-    )
+def programs(monkeypatch):
+    """Half of the questions are answered right by every model but the base model, which answers none."""
+    programs, number = Programs(), len(questions.make_questions())
+    asked = partial(map, lambda name: (name, [0 if name == "base" else place % 2 for place in range(number)]))
+    monkeypatch.setattr(tiny_reproduce.World, "program", lambda world, *args: programs(world, *args))
+    monkeypatch.setattr(tiny_reproduce, "ask", lambda models, path: dict(asked(models)))
     return programs
 
 
-def reproduce(folder: Path, workers: int = 2, epochs: int = 2) -> None:
-    tiny_reproduce.Reproduce(output_dir=str(folder), seeds=2, epochs=epochs, workers=workers).run()
+def reproduce(folder: Path, status: int = 0, **flags):
+    defaults = {"output_dir": folder, "seeds": [3, 4], "epochs": 2, "workers": 2}
+    return call(tiny_world.main, "reproduce", *flags_of(defaults | flags), status=status)
 
 
-def test_all_arms_of_all_seeds_run_and_come_into_the_table(programs, tmp_path, capsys):
-    reproduce(tmp_path)
-    table = (tmp_path / "table.md").read_text()
-    printed = capsys.readouterr().out
-    assert table in printed
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    titles = {name: arm.title for name, arm in tiny_reproduce.ARMS.items()}
-    points, differences, self_play, own, reasoning = (list(part) for key, part in groupby(lines, key=bool) if key)
-    assert [line[:2] for line in points[3:]] == [
-        [titles[name], epoch] for name in ("released", "detached") for epoch in "12"
-    ] + [[titles[name], "2"] for name in ("cloning", "shuffled", "coin", "sft", "questions", "cities")]
-    assert points[2] == ["imitation against itself", "-", "0.500", "", "0.375", "0.625", "", "", "", "0.250", "0.250"]
-    whole, by_seed, attacker, defender = points[3][2:6]
-    assert whole.startswith("0.750 [") and by_seed == "0.750, 0.750"
-    assert attacker.startswith("1.000 [") and defender.startswith("0.500 [")
-    assert [line[:2] for line in differences[2:]] == [
-        [titles[name], titles[control]] for name in ("released", "detached") for control in ("coin", "sft")
-    ] + [[titles["released"], titles[name]] for name in ("questions", "cities")]
-    assert {line[2] for line in differences[2:]} == {"+0.000 [+0.000, +0.000]"}
-    expected = ["0.250"] * 4 + ["0.100", "2.50"]
-    assert self_play[-1][:2] == [titles["detached"], "epoch 2"] and self_play[-1][2:] == expected
-    assert own[2] == [titles["questions"], "imitation", "0.250", "2.50"]
-    assert [line[:2] for line in own[5:]] == [
-        [titles["cities"], model] for model in ("imitation", "epoch 1", "epoch 2")
+def tables_of(folder: Path) -> list[list[list[str]]]:
+    """The cells of each table, without the line under its head."""
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in (folder / "table.md").read_text().split("\n")
     ]
-    names = [line[0] for line in reasoning[2:]]
-    assert names[:4] == ["chance", "scripted player", "base", "imitation"]
-    assert names[4:] == [f"{title}, epoch {epoch}" for title in titles.values() for epoch in (1, 2)]
-    assert reasoning[4][1].startswith("0.500 [") and reasoning[6][-2:] == ["+0.000 [+0.000, +0.000]"] * 2
-    assert {row["seed"] for row in json.loads((tmp_path / "table.json").read_text())["results"]} == {None, 0, 1}
-    assert "They took 0 minutes in all" in printed
+    tables = [list(part) for key, part in groupby(lines, key=bool) if key]
+    return [[table[0], *table[2:]] for table in tables]
 
 
-@pytest.fixture
-def loops(programs, tmp_path) -> dict[str, dict[str, str]]:
-    """The settings of every loop of a whole run, by its name; the first games' loop is part of its world."""
+def test_all_arms_of_all_seeds_run_and_come_into_the_tables(programs, tmp_path):
+    printed = reproduce(tmp_path, arms=["detached", "coin", "questions"], games=["taboo", "twenty_questions"]).output
+    assert (tmp_path / "table.md").read_text() in printed
+    titles = {name: arm.title for name, arm in tiny_reproduce.ARMS.items()}
+    points, differences, self_play, own, asked = tables_of(tmp_path)
+    assert [line[:2] for line in points[1:]] == [
+        [titles[name], epoch] for name in ("released", "detached") for epoch in "12"
+    ] + [[titles[name], "2"] for name in ("coin", "questions")]
+    # 1/2 point as defender in seed 4 and 0 in seed 3: 0.75 and 0.5 points, standard error 0.125, t(1) = 12.706.
+    assert points[1][2:4] == ["0.625 [-0.963, 2.213]", "0.500, 0.750"]
+    assert points[1][4] == "1.000 [1.000, 1.000]" and points[1][9:] == ["0.000", "0.250"]
+    pairs = [("detached", "released"), ("released", "coin"), ("released", "questions")]
+    assert [line[:2] for line in differences[1:]] == [[titles[name] for name in pair] for pair in pairs]
+    assert {line[2] for line in differences[1:]} == {"+0.000 [+0.000, +0.000]"}
+    assert self_play[-1] == [titles["detached"], "epoch 2", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.50"]
+    assert own[1] == [titles["questions"], "imitation", "0.250", "2.50"]
+    arms = list(dict.fromkeys(line[0] for line in points[1:]))
+    assert [line[0] for line in asked[1:]] == ["base", "imitation", *arms]
+    assert asked[3][-1] == "+0.000 [+0.000, +0.000]" and asked[1][-1] == ""
+
+
+def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_their_own_settings(programs, tmp_path):
     reproduce(tmp_path)
     names = [name for name, _ in programs.calls]
     assert Counter(names) == {name: 1 + name.endswith("world") for name in names}  # its loop comes after its build
-    return {name: flags for name, flags in programs.calls if "output" in flags}
-
-
-def test_every_setting_is_one_of_the_loop(loops):
-    script = (ROOT / "tools" / "run_spag.sh").read_text()
-    known = {name.lower() for name in re.findall(r'^: "\$\{([A-Z_]+):=', script, flags=re.MULTILINE)}
-    assert all(settings.keys() <= known for settings in loops.values())
-
-
-def test_arms_differ_in_their_rows_and_losses_only(loops):
-    shared = {"settings", "words", "sft_data", "eval_words", "eval_seeds", "seed", "save_steps", "report"}
+    loops = {name: flags for name, flags in programs.calls if "output" in flags}
+    first = loops["seed3/world"]
+    assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
+    released = loops["seed3/released"]
+    assert released == first | {"until": "epoch3_play"}
+    own = {"model", "first_episodes", "output", "epochs", "until", "eval_every"}
     for name, arm in tiny_reproduce.ARMS.items():
-        if arm.game != "taboo":
-            continue
-        settings, released = loops[f"seed1/{name}"], loops["seed1/released"]
-        assert {key: settings[key] for key in shared} == {key: released[key] for key in shared}
-        own = {key: value for key, value in settings.items() if key not in released}
-        assert own == {key: str(value) for key, value in arm.settings.items()}
-        assert settings["output"] == name
-    assert loops["seed1/detached"]["detach_kl"] == "True" and loops["seed1/detached"]["seed"] == "100"
-    assert loops["seed0/coin"]["rewards"] == "-m tools.tiny.controls --control coin"
-
-
-def test_all_arms_start_from_the_imitation_model_and_its_games(loops):
-    first = loops["seed0/world"]
-    rows = "data/imitation.json data/imitation_twenty_questions.json data/imitation_guess_my_city.json"
-    assert (first["model"], first["imitation_data"], first["until"]) == ("base", rows, "epoch1_play")
-    assert loops["seed0/released"] == first | {"until": "epoch3_play"}
-    for name in tiny_reproduce.ARMS.keys() - {"released"}:
-        settings = loops[f"seed0/{name}"]
-        assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
-        arm = tiny_reproduce.ARMS[name]
-        assert settings["epochs"] == ("3" if arm.plays_on else "2")
-        assert settings["eval_every"] == ("1" if arm.every_epoch else "2")
-        if arm.game == "taboo":
+        if arm.game == "taboo" and name != "released":
+            settings = loops[f"seed3/{name}"]
+            assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
             assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
-    assert loops["seed0/sft"]["games"] == loops["seed0/sft"]["games_per_word"] == "1"
+            assert (settings["output"], settings["seed"], settings["eval_seeds"]) == (name, "300", "3")
+            changed = {key for key in settings if settings[key] != released.get(key)} - own
+            assert changed <= arm.settings.keys() and {key: settings[key] for key in arm.settings} == {
+                key: str(value) for key, value in arm.settings.items()
+            }
 
 
-def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(loops, tmp_path):
-    settings, released = loops["seed1/cities"], loops["seed1/released"]
-    assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
-    assert settings["first_episodes"] == "" and settings["eval_words"] == released["eval_words"]
-    assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
-    flags = settings["eval_args"].removeprefix(released["eval_args"]).split()
-    assert flags[:3] == ["--game", "taboo", "--prompt_templates"] and flags[4:] == ["--max_turns", "3"]
-    assert (tmp_path / "seed1" / flags[3]).samefile(ROOT / "data" / "tiny" / "prompts.json")
-    tiny = (ROOT / "configs" / "tiny.sh").read_text()
-    assert ': "${MAX_TURNS:=3}"' in tiny and ': "${PROMPTS:=$root/data/tiny/prompts.json}"' in tiny
+def test_every_setting_of_an_arm_is_one_of_the_loop(programs, tmp_path):
+    reproduce(tmp_path, arms=list(tiny_reproduce.ARMS), games=["taboo", "twenty_questions", "guess_my_city"])
+    usage = subprocess.run(["bash", ROOT / "tools/run_spag.sh", "--help"], capture_output=True, text=True, check=True)
+    used = {name for _, flags in programs.calls if "output" in flags for name in flags}
+    assert {name for name in used if f"--{name}" not in usage.stdout} == set()
 
 
-def test_the_larger_world_compares_losses_prompts_and_references(programs, tmp_path, capsys):
-    tiny_reproduce.CompareLosses(output_dir=str(tmp_path), seeds=1, epochs=2, workers=1).run()
-    build, first = [flags for name, flags in programs.calls if name == "seed0/world"]
-    assert build["lexicon"].endswith("data/tiny/lexicon_large.txt") and build["games"] == "taboo"
-    assert first["imitation_data"] == "data/imitation.json" and first["global_batch"] == "32"
+def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(programs, tmp_path):
+    reproduce(tmp_path, arms=["cities"], games=["taboo", "guess_my_city"])
     loops = dict(programs.calls)
-    assert loops["seed0/drawn"]["reward_args"] == "--training_prompt random"
-    assert loops["seed0/stale"]["train_args"] == "--ref_model_name_or_path released/imitation/model"
-    assert "seed0/reasoning" not in loops
-    assert "reference: the imitation model" in (tmp_path / "table.md").read_text()
+    settings = loops["seed4/cities"]
+    assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
+    assert settings["first_episodes"] == "" and settings["eval_words"] == loops["seed4/released"]["eval_words"]
+    assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
+    flags = settings["eval_args"].split()
+    assert flags[-2:] == ["--max_turns", "3"] and flags[flags.index("--game") + 1] == "taboo"
+    prompt_file = tmp_path / "seed4" / flags[flags.index("--prompt_templates") + 1]
+    assert prompt_file.samefile(ROOT / "data" / "tiny" / "prompts.json")
 
 
-def test_what_is_finished_is_not_run_again(programs, tmp_path):
-    programs.fails_at = "seed0/released"
-    with pytest.raises(RuntimeError, match="exit status 1"):
-        reproduce(tmp_path)
+def test_what_is_finished_is_not_run_again_and_a_failure_ends_the_study(programs, tmp_path):
+    programs.fails_at = "seed3/released"
+    assert "exit status 1" in reproduce(tmp_path, status=2).errors
     before = {name for name, _ in programs.calls}
     assert not (tmp_path / "table.md").exists()
     programs.calls, programs.fails_at = [], None
     reproduce(tmp_path)
-    assert {name for name, _ in programs.calls} & before == {"seed0/released"}
+    assert {name for name, _ in programs.calls} & before == {"seed3/released"}
     programs.calls = []
-    reproduce(tmp_path)
-    assert programs.calls == []
-    shutil.rmtree(tmp_path / "seed1" / "reasoning")
-    reproduce(tmp_path)
-    assert [name for name, _ in programs.calls] == ["seed1/reasoning"]
+    reproduce(tmp_path, seeds=[3, 4, 5])
+    assert {name.partition("/")[0] for name, _ in programs.calls} == {"seed5"}
 
 
-def test_after_a_failure_the_rest_does_not_begin(programs, tmp_path):
-    programs.fails_at = "seed0/world"
-    with pytest.raises(RuntimeError, match="exit status 1"):
-        reproduce(tmp_path, workers=1)
-    assert len(programs.calls) < 6  # of 16: what was begun before the failure was seen
+def test_a_seed_whose_imitation_model_never_guesses_is_left_out_and_reported(programs, tmp_path):
+    programs.guessed = {3: 0}
+    assert "Seed 3 is left out" in reproduce(tmp_path).output
+    assert {name for name, _ in programs.calls if name.startswith("seed3")} == {"seed3/world"}
+    assert tables_of(tmp_path)[0][1][3] == "0.750"  # seed 4 alone
+
+
+def test_other_settings_and_unknown_arms_are_refused(programs, tmp_path):
+    reproduce(tmp_path)
+    refused = reproduce(tmp_path, status=2, epochs=3).errors
+    assert "settings.json" in refused and "epochs: 2 then, 3 now" in refused
+    assert "--arms cities" in reproduce(tmp_path / "new", status=2, arms=["cities"]).errors
+    assert not (tmp_path / "new").exists()
+
+
+def test_programs_get_none_of_the_loops_settings_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPOCHS", "7")
+    world = tiny_reproduce.World(tmp_path, 0, None)
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    world.program(tmp_path / "log", [sys.executable, "-c", code])
+    environment = json.loads((tmp_path / "log").read_text())
+    assert "EPOCHS" not in environment and environment["OMP_NUM_THREADS"] == "1" and "PATH" in environment
+    with pytest.raises(UserError, match="exit status 3"):
+        world.program(tmp_path / "log", [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is told of its parent's death on Linux only")
 def test_programs_end_with_the_study_that_started_them(tmp_path):
-    start = "import sys; from pathlib import Path; from types import SimpleNamespace as Namespace; "
-    start += "from tools.tiny import reproduce; here = Namespace(folder=Path(sys.argv[1])); "
-    start += "reproduce.World.program(here, here.folder / 'log', ['sleep', '1000.25'])"
-    process = subprocess.Popen([python(), "-c", start, tmp_path], cwd=ROOT)
-
-    def is_asleep(one: psutil.Process) -> bool:
-        return one.info["cmdline"] == ["sleep", "1000.25"]
-
-    while not (asleep := list(filter(is_asleep, psutil.process_iter(["cmdline"])))):
+    start = "import sys; from pathlib import Path; from tools.tiny.reproduce import World; "
+    start += "World(Path(sys.argv[1]), 0, None).program(Path(sys.argv[1]) / 'log', ['sleep', '1000.25'])"
+    process = subprocess.Popen([sys.executable, "-c", start, tmp_path], cwd=ROOT, env=ENVIRONMENT)
+    while not (asleep := [one for one in psutil.Process(process.pid).children() if "1000.25" in one.cmdline()]):
         assert process.poll() is None
         time.sleep(0.02)
-    (program,) = asleep
-    program.parent().kill()
+    process.kill()
     process.wait()
-    program.wait(timeout=10)
-
-
-def test_an_imitation_model_that_never_guesses_is_no_yardstick(programs, tmp_path):
-    programs.guessed = 0
-    with pytest.raises(RuntimeError, match="guesses the word in 0.0% of its games"):
-        reproduce(tmp_path)
-
-
-def test_results_of_other_settings_and_of_the_version_before_are_refused(programs, tmp_path, monkeypatch):
-    reproduce(tmp_path)
-    with pytest.raises(ValueError, match=r"settings.json: made with other settings \(epochs: 2 then, 3 now\); use"):
-        reproduce(tmp_path, epochs=3)
-    with monkeypatch.context() as patched:
-        patched.setattr(tiny_reproduce.Reproduce, "build", ["--imitation_rounds", 21])
-        with pytest.raises(ValueError, match=r"made with other settings \(build: "):
-            reproduce(tmp_path)
-    (tmp_path / "settings.json").write_text('{"epochs": 2}')
-    with pytest.raises(ValueError, match="not the settings of a run, or of an earlier version"):
-        reproduce(tmp_path)
+    asleep[0].wait(timeout=10)
 
 
 # --- differences ---------------------------------------------------------------------------------------------------
 
 
-def test_differences_are_paired_by_word():
-    # Ours has 2, 1, 0 points of 2 games on three words, the other 1, 0, 0: 0.5, 0.5, 0 a game, 1/3 in the mean.
-    outcomes = {"a": (2, 1), "b": (1, 0), "c": (0, 0)}
+def test_intervals_are_students_over_seeds_and_differences_are_paired_by_seed():
+    assert over_seeds([0.5]) == "0.500"
+    # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303.
+    assert over_seeds([0.5, 0.6, 0.7]) == "0.600 [0.352, 0.848]"
     games = [
-        {"attacker": player, "defender": "imitation", "words": "w", "seed": 0, "target_word": word, "length": 1}
-        | {"history": [], "replies": []}
-        | {"outcome": taboo.ATTACKER_WINS if number < won[which] else taboo.DEFENDER_WINS}
-        for which, players in enumerate((("released2", "detached2"), ("coin2", "sft2")))
-        for player in players
-        for word, won in outcomes.items()
-        for number in range(2)
+        game for seed in (0, 1) for arm in ("one2", "other2") for game in match(arm, 0 if arm == "other2" else seed)
     ]
-    pairs = list(product(("released", "detached"), ("coin", "sft")))
-    rows = list(tiny_table.arm_differences(count_matches(games, Taboo()), pairs, epochs=2))
-    assert [(row["arm"], row["minus"]) for row in rows] == pairs
-    error = math.sqrt(3 / 2 * 4 * ((0.5 - 1 / 3) ** 2 * 2 + (1 / 3) ** 2)) / 6  # of the mean of 0.5, 0.5 and 0
-    for row in rows:
-        assert row["difference"] == pytest.approx(1 / 3)
-        assert row["interval"] == pytest.approx([1 / 3 - 4.303 * error, 1 / 3 + 4.303 * error], rel=1e-3)
+    for game, seed in zip(games, (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), strict=True):
+        game["seed"] = seed
+    pairs = [(Arm("one", "One"), Arm("other", "Other"))]
+    _, line = difference_lines(list(result_rows(count_matches(games, Taboo()))), pairs, epochs=2)
+    assert line == ["One", "Other", "-0.125 [-1.713, +1.463]", "+0.000, -0.250"]

@@ -5,22 +5,18 @@ import json
 import math
 import random
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conftest import ROOT
-from forks import python
+from helpers import call
 
-from tools import evaluate_reasoning, tiny_world
-from tools.flags import parse_command, parse_flags
+from tools import tiny_world
 from tools.games import taboo
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
-from tools.tiny import questions
 from tools.tiny.build import GAMES, scripted_games, suffix
 from tools.tiny.players import (
     CHAT,
@@ -39,9 +35,7 @@ from tools.tiny.players import (
     fact_rows,
     load_lexicon,
 )
-from tools.tiny.questions import KINDS, METRIC, TASK, TASKS, tasks_digest
-from tools.tiny.reproduce import LARGER_LEXICON
-from utils import read_json_or_jsonl, write_json
+from utils import read_json_or_jsonl
 
 GAME = taboo.Taboo()
 SMALL = Lexicon(
@@ -58,19 +52,13 @@ def lexicon() -> Lexicon:
 def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 3) -> str:
     roles = GAME.roles * max_turns
     history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
-    secrets = GAME.secrets(role, word)
+    secrets = GAME.secrets(role, word, history)
     return asyncio.run(player.reply(Turn(GAME, role, history, max_turns, 0, secrets, {}))).text
 
 
 # --- lexicon -------------------------------------------------------------------------------------------------------
 
 
-both_lexicons = pytest.mark.parametrize(
-    "lexicon", [load_lexicon(), load_lexicon(LARGER_LEXICON)], ids=["small", "large"]
-)
-
-
-@both_lexicons
 def test_every_word_has_clues_of_its_own_and_clues_that_others_share(lexicon):
     own = Counter(clue for clues in lexicon.own.values() for clue in clues)
     shared = Counter(clue for clues in lexicon.shared.values() for clue in clues)
@@ -79,23 +67,16 @@ def test_every_word_has_clues_of_its_own_and_clues_that_others_share(lexicon):
     assert not own.keys() & shared.keys() and not (own.keys() | shared.keys()) & set(lexicon.words)
 
 
-@both_lexicons
 def test_no_clue_gives_its_word_away_as_a_breach(lexicon):
     for word in lexicon.words:
         for clue in lexicon.clues(word):
             assert not any(form in clue for form in taboo.derivatives(word)), (word, clue)
 
 
-@both_lexicons
 def test_no_word_stands_in_what_the_players_say_around_it(lexicon):
     frames = [frame.format("").lower() for frame in (HINT, CHAT, NAME)]
     for word in lexicon.words:
         assert not any(form in frame for form in taboo.derivatives(word) for frame in frames), word
-
-
-def test_the_larger_world_begins_with_the_small_one(lexicon):
-    large = load_lexicon(LARGER_LEXICON)
-    assert len(large.words) == 500 and large.words[: len(lexicon.words)] == lexicon.words
 
 
 def test_held_out_words_are_not_played(lexicon):
@@ -166,7 +147,7 @@ def answer(player, game: str, role: str, task: str, *messages: str, max_turns: i
     roles = scripted.roles * max_turns
     history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
     return asyncio.run(
-        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task), {}))
+        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task, history), {}))
     ).text
 
 
@@ -246,16 +227,14 @@ SIZES += ["--games", *GAMES]
 def world(tmp_path_factory):
     """A world of few facts and games, its model trained for some steps only."""
     folder = tmp_path_factory.mktemp("world")
-    command = [python(), "-m", "tools.tiny_world", "build", "--output_dir", str(folder), *SIZES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "122 words and 40 held out, " in done.stdout.splitlines()[-1]
+    built = call(tiny_world.main, "build", "--output_dir", folder, *SIZES)
+    assert "122 words and 40 held out, " in built.output.splitlines()[-1]
     return folder
 
 
 def test_a_world_without_taboo_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--games guess_my_city: taboo must be one of them"):
-        build("--output_dir", str(tmp_path), "--games", "guess_my_city")
+    refused = call(tiny_world.main, "build", "--output_dir", tmp_path, "--games", "guess_my_city", status=2)
+    assert "--games guess_my_city: taboo" in refused.errors
 
 
 def test_build_leaves_what_the_loop_starts_from(world, lexicon):
@@ -295,20 +274,15 @@ def test_prompts_leave_room_for_a_reply_and_words_are_single_tokens(world, lexic
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in lexicon.words)
 
 
-def test_what_is_built_stays_and_other_settings_are_refused(world, capsys):
+def test_what_is_built_stays_and_other_settings_are_refused(world):
     before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
-    build("--output_dir", str(world), *SIZES)
-    assert capsys.readouterr().out == f"{world}: all is there\n"
-    with pytest.raises(ValueError, match=r"world.json: made with other settings \(facts: 20 then, 21 now\); use ano"):
-        build("--output_dir", str(world), *SIZES, "--facts", "21")
+    assert "all is there" in call(tiny_world.main, "build", "--output_dir", world, *SIZES).output
+    refused = call(tiny_world.main, "build", "--output_dir", world, *SIZES, "--facts", "21", status=2)
+    assert "world.json" in refused.errors and "facts: 20 then, 21 now" in refused.errors
     assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
 
 
 # --- showing -------------------------------------------------------------------------------------------------------
-
-
-def build(*flags):
-    parse_command(tiny_world.COMMANDS, ["build", *flags], description="").run()
 
 
 def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
@@ -324,66 +298,19 @@ def write_match(folder, player: str, outcomes: dict[str, str]) -> None:
     (folder / "matches.json").write_text(json.dumps({"results": list(result_rows(count_matches(games, GAME)))}))
 
 
-def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path, capsys):
+def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_path):
     won = {"imitation": taboo.DEFENDER_WINS}
     write_match(tmp_path / "epoch10" / "eval", "epoch10", won | {"epoch10": taboo.ATTACKER_WINS})
     write_match(tmp_path / "epoch2" / "eval", "epoch2", won | {"epoch2": taboo.TIED})
-    tiny_world.Show(output_dir=str(tmp_path)).run()
-    out = capsys.readouterr().out
+    out = call(tiny_world.main, "show", "--output_dir", tmp_path).output
     lines = [line.split() for line in out.splitlines() if line.startswith("epoch")]
     assert [line[:3] for line in lines[:2]] == [["epoch2", "4", "0.750"], ["epoch10", "4", "1.000"]]
     assert lines[0][5] == "0.500" and lines[0][8] == "1.000"  # as attacker all ties, as defender all won
     assert "epoch10 attacks, imitation defends\n--- cat ---\nattacker: epoch10 speaks\n--- attacker wins ---" in out
     assert "imitation attacks, epoch10 defends\n--- cat ---" in out and "tied game" not in out
-    assert out.endswith(f"Report, to open in a browser: {tmp_path / 'report.html'}\n")
+    assert str(tmp_path / "report.html") in out
 
 
-def write_answers(folder, model: str, share: float) -> None:
-    for kind in KINDS:
-        number = len(read_json_or_jsonl(TASKS / f"{kind}.jsonl"))
-        scores = [float(place < share * number) for place in range(number)]
-        settings = {"own_tasks": tasks_digest()}
-        write_json(folder / model / f"{TASK.format(kind)}.json", {"scores": {METRIC: scores}, "settings": settings})
-
-
-def test_show_prints_the_questions_outside_the_game_once_they_were_asked(tmp_path, capsys):
-    write_match(tmp_path / "epoch1" / "eval", "epoch1", dict.fromkeys(("imitation", "epoch1"), taboo.TIED))
-    tiny_world.Show(output_dir=str(tmp_path)).run()
-    assert "Questions outside the game" not in capsys.readouterr().out
-    for model, share in (("base", 0), ("imitation", 0.5), ("epoch1", 1)):
-        write_answers(tmp_path / "reasoning", model, share)
-    (tmp_path / "reasoning" / "results.json").touch()
-    tiny_world.Show(output_dir=str(tmp_path)).run()
-    table = capsys.readouterr().out.partition("Questions outside the game")[2].splitlines()[2:8]
-    lines = {line.split()[0]: line.split() for line in table}
-    assert lines["model"][1:] == [*KINDS, "all", "minus", "imitation"]
-    assert lines["chance"][1:] == ["0.250"] * 6 and lines["scripted"][2] == "0.956"
-    assert lines["imitation"][1:7] == ["0.500"] * 2 + ["0.501"] + ["0.500"] * 3
-    assert lines["epoch1"][6] == "1.000" and lines["epoch1"][9].startswith("+0.500")
-
-
-def test_reason_asks_all_models_of_a_loop_and_writes_its_report_anew(tmp_path, monkeypatch):
-    for name in ("epoch10/model", "epoch2/model/merged"):
-        (tmp_path / name).mkdir(parents=True)
-    ran = []
-
-    def run(command, **how):
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 3 * ("tools.evaluate_reasoning" not in command))
-
-    monkeypatch.setattr(questions.subprocess, "run", run)
-    with pytest.raises(OSError, match="report.py ended with status 3"):
-        questions.Reason(output_dir=str(tmp_path)).run()
-    asked, report = ran
-    start = asked.index("--models") + 1
-    assert [name.partition("=")[0] for name in asked[start : start + 4]] == ["base", "imitation", "epoch2", "epoch10"]
-    assert {f"epoch10={tmp_path}/epoch10/model", f"epoch2={tmp_path}/epoch2/model/merged"} < set(asked)
-    assert report[1].endswith("tools/report.py")
-    assert report[2:] == [str(tmp_path)]
-    accepted = parse_flags(evaluate_reasoning.Flags, asked[3:], description="")
-    assert [task.task for task in accepted.tasks] == [TASK.format(kind) for kind in KINDS]
-
-
-def test_show_before_any_match_says_so(tmp_path):
-    with pytest.raises(ValueError, match="has not come to a match yet"):
-        tiny_world.Show(output_dir=str(tmp_path)).run()
+def test_show_and_reason_before_there_is_anything_say_so(tmp_path):
+    assert str(tmp_path) in call(tiny_world.main, "show", "--output_dir", tmp_path, status=2).errors
+    assert str(tmp_path) in call(tiny_world.main, "reason", "--output_dir", tmp_path, status=2).errors

@@ -1,14 +1,10 @@
-"""train.py as its user sees it: recorded runs, equalities between ways to train, checkpoints, bad input."""
+"""train.py as its user sees it: recorded runs, ways to train that must agree, checkpoints, refusals."""
 
 import json
-import logging
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,66 +12,55 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, build_llama, load_golden
-from forks import KILL, python
+from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
+from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import arguments
+import dataloaders
 import train
 import trainers
 import utils
 
 RUNS = load_golden("train_run.json")["runs"]
 ROWS = load_golden("train_data.json")
+PYTHON = TORCHRUN[0]
 
 
-def flags_of(output, settings: dict) -> list[str]:
-    """The command line of settings; the cache stands beside the output."""
-    flags = ["--output_dir", str(output), "--cache_dir", str(Path(output).parent / "cache")]
-    for name, value in settings.items():
-        flags += [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
-    return flags
-
-
-def mark(checkpoint: Path) -> None:
-    """Write down that a checkpoint folder is whole, as the trainer does."""
-    utils.write_json(checkpoint / utils.COMPLETE, utils.checksums(checkpoint))
+def flags(output, settings: dict, **changes) -> list[str]:
+    settings = settings | changes
+    if settings["train_method"] == "OfflinePO":  # rows here have negative rewards
+        settings = {"allow_negative_rewards": True} | settings
+    return flags_of({"output_dir": output} | settings)
 
 
 def run(output, settings: dict, **changes) -> list[dict]:
-    """Call train.py in this process; what it logged, a dict each step."""
-    if trainer := train.set_up(flags_of(output, settings | changes)):
-        train.run(trainer)
+    """Train in this process; return what was logged at each step."""
+    call(train.main, *flags(output, settings, **changes))
     return steps_of(output)
 
 
-def start(output, processes: int, settings: dict, executable: str | None = None) -> subprocess.Popen:
-    """Start train.py under torchrun, in a process group of its own."""
-    command = [executable or python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.Popen(
-        [*command, "--monitor_interval=0.1", "train.py", *flags_of(output, settings)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def refused(output, settings: dict, message: str, **changes) -> None:
+    """Start train.py in this process; it must end with this message and status 2, and leave no model."""
+    errors = call(train.main, *flags(output, settings, **changes), status=2).errors
+    assert re.search(message, errors.splitlines()[-1]), errors[-2000:]
 
 
-def launch(output, processes: int, settings: dict, executable: str | None = None) -> list[dict]:
-    """Run train.py under torchrun; what it logged, a dict each step."""
-    process = start(output, processes, settings, executable)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
+def launch(output, processes: int, settings: dict) -> list[dict]:
+    """Train under torchrun; return what was logged at each step."""
+    finish(start([*TORCHRUN, f"--nproc_per_node={processes}", "train.py", *flags(output, settings)]))
     return steps_of(output)
+
+
+def history_of(output) -> list[dict]:
+    return json.loads((Path(output) / "trainer_state.json").read_text())["log_history"]
 
 
 def steps_of(output) -> list[dict]:
-    history = json.loads((Path(output) / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in history if "loss" in entry]
+    return [entry for entry in history_of(output) if "loss" in entry]
 
 
 def curve(steps: list[dict]) -> list[list[float]]:
@@ -85,6 +70,56 @@ def curve(steps: list[dict]) -> list[list[float]]:
 def write_rows(path, rows) -> str:
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return str(path)
+
+
+def make_rows(count: int) -> list[dict]:
+    """Rows of game and SFT kind in no regular order, of 10 to 70 tokens."""
+    rng = random.Random(0)
+    rows = []
+    for index in range(count):
+        texts = {"query": "ask " * rng.randint(2, 12), "target": "say " * rng.randint(1, 6)}
+        row = texts | {"weight": rng.uniform(0.5, 2)}
+        if rng.random() < 0.3:
+            row |= {"type": "sft"}
+        else:
+            row |= {"reward": rng.uniform(-0.5, 1), "role": ["attacker", "defender"][index % 2]}
+        rows.append(row)
+    return rows
+
+
+def offline_po(rows: str, model, reference, **changes) -> dict:
+    return {
+        "train_method": "OfflinePO",
+        "model_name_or_path": model,
+        "ref_model_name_or_path": reference,
+        "train_data_path": rows,
+        "max_length": 128,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-5,  # Adam divides rounding errors by gradients near zero
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "loss_normalization": "step",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | changes
+
+
+def sft(rows: str, model, **changes) -> dict:
+    settings = offline_po(rows, model, None, train_method="SFT", **changes)
+    del settings["ref_model_name_or_path"], settings["loss_normalization"]
+    return settings
+
+
+@pytest.fixture(scope="module")
+def mixed_rows(tmp_path_factory) -> str:
+    return write_rows(tmp_path_factory.mktemp("rows") / "mixed.jsonl", make_rows(64))
+
+
+# --- recorded runs -------------------------------------------------------------------------------------------------
 
 
 def recorded_settings(name: str, tmp_path) -> dict:
@@ -111,12 +146,9 @@ def recorded_settings(name: str, tmp_path) -> dict:
     }
 
 
-# --- recorded runs -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def released_divisor(monkeypatch):
-    """The release's mean over one token more in the one row that the cut makes start at a label (Deviations)."""
+    """The release divides by one token more in the one row that the cut makes start at a label (Deviations)."""
     ours = trainers.label_logprob
 
     def as_released(model, module, batch, **how):
@@ -128,93 +160,41 @@ def released_divisor(monkeypatch):
 
 @pytest.mark.parametrize("name", ["sft_plain", "sft_kl_other_ref", "offline_po_other_ref"])
 def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
-    if name != "sft_plain":  # plain SFT in the release is the Trainer's own, which counts right
+    if name != "sft_plain":  # the release's plain SFT is the Trainer's own, which counts tokens as we do
         request.getfixturevalue("released_divisor")
-    settings = recorded_settings(name, tmp_path)
-    steps = run(tmp_path / "out", settings)
+    steps = run(tmp_path / "out", recorded_settings(name, tmp_path))
     recorded = RUNS[name]
     assert_close([step["loss"] for step in steps], recorded["micro_losses"], rtol=1e-4, atol=1e-5)
     assert_close([step["grad_norm"] for step in steps], recorded["grad_norm_before_clipping"], rtol=1e-4, atol=0)
     assert [step["learning_rate"] for step in steps] == recorded["learning_rate_logged_after_step"]
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    start = load_file(GOLDEN / "tiny_policy" / "model.safetensors")
+    before = load_file(GOLDEN / "tiny_policy" / "model.safetensors")
     for entry in recorded["final"]["entries"]:
-        assert_close(
-            weights[entry["param"]].flatten()[entry["flat_index"]].item(), entry["value"], rtol=1e-4, atol=1e-6
-        )
+        value = weights[entry["param"]].flatten()[entry["flat_index"]].item()
+        assert_close(value, entry["value"], rtol=1e-4, atol=1e-6)
     norm = torch.stack([tensor.norm() for tensor in weights.values()]).norm().item()
-    moved = torch.stack([(weights[key] - start[key]).norm() for key in start]).norm().item()
+    moved = torch.stack([(weights[key] - before[key]).norm() for key in before]).norm().item()
     assert_close([norm, moved], [recorded["final"]["param_norm"], recorded["final"]["update_norm"]], rtol=1e-4, atol=0)
 
 
-def test_where_the_recorded_run_turned_into_nan_rows_are_named_or_dropped(tmp_path):
+def test_rows_that_made_the_recorded_run_nan_are_refused_by_line_or_dropped(tmp_path):
     settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"\.jsonl:\d+: no token of the target is left to learn from at max_length 32"
-    ):
-        run(tmp_path / "out", settings)
+    refused(tmp_path / "out", settings, r"\.jsonl:\d+: .*--drop_unscored_rows")
     steps = run(tmp_path / "out", settings, drop_unscored_rows=True)
     assert all(np.isfinite(step["loss"]) and np.isfinite(step["grad_norm"]) for step in steps)
 
 
-# --- the same step, however it is dealt out ------------------------------------------------------------------------
+# --- ways to train that must agree ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mixed_rows(tmp_path_factory) -> str:
-    """64 rows of game and SFT kind in no regular order, of 10 to 70 tokens."""
-    return write_rows(tmp_path_factory.mktemp("rows") / "mixed.jsonl", make_rows(64))
-
-
-def make_rows(count: int) -> list[dict]:
-    rng = random.Random(0)
-    rows = []
-    for index in range(count):
-        row = {
-            "query": "ask " * rng.randint(2, 12),
-            "target": "say " * rng.randint(1, 6),
-            "weight": rng.uniform(0.5, 2),
-        }
-        if rng.random() < 0.3:
-            row |= {"type": "sft"}
-        else:
-            row |= {"reward": rng.uniform(-0.5, 1), "role": ["attacker", "defender"][index % 2]}
-        rows.append(row)
-    return rows
-
-
-def offline_po(rows: str, model: str, reference: str, **changes) -> dict:
-    return {
-        "train_method": "OfflinePO",
-        "model_name_or_path": model,
-        "ref_model_name_or_path": reference,
-        "train_data_path": rows,
-        "max_length": 128,
-        "learning_rate": 1e-3,
-        "adam_epsilon": 1e-5,  # Adam divides rounding errors by gradients near zero
-        "max_steps": 4,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "loss_normalization": "step",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | changes
-
-
-def assert_same_training(steps, output, expected_steps, expected_output, start, tolerance=1e-4):
-    """Equal curves and final weights; every parameter moved; the saved weights load and give the same logits."""
+def assert_same_training(steps, output, expected_steps, expected_output, before, tolerance=1e-4):
+    """Curves and final weights are equal, every parameter moved, and the saved model and tokenizer load."""
     assert_close(curve(steps), curve(expected_steps), rtol=tolerance, atol=tolerance / 10)
-    models = [AutoModelForCausalLM.from_pretrained(each) for each in (output, expected_output, start)]
-    saved, expected, before = [dict(model.named_parameters()) for model in models]
+    models = [AutoModelForCausalLM.from_pretrained(each) for each in (output, expected_output, before)]
+    saved, expected, start_weights = [dict(model.named_parameters()) for model in models]
     for name, weights in saved.items():
         assert_close(weights, expected[name], rtol=tolerance, atol=tolerance / 10, msg=lambda m, n=name: f"{n}: {m}")
-        assert not torch.equal(weights, before[name]), f"{name} did not move"
-    tokens = torch.arange(10, 40).unsqueeze(0)
-    with torch.no_grad():
-        assert_close(models[0](tokens).logits, models[1](tokens).logits, rtol=1e-3, atol=1e-3)
+        assert not torch.equal(weights, start_weights[name]), f"{name} did not move"
     assert AutoTokenizer.from_pretrained(output).eos_token == "</s>"
 
 
@@ -239,11 +219,11 @@ def test_accumulation_changes_nothing_under_step_normalization(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, other_model, processes):
-    """Each step has the rows that a shuffle with the same seed puts together, whatever micro-batch they are in."""
+    """Each step has the rows that a shuffle with the same seed puts together, in any micro-batch."""
     rows = make_rows(80)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(7)).tolist()
     path, shuffled = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", [rows[i] for i in order])
-    settings = offline_po(path, tiny_model, other_model, max_steps=10, learning_rate=1e-4, seed=7)
+    settings = offline_po(path, tiny_model, other_model, max_steps=9, learning_rate=1e-4, seed=7)
     plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
     dealt_out = {
         "train_sampling_strategy": "batch_rebalance",
@@ -252,45 +232,38 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     }
     steps = launch(tmp_path / "dealt", processes, settings | dealt_out)
     assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
-    assert len(steps) == 10
+    assert len(steps) == 9
 
 
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
 def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, other_model, method):
-    rows = [row for pair in zip(make_rows(80), make_rows(80)[::-1], strict=True) for row in pair]
-    kinds = [[row for row in rows if ("type" in row) == sft] for sft in (True, False)]
+    kinds = [[row for row in make_rows(160) if ("type" in row) == is_sft] for is_sft in (True, False)]
     path = write_rows(tmp_path / "rows.jsonl", [row for pair in zip(*kinds, strict=False) for row in pair][:32])
-    settings = offline_po(path, tiny_model, other_model, train_method=method, per_device_train_batch_size=4)
-    del settings["loss_normalization"]
     if method == "SFT":
-        del settings["ref_model_name_or_path"]
-    whole = run(tmp_path / "4x1", settings)
-    split = run(tmp_path / "2x2", settings | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
+        settings = sft(path, tiny_model)
+    else:
+        settings = offline_po(path, tiny_model, other_model, train_method=method, loss_normalization=None)
+    whole = run(tmp_path / "4x1", settings, per_device_train_batch_size=4)
+    split = run(tmp_path / "2x2", settings, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert_same_training(split, tmp_path / "2x2", whole, tmp_path / "4x1", tiny_model)
 
 
 @pytest.mark.parametrize(
-    ("config", "ref_logprobs", "own_start"),
-    [
-        (None, "precompute", False),
-        ("zero2.json", "precompute", False),
-        ("zero3.json", "online", False),
-        ("default_offload_opt_param.json", "precompute", True),
-    ],
+    ("config", "own_start"),
+    [(None, False), ("zero2.json", False), ("zero3.json", False), ("default_offload_opt_param.json", True)],
 )
-def test_two_processes_train_as_one(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config, ref_logprobs, own_start
-):
+def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config, own_start):
     reference = tiny_model if own_start else other_model
-    settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2, ref_logprobs=ref_logprobs)
+    settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2)
     if config:
         settings["deepspeed"] = ROOT / "configs" / config
     steps = launch(tmp_path / "out", 2, settings | {"gradient_accumulation_steps": 2})
     expected, output = plain_runs[reference]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
+    assert not (tmp_path / "out" / "derived").exists()
 
 
-def test_deepspeed_in_bf16_loads_and_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
+def test_deepspeed_in_bf16_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
     tmp_path, plain_runs, mixed_rows, tiny_model
 ):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
@@ -305,24 +278,17 @@ def test_deepspeed_in_bf16_loads_and_saves_bf16_and_keeps_rewards_and_logprobs_i
 
 
 AS_WITH_A_GPU = """import sys, arguments, train
-arguments.SPAGArguments._settle_without_gpu = lambda self: None  # use_cpu stays unset
+arguments.SPAGArguments._settle_device = lambda self: setattr(self, "no_gpu_found", False)  # use_cpu stays unset
 train.main(sys.argv[1:])"""
 
 
 @pytest.mark.parametrize("program", [["-c", AS_WITH_A_GPU], ["train.py"]])
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]])
-def test_one_process_under_deepspeed_takes_no_launcher(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, program, launcher
+def test_one_process_under_deepspeed_needs_no_launcher(
+    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, program
 ):
     """By the Trainer's own way to a device, and by ours on a CPU."""
     settings = offline_po(mixed_rows, tiny_model, other_model, deepspeed=ROOT / "configs" / "zero2.json")
-    if launcher and program[0] == "-c":  # torchrun starts files
-        program = [str(tmp_path / "program.py")]
-        Path(program[0]).write_text(AS_WITH_A_GPU)
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [python(), *launcher, *program, *flags_of(tmp_path / "out", settings)]
-    finished = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    finish(start([PYTHON, *program, *flags(tmp_path / "out", settings)]))
     expected, output = plain_runs[other_model]
     assert_same_training(steps_of(tmp_path / "out"), tmp_path / "out", expected, output, tiny_model)
 
@@ -330,83 +296,214 @@ def test_one_process_under_deepspeed_takes_no_launcher(
 # --- the reference -------------------------------------------------------------------------------------------------
 
 
-def count_loads(monkeypatch) -> list[str]:
-    loaded = []
-    original = train.load_model
-    monkeypatch.setattr(train, "load_model", lambda name, args: loaded.append(name) or original(name, args))
-    return loaded
+@pytest.fixture
+def loaded(monkeypatch) -> list[str]:
+    """The models that train.py loads, by name."""
+    names, original = [], train.load_model
+    monkeypatch.setattr(train, "load_model", lambda name, args: names.append(name) or original(name, args))
+    return names
 
 
 def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
-    tmp_path, monkeypatch, mixed_rows, tiny_model
+    tmp_path, loaded, mixed_rows, tiny_model
 ):
-    loaded = count_loads(monkeypatch)
-    steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model))
-    assert loaded == [tiny_model]
-    assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
-    assert abs(steps[-1]["log_ratio"]) > 1e-3
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")  # known by its content
+    for output, reference in (("same", tiny_model), ("equal", copy)):
+        steps = run(tmp_path / output, offline_po(mixed_rows, tiny_model, reference))
+        assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
+        assert abs(steps[-1]["log_ratio"]) > 1e-3
+    assert loaded == [tiny_model] * 2
 
 
-def test_a_copy_of_the_start_is_known_by_its_content(tmp_path, monkeypatch, mixed_rows, tiny_model):
-    copy = shutil.copytree(tiny_model, tmp_path / "copy")
-    loaded = count_loads(monkeypatch)
-    run(tmp_path / "out", offline_po(mixed_rows, tiny_model, copy))
-    assert loaded == [tiny_model]
-
-
-@pytest.mark.parametrize("method", ["SFTwithKL", "OfflinePO"])
-def test_online_and_precomputed_references_give_the_same_curve(tmp_path, mixed_rows, tiny_model, other_model, method):
-    settings = offline_po(mixed_rows, tiny_model, other_model, train_method=method)
-    precomputed, online = (run(tmp_path / mode, settings, ref_logprobs=mode) for mode in ("precompute", "online"))
-    assert_close(curve(online), curve(precomputed), rtol=1e-5, atol=1e-5)
-
-
-def test_bf16_autocast_starts_near_ratio_one(tmp_path, mixed_rows, tiny_model):
+def test_bf16_autocast_starts_near_ratio_one_and_saves_fp32(tmp_path, mixed_rows, tiny_model):
     steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model, bf16=True))
     assert abs(steps[0]["log_ratio"]) < 0.01
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_stored_logprobs_are_reused_and_never_stale(tmp_path, monkeypatch, mixed_rows, tiny_model, other_model):
-    reference = shutil.copytree(other_model, tmp_path / "reference")
-    settings = offline_po(mixed_rows, tiny_model, str(reference))
-    first = run(tmp_path / "first", settings)
+class OnlineTrainer(trainers.OfflinePOTrainer):
+    """Asks a second model at each step instead of storing log-probabilities."""
+
+    def prepare_reference(self):
+        self.frozen = self._load_reference_model()
+
+    def reference_logprob(self, batch):
+        return self._frozen_logprob(self.frozen, self.frozen, batch)
+
+
+def test_stored_logprobs_give_the_curve_of_forward_passes(
+    tmp_path, plain_runs, monkeypatch, mixed_rows, tiny_model, other_model
+):
+    monkeypatch.setitem(train.TRAIN_METHODS, "OfflinePO", OnlineTrainer)
+    online = run(tmp_path / "online", offline_po(mixed_rows, tiny_model, other_model))
+    assert_close(curve(online), curve(plain_runs[other_model][0]), rtol=1e-5, atol=1e-5)
+
+
+def test_only_rows_that_are_dealt_within_max_steps_pass_the_reference(
+    tmp_path, monkeypatch, mixed_rows, tiny_model, other_model
+):
+    passed, original = [], trainers.SPAGTrainer._reference_pass
+
+    def count(self, dataset, rows, *model):
+        passed.append(len(rows))
+        return original(self, dataset, rows, *model)
+
+    monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", count)
+    settings = offline_po(mixed_rows, tiny_model, other_model, max_steps=2, train_method="SFTwithKL")
+    settings |= {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2}
+    few = run(tmp_path / "few", settings)
+    monkeypatch.setattr(trainers.SPAGTrainer, "rows_dealt", lambda self: np.ones(64, dtype=bool))
+    assert curve(run(tmp_path / "all", settings)) == pytest.approx(np.array(curve(few)), rel=1e-5)
+    assert passed == [32, 64]
+
+
+def test_a_failed_reference_pass_leaves_the_model_in_train_mode(tmp_path, mixed_rows, tiny_model):
+    trainer = train.set_up(flags(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model)))
+    trainer.model.train()
+    with pytest.raises(KeyboardInterrupt), trainer._reference_model() as (model, _):
+        assert not model.training
+        raise KeyboardInterrupt
+    assert trainer.model.training
+    reset_process()
+
+
+# --- a run and its folder ------------------------------------------------------------------------------------------
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, mixed_rows, tiny_model) -> tuple[Path, dict]:
+    """A run with two checkpoints that was stopped before its end, and its settings."""
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    output = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainers.SPAGTrainer, "save_state", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(output, settings)
+    return output, settings
+
+
+@pytest.fixture
+def again(stopped, tmp_path) -> tuple[Path, dict]:
+    """A copy of the stopped run."""
+    return shutil.copytree(stopped[0], tmp_path / "again"), stopped[1]
+
+
+def saved_steps(output: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
+
+
+def contents(folder: Path) -> dict:
+    """Every file and folder, with its content; locks by name alone, since opening them here would end them."""
+    return {
+        path: path.read_bytes() if path.is_file() and path.suffix != ".lock" else None for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def no_second_time(monkeypatch):
+    """Encoding rows, and passing them through the reference, are errors."""
 
     def refuse(*_):
-        raise AssertionError("computed anew")
+        raise AssertionError("made again")
 
+    monkeypatch.setattr(dataloaders, "encode_and_cut", refuse)
     monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", refuse)
-    assert curve(run(tmp_path / "second", settings)) == curve(first)
-    changes = [{"max_length": 40}, {"bf16": True}, {"attn_implementation": "eager"}, {"truncation_side": "right"}]
-    changes.append({"train_data_path": write_rows(tmp_path / "rows.jsonl", make_rows(65))})
-    for number, change in enumerate(changes):
-        with pytest.raises(AssertionError, match="computed anew"):
-            run(tmp_path / f"changed{number}", settings | change)
-    weights = load_file(reference / "model.safetensors")
-    weights["model.norm.weight"][0] += 0.5
-    save_file(weights, reference / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(AssertionError, match="computed anew"):
-        run(tmp_path / "changed", settings)
+
+
+def test_encoded_rows_and_logprobs_are_kept_for_the_same_command_and_go_at_the_end(again, no_second_time):
+    output, settings = again
+    assert {"train_rows.arrow", "train_ref_logprobs.npy"} == {path.name for path in (output / "derived").iterdir()}
+    steps = run(output, settings)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]  # also where no step was left
+    assert not (output / "derived").exists()
+
+
+@pytest.mark.parametrize("changed", ["library", "source", "settings"])
+def test_other_libraries_sources_or_settings_make_derived_files_again(again, no_second_time, monkeypatch, changed):
+    output, settings = again
+    if changed == "library":
+        monkeypatch.setattr(train.importlib.metadata, "version", lambda package: "0")
+    elif changed == "source":
+        monkeypatch.setattr(trainers, "__file__", train.__file__)
+    else:  # which is no other run as long as there are no results
+        settings = settings | {"max_length": 40}
+        for step in (2, 4):
+            shutil.rmtree(output / f"checkpoint-{step}")
+        (output / "model.safetensors").unlink()
+    with pytest.raises(AssertionError, match="made again"):
+        run(output, settings)
+
+
+def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
+    tmp_path, loaded, mixed_rows, tiny_model, monkeypatch
+):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
+    output = tmp_path / "out"
+    run(output, settings)
+    monkeypatch.setattr(train.importlib.metadata, "version", lambda package: "0")
+    before, made_with = contents(output), output / "settings.json"
+    loaded.clear()
+    for resume in (None, True, "lost"):
+        more = {"resume_from_checkpoint": resume, "logging_steps": 2, "dataloader_num_workers": 1}
+        assert call(train.main, *flags(output, settings | more)).output == f"{output}: all is there\n"
+    made_with.write_text(made_with.read_text().replace('"weights": "float32"', '"weights": "half"'))  # other GPUs
+    assert "all is there" in call(train.main, *flags(output, settings)).output
+    made_with.write_bytes(before[made_with])
+    files = "delete this run's results in .*out: checkpoint-2, checkpoint-4, model.safetensors, train_results.json"
+    for change, message in (
+        ({"learning_rate": 2e-3}, f"learning_rate: 0.001 then, 0.002 now.*{files}"),
+        ({"max_steps": -1, "num_train_epochs": 2}, "max_steps: 4 then, -1 now; num_train_epochs: None then, 2"),
+        ({"per_device_train_batch_size": 4}, "rows_per_step: 8 then, 4 now"),
+        ({"train_data_path": write_rows(tmp_path / "rows.jsonl", make_rows(65))}, r"train_data_path: .*rows.jsonl"),
+    ):
+        refused(output, settings, f"settings.json: made with other settings .{message}", **change)
+    assert not loaded and contents(output) == before
+
+
+def test_a_checkpoint_of_another_run_and_results_without_settings_are_refused(tmp_path, again):
+    output, settings = again
+    named = {"learning_rate": 2e-3, "resume_from_checkpoint": output / "checkpoint-2"}
+    refused(tmp_path / "other", settings, "again/settings.json: made with other settings .learning_rate", **named)
+    refused(tmp_path / "other", settings, "nowhere: not a complete", resume_from_checkpoint="nowhere")
+    assert not (tmp_path / "other").exists()
+    (output / "settings.json").write_text("{}")
+    refused(output, settings, "settings.json: not the settings file of a run")
+    (output / "settings.json").unlink()
+    refused(output, settings, "checkpoint-2: there is no settings.json")
+
+
+def test_a_second_start_into_one_folder_is_refused_and_writes_nothing(tmp_path, mixed_rows, tiny_model):
+    settings = offline_po(mixed_rows, tiny_model, tiny_model)
+    trainer = train.set_up(flags(tmp_path / "out", settings))
+    before = contents(tmp_path / "out")
+    second = start([PYTHON, "train.py", *flags(tmp_path / "out", settings)])
+    assert "another process is writing to this run" in finish(second, status=2)
+    assert contents(tmp_path / "out") == before
+    train.run(trainer)
+    reset_process()
+    assert (tmp_path / "out" / "train_results.json").is_file()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.kills
-def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(tmp_path, tiny_model):
+def test_a_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(800))
     settings = offline_po(path, tiny_model, tiny_model, max_steps=80, train_sampling_strategy="random")
     settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
-    expected = run(tmp_path / "whole", settings)
-    output, kills = tmp_path / "killed", 0
-    command = [python(), "train.py", *flags_of(output, settings)]
+    expected, output, kills = run(tmp_path / "whole", settings), tmp_path / "killed", 0
     for threshold in (4, 16):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not any(step >= threshold for step in checkpoints(output)):
+        process = start([PYTHON, "train.py", *flags(output, settings)])
+        while process.poll() is None and not any(step >= threshold for step in saved_steps(output)):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.2))
-        process.send_signal(KILL)
+        process.kill()
         kills += process.wait() == -signal.SIGKILL
     assert kills >= 1
     half_written = output / "checkpoint-79"
@@ -415,7 +512,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     steps = run(output, settings, resume_from_checkpoint=True)
     assert [step["step"] for step in steps] == list(range(1, 81))
     assert_same_training(steps, output, expected, tmp_path / "whole", tiny_model, tolerance=1e-6)
-    assert utils.is_complete(output / "checkpoint-80") and (output / "train_results.json").is_file()
+    assert trainers.is_complete(output / "checkpoint-80") and (output / "train_results.json").is_file()
 
 
 @pytest.mark.kills
@@ -425,313 +522,136 @@ def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
     settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=4)
     settings |= {"deepspeed": ROOT / "configs" / "zero3.json", "save_strategy": "steps", "save_steps": 1}
     output = tmp_path / "out"
-    process = start(output, 2, settings)
-    while process.poll() is None and not utils.is_complete(output / "checkpoint-1"):
+    process = start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(output, settings)])
+    while process.poll() is None and not trainers.is_complete(output / "checkpoint-1"):
         time.sleep(0.02)
     assert process.poll() is None
-    subprocess.run(["pkill", "-KILL", "-f", str(output)], check=True)  # the launcher and both ranks
+    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for each in processes:
+        each.kill()
     process.communicate()
+    psutil.wait_procs(processes, timeout=30)
     steps = launch(output, 2, settings)
     expected, plain_output = plain_runs[other_model]
     assert_same_training(steps, output, expected, plain_output, tiny_model)
 
 
-def checkpoints(output: Path) -> list[int]:
-    return [int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")]
+@pytest.mark.kills
+def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(64))
+    command = [PYTHON, "train.py", *flags(tmp_path / "out", sft(path, tiny_model), dataloader_num_workers=2)]
+    process = psutil.Process(start(command).pid)
+    while len(process.children(recursive=True)) < 2:
+        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    process.suspend()
+    workers = process.children(recursive=True)
+    process.kill()
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    finish(start(command))
+    assert len(steps_of(tmp_path / "out")) == 4
 
 
-def test_a_resumed_run_reads_the_reference_from_its_own_path(tmp_path, mixed_rows, tiny_model):
-    """Resuming from a later checkpoint with the cache damaged: the reference is still the start."""
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    expected = run(tmp_path / "out", settings)
-    (tmp_path / "out" / "train_results.json").unlink()
-    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    (stored,) = (tmp_path / "cache" / "ref_logprobs").iterdir()
-    stored.write_bytes(stored.read_bytes()[:-1])
-    steps = run(tmp_path / "out", settings, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
-    assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
+def test_a_worker_whose_trainer_is_gone_ends_at_once():
+    """The trainer was killed before the worker could ask to be ended with it."""
+    gone = psutil.Popen([PYTHON, "-c", ""])
+    gone.wait()
+    worker = torch.multiprocessing.get_context("fork").Process(
+        target=trainers.end_with_trainer, args=(lambda worker: time.sleep(60), gone.pid, 0)
+    )
+    worker.start()
+    worker.join(timeout=30)
+    assert worker.exitcode == 1
 
 
-def test_rewriting_a_checkpoint_takes_back_its_mark_and_half_written_ones_never_crowd_out_whole_ones(
-    tmp_path, monkeypatch, mixed_rows, tiny_model
-):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2, save_total_limit=2)
-    run(tmp_path / "out", settings)
-    assert checkpoints(tmp_path / "out") and utils.is_complete(tmp_path / "out" / "checkpoint-4")
+def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
+    output, settings = again
+    shutil.rmtree(output / "derived")
+    shutil.rmtree(output / "checkpoint-4")
+    steps = run(output, settings, resume_from_checkpoint=output / "checkpoint-2")
+    assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
 
-    def stop(*_):
-        raise KeyboardInterrupt
 
-    (tmp_path / "out" / "train_results.json").unlink()
-    with open(tmp_path / "out" / "checkpoint-4" / "model.safetensors", "ab") as file:
-        file.truncate(5)  # the next launch writes it anew, with the same sizes
-    with monkeypatch.context() as patch:
+def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_ones(again, monkeypatch):
+    output, settings = again
+    last = output / "checkpoint-4"
+    assert trainers.is_complete(last)
+    with open(last / "model.safetensors", "ab") as file:
+        file.truncate(5)
+    assert not trainers.is_complete(last)
+    with monkeypatch.context() as patch:  # the next start writes it again, and is stopped while it does
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", settings)
-    assert utils.last_complete_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
-    (tmp_path / "out" / "checkpoint-9").mkdir()
-    run(tmp_path / "out", settings | {"save_total_limit": 1, "resume_from_checkpoint": True})
-    assert checkpoints(tmp_path / "out") == [4] and utils.is_complete(tmp_path / "out" / "checkpoint-4")
-    (tmp_path / "out" / "checkpoint-4" / "optimizer.pt").unlink()
-    assert not utils.is_complete(tmp_path / "out" / "checkpoint-4")
-
-
-def test_what_cannot_be_resumed_says_so(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    run(tmp_path / "out", settings | {"save_only_model": True})
-    (tmp_path / "out" / "train_results.json").unlink()
-    with pytest.raises(ValueError, match="saved without its optimizer.*--overwrite_output_dir True to start anew"):
-        run(tmp_path / "out", settings, resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="--resume_from_checkpoint nowhere: not a whole checkpoint folder"):
-        run(tmp_path / "other", settings, resume_from_checkpoint="nowhere")
-    assert not (tmp_path / "other").exists()
-    run(tmp_path / "out", settings, overwrite_output_dir=True)
-    with pytest.raises(ValueError, match="train_method: OfflinePO then, SFTwithKL now"):
-        run(tmp_path / "out", settings | {"train_method": "SFTwithKL"}, resume_from_checkpoint="true")
+            run(output, settings)
+    assert not trainers.is_complete(last)
+    (output / "checkpoint-9").mkdir()
+    run(output, settings, save_total_limit=1)
+    assert saved_steps(output) == [4] and trainers.is_complete(last)
+    (last / "optimizer.pt").unlink()
+    assert not trainers.is_complete(last)
 
 
 @pytest.mark.parametrize(
     ("saved", "deepspeed", "message"),
     [
-        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed; continue it so"),
-        (["optimizer.pt"], True, "saved without --deepspeed; continue it so"),
-        (
-            ["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"],
-            True,
-            "saved it for 2 .*continue with 2",
-        ),
+        ([], False, "saved without its optimizer"),
+        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed"),
+        (["optimizer.pt"], True, "saved without --deepspeed"),
+        (["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"], True, "for 2 .*continue with 2"),
         (["optimizer.pt"], False, None),
         (["global_step3/0_optim_states.pt"], True, None),
-        (["global_step3/mp_rank_00_model_states.pt"], True, None),  # no ZeRO
+        (["global_step3/mp_rank_00_model_states.pt"], True, None),  # without ZeRO
     ],
 )
-def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(
-    tmp_path, mixed_rows, tiny_model, saved, deepspeed, message
-):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model)
-    if deepspeed:
-        settings["deepspeed"] = ROOT / "configs" / "zero2.json"
-    output = train.Output(train.parse_arguments(flags_of(tmp_path / "out", settings)))
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    for name in saved:
-        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).touch()
-    mark(checkpoint)
-    output.settings.write(output.args.same_run)
+def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(again, saved, deepspeed, message):
+    output, settings = again
+    checkpoint = save_checkpoint(output, 5, *saved)
+    args = train.parse_arguments(flags(output, settings))
+    args.deepspeed = deepspeed and "zero2.json"
     if message is None:
-        assert output.claim() and output.args.resume_from_checkpoint == str(checkpoint)
-        return
-    with pytest.raises(ValueError, match=f"checkpoint-3: .*{message}.*; other settings"):
-        output.claim()
-    assert not list((tmp_path / "out").glob(".*"))
+        assert train.Output(args).claim() and args.resume_from_checkpoint == str(checkpoint)
+    else:
+        with pytest.raises(utils.UserError, match=f"checkpoint-5: .*{message}"):
+            train.Output(args).claim()
+    reset_process()
 
 
-def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(tmp_path, mixed_rows, tiny_model):
-    """The same command, started again, does not take back what the launch before it did."""
-    settings = offline_po(mixed_rows, tiny_model, tiny_model)
-
-    def chosen(folder: str, named: Path) -> str:
-        flags = flags_of(tmp_path / folder, settings | {"resume_from_checkpoint": named})
-        output = train.Output(train.parse_arguments(flags))
-        output.settings.write(output.args.same_run)
-        assert output.claim()
-        return output.args.resume_from_checkpoint
-
-    def save(folder: str, step: int) -> Path:
-        checkpoint = tmp_path / folder / f"checkpoint-{step}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "optimizer.pt").touch()
-        utils.write_json(checkpoint / "trainer_state.json", {"global_step": step})
-        mark(checkpoint)
-        return checkpoint
-
-    other = save("other", 10)
-    utils.write_json(
-        tmp_path / "other" / "settings.json",
-        {"settings": train.parse_arguments(flags_of(tmp_path / "other", settings)).same_run},
-    )
-    assert chosen("out", other) == str(other)
-    save("out", 9)
-    assert chosen("out", other) == str(other)
-    last = save("out", 11)
-    assert chosen("out", other) == str(last)
-    assert chosen("out", tmp_path / "out" / "checkpoint-9") == str(last)
-    assert chosen("out", tmp_path / "out" / "checkpoint-8") == str(last)  # deleted when later ones were there
+def save_checkpoint(output: Path, step: int, *files: str) -> Path:
+    """A folder that looks like a complete checkpoint."""
+    checkpoint = output / f"checkpoint-{step}"
+    for name in ("trainer_state.json", *files):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text(json.dumps({"global_step": step}))
+    utils.write_json(checkpoint / trainers.COMPLETE, trainers.sizes(checkpoint))
+    return checkpoint
 
 
-def test_a_checkpoint_that_lost_a_file_or_its_end_is_not_whole(tmp_path):
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"12345")
-    assert not utils.is_complete(folder)
-    mark(folder)
-    assert utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) == str(folder)
-    (folder / "model.safetensors").write_bytes(b"123")
-    assert not utils.is_complete(folder) and utils.last_complete_checkpoint(tmp_path) is None
+def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(again, tmp_path):
+    """The same command, started again, keeps what the launch before it did."""
+    output, settings = again
+    other = save_checkpoint(shutil.copytree(output, tmp_path / "other"), 10, "optimizer.pt")
 
+    def chosen(named: Path) -> str:
+        args = train.parse_arguments(flags(output, settings, resume_from_checkpoint=named))
+        assert train.Output(args).claim()
+        reset_process()
+        return args.resume_from_checkpoint
 
-def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_path, caplog, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    output = tmp_path / "out"
-    expected = run(output, settings)
-    (output / "train_results.json").unlink()
-    caplog.set_level(logging.INFO)
-    damaged = output / "checkpoint-4" / "optimizer.pt"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
-    assert utils.is_complete(output / "checkpoint-4") and not utils.is_undamaged(output / "checkpoint-4")
-    with pytest.raises(ValueError, match="checkpoint-4: not a whole checkpoint folder"):
-        run(tmp_path / "other", settings, resume_from_checkpoint=output / "checkpoint-4")
-    steps = run(output, settings)
-    assert (
-        caplog.text.count("checkpoint-4/optimizer.pt: damaged, not what was written; its checkpoint is passed o") == 1
-    )
-    assert f"continuing after step 2 of 4: {output}/checkpoint-2" in caplog.text
-    assert_close(curve(steps), curve(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_each_rank_sums_what_it_writes_and_marks_of_an_earlier_version_hold(tmp_path):
-    names = ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "global_step4/zero_pp_rank_1_mp_rank_00_x.pt"]
-    names.append("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    sums = [utils.checksums(tmp_path, of_rank=rank) for rank in (0, 1)]
-    assert [sorted(of_rank) for of_rank in sums] == [sorted([*names[:2], names[4]]), sorted(names[2:4])]
-    assert sums[0] | sums[1] == utils.checksums(tmp_path)
-    utils.write_json(tmp_path / utils.COMPLETE, {name: len(name) for name in names})
-    assert utils.is_complete(tmp_path) and utils.is_undamaged(tmp_path)
-
-
-def contents(folder: Path) -> dict:
-    """Every file and folder, with its content; locks, which opening them here would end, by name."""
-    return {
-        path: path.read_bytes() if path.is_file() and path.suffix != ".lock" else None for path in folder.rglob("*")
-    }
-
-
-def files_of(folder: Path) -> list[Path]:
-    """All that is in a folder but locks."""
-    return [path for path in folder.rglob("*") if path.suffix != ".lock"]
-
-
-@pytest.mark.parametrize("resume", [{}, {"resume_from_checkpoint": True}, {"resume_from_checkpoint": "lost"}])
-def test_a_finished_run_is_left_as_it_is_and_one_with_other_settings_is_refused(
-    tmp_path, capsys, monkeypatch, mixed_rows, tiny_model, resume
-):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    run(tmp_path / "out", settings)
-    before, loaded = contents(tmp_path / "out"), count_loads(monkeypatch)
-    capsys.readouterr()
-    run(tmp_path / "out", settings | resume | {"logging_steps": 2, "dataloader_num_workers": 1})
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: all is there\n"
-    made_with = tmp_path / "out" / "settings.json"
-    text = made_with.read_text()
-    made_with.write_text(text.replace('"weights": "float32"', '"weights": "half"'))  # with DeepSpeed, on other GPUs
-    run(tmp_path / "out", settings)
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: all is there\n" and made_with.read_text() != text
-    made_with.write_text(text)
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(65))
-    for change, message in (
-        ({"learning_rate": 2e-3}, "learning_rate: 0.001 then, 0.002 now"),
-        (
-            {"max_steps": -1, "num_train_epochs": 2},
-            "max_steps: 4 then, -1 now; num_train_epochs: None then, 2.*more epo",
-        ),
-        ({"per_device_train_batch_size": 4}, "rows_per_step: 8 then, 4 now"),
-        ({"train_data_path": rows}, r"train_data_path: .* then, .*rows.jsonl \(sha256 \w{8}\) now"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"settings.json: made with other settings .{message}.*--overwrite_output"
-        ):
-            run(tmp_path / "out", settings | resume | change)
-    assert not loaded and contents(tmp_path / "out") == before
-
-
-def test_overwriting_starts_anew_but_not_when_the_launch_is_started_again(
-    tmp_path, monkeypatch, mixed_rows, tiny_model
-):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    run(tmp_path / "out", settings)
-    shorter = settings | {"max_steps": 2, "overwrite_output_dir": True}
-    with monkeypatch.context() as patch:
-        patch.setattr(trainers.SPAGTrainer, "train", lambda *_, **__: sys.exit("killed"))
-        with pytest.raises(SystemExit):
-            run(tmp_path / "out", shorter)
-    assert not (tmp_path / "out" / "train_results.json").exists() and not checkpoints(tmp_path / "out")
-    steps = run(tmp_path / "out", shorter)
-    assert len(steps) == 2 and sorted(checkpoints(tmp_path / "out")) == [2]
-    before = contents(tmp_path / "out")
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "1")
-            run(tmp_path / "out", shorter)
-    assert contents(tmp_path / "out") == before
-    run(tmp_path / "out", shorter)
-    assert contents(tmp_path / "out") != before
-
-
-def test_a_checkpoint_of_another_run_and_a_run_of_an_earlier_version_are_refused(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    run(tmp_path / "out", settings)
-    other = {"learning_rate": 2e-3, "resume_from_checkpoint": tmp_path / "out" / "checkpoint-2"}
-    with pytest.raises(ValueError, match="out/settings.json: made with other settings .learning_rate"):
-        run(tmp_path / "other", settings | other)
-    assert not (tmp_path / "other").exists()
-    saved = json.loads((tmp_path / "out" / "settings.json").read_text())
-    del saved["settings"]
-    utils.write_json(tmp_path / "out" / "settings.json", saved)
-    with pytest.raises(ValueError, match="settings.json: not the settings of a run, or of an earlier version"):
-        run(tmp_path / "out", settings)
-    (tmp_path / "out" / "settings.json").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2: no settings.json beside it says how it was made"):
-        run(tmp_path / "out", settings)
-
-
-def test_a_second_start_into_one_folder_is_refused_and_has_written_nothing(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model)
-    trainer = train.set_up(flags_of(tmp_path / "out", settings))
-    before = contents(tmp_path / "out")
-    command = [python(), "train.py", *flags_of(tmp_path / "out", settings | {"learning_rate": 1})]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert second.returncode == 2 and "another process is writing to this run; end that one first" in second.stderr
-    assert contents(tmp_path / "out") == before
-    train.run(trainer)
-    assert [path.name for path in (tmp_path / "out").glob(".*")] == [".settings.lock"]
-
-
-@pytest.mark.kills
-def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(64))
-    settings = offline_po(path, tiny_model, tiny_model, train_method="SFT", dataloader_num_workers=2, max_steps=12)
-    del settings["ref_model_name_or_path"], settings["loss_normalization"]
-    command = [sys.executable, "train.py", *flags_of(tmp_path / "out", settings)]
-    process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(process.children(recursive=True)) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.suspend()
-    workers = process.children(recursive=True)
-    process.kill()
-    assert not psutil.wait_procs([process, *workers], timeout=10)[1]
-    finished = subprocess.run([python(), *command[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert len(steps_of(tmp_path / "out")) == 12
+    assert chosen(other) == str(other)
+    last = save_checkpoint(output, 11, "optimizer.pt")
+    assert chosen(other) == str(last)
+    assert chosen(output / "checkpoint-2") == chosen(output / "checkpoint-1") == str(last)
 
 
 # --- LoRA ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ref_logprobs", ["precompute", "online"])
-def test_lora_trains_adapters_against_the_model_without_them(
-    tmp_path, monkeypatch, mixed_rows, tiny_model, ref_logprobs
-):
+def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
     peft = pytest.importorskip("peft")
-    loaded = count_loads(monkeypatch)
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, ref_logprobs=ref_logprobs, lora_rank=4, lora_merge=True)
-    settings |= {"learning_rate": 0.02, "gradient_checkpointing": True}
-    steps = run(tmp_path / "out", settings)
+    settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
+    called = call(train.main, *flags(tmp_path / "out", settings, gradient_checkpointing=True))
+    assert "100% of the adapters' update" in called.errors
+    steps = steps_of(tmp_path / "out")
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
     tokens = torch.arange(10, 40).unsqueeze(0)
@@ -749,15 +669,16 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     pytest.importorskip("peft")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
     plain = run(tmp_path / "fp32", settings)
+    settings["bf16"] = True
     if config:
-        steps = launch(tmp_path / "out", 1, settings | {"bf16": True, "deepspeed": ROOT / "configs" / config})
+        steps = launch(tmp_path / "out", 1, settings | {"deepspeed": ROOT / "configs" / config})
     else:
-        trainer = train.set_up(flags_of(tmp_path / "out", settings | {"bf16": True}))
+        trainer = train.set_up(flags(tmp_path / "dtypes", settings))
         dtypes = {name: weights.dtype for name, weights in trainer.model.named_parameters()}
         assert all(dtypes[name] == (torch.float32 if "lora_" in name else torch.bfloat16) for name in dtypes)
-        train.run(trainer)
-        steps = steps_of(tmp_path / "out")
-    assert abs(steps[0]["log_ratio"]) < 1e-6 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-6)
+        reset_process()
+        steps = run(tmp_path / "out", settings)
+    assert abs(steps[0]["log_ratio"]) < 1e-4 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert_close([step["loss"] for step in steps], [step["loss"] for step in plain], rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
@@ -773,6 +694,14 @@ def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_r
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
+def test_merging_warns_if_most_of_a_small_update_is_lost_in_rounding(tmp_path, mixed_rows, tiny_model):
+    pytest.importorskip("peft")
+    settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, bf16=True, learning_rate=1e-6)
+    errors = call(train.main, *flags(tmp_path / "out", settings)).errors
+    share = re.search(r"WARNING .*merged: (\d+)% of the adapters' update is left .*--learning_rate", errors)
+    assert share and int(share[1]) < 50
+
+
 # --- what a run leaves and shows -----------------------------------------------------------------------------------
 
 
@@ -783,7 +712,7 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     always = {"loss", "grad_norm", "learning_rate", "log_ratio", "ratio", "ratio_max", "clip_fraction", "policy_loss"}
     always |= {"sft_loss", "reward_attacker", "reward_defender", "tokens_per_second", "peak_memory_gib"}
     assert all(always <= step.keys() for step in steps)
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history = history_of(tmp_path / "out")
     assert history[0]["rows"] == 64 and history[0]["rows_truncated"] == 0
     evaluations = [entry for entry in history if "eval_loss" in entry]
     assert len(evaluations) == 3 and evaluations[0]["eval_loss"] != evaluations[1]["eval_loss"]
@@ -793,14 +722,29 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("normalization", ["micro_batch", "step"])
+def test_the_parts_of_the_loss_add_up_and_shares_are_shares_of_rows(tmp_path, tiny_model, other_model, normalization):
+    """Micro-batches of one game row, one SFT row, and two game rows: a mean over micro-batches would be wrong."""
+    game, told = {"query": "q", "target": "t", "reward": 1.0, "role": "attacker"}, {"query": "q", "target": "tt"}
+    rows = [game, told | {"type": "sft"}, game, game | {"reward": 0.25}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = offline_po(path, tiny_model, other_model, max_steps=1, loss_normalization=normalization)
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "eval_data_path": path}
+    (step,) = run(tmp_path / "out", settings, per_device_eval_batch_size=3, learning_rate=0)
+    (evaluation,) = [entry for entry in history_of(tmp_path / "out") if "eval_loss" in entry]
+    for log, prefix in ((step, ""), (evaluation, "eval_")):
+        parts = log[f"{prefix}policy_loss"] + 0.5 * log[f"{prefix}sft_loss"]
+        assert log[f"{prefix}loss"] == pytest.approx(parts, rel=1e-5)
+        assert log[f"{prefix}reward_attacker"] == pytest.approx(0.75)
+    assert step["log_ratio"] == pytest.approx(evaluation["eval_log_ratio"], rel=1e-5)
+
+
 @pytest.mark.parametrize("method", ["SFT", "OfflinePO"])
 def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path, tiny_model, other_model, method):
     rows = sorted(make_rows(20), key=lambda row: "type" in row)  # batches of one kind
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = offline_po(path, tiny_model, other_model, train_method=method, eval_data_path=path, max_steps=1)
-    if method == "SFT":
-        del settings["ref_model_name_or_path"], settings["loss_normalization"]
-    settings |= {"per_device_train_batch_size": 20, "learning_rate": 0}
+    settings = sft(path, tiny_model) if method == "SFT" else offline_po(path, tiny_model, other_model)
+    settings |= {"eval_data_path": path, "max_steps": 1, "per_device_train_batch_size": 20, "learning_rate": 0}
     losses = []
     for size in (3, 20):
         (step,) = run(tmp_path / str(size), settings, per_device_eval_batch_size=size)
@@ -808,155 +752,228 @@ def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path, tiny_mo
     assert_close(losses, [step["loss"]] * 2, rtol=1e-5, atol=1e-6)
 
 
-def test_show_examples_prints_rows_and_trains_nothing(tmp_path, capsys, tiny_model, other_model):
+def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
     row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25, "role": "attacker"}
     path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
-    with pytest.raises(FileNotFoundError):  # no trainer_state.json
-        run(tmp_path / "out", offline_po(path, tiny_model, other_model), show_examples=2)
-    printed = capsys.readouterr().out
+    settings = offline_po(path, tiny_model, other_model, show_examples=2)
+    printed = call(train.main, *flags(tmp_path / "out", settings)).output
     assert "[[<s>a question]]an answer</s>" in printed and "[[<s>p]]a</s>" in printed
     assert printed.count("--- row") == 2
     assert re.search(r"game, weight 0.5, reward 0.25, reference log-probability -\d+\.\d+", printed)
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_finished_training_says_what_came_of_it(tmp_path, capsys, mixed_rows, tiny_model):
+def test_a_finished_training_says_what_it_did(tmp_path, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="epoch")
-    steps = run(tmp_path / "out", settings)
-    first, last = (f"{steps[place]['loss']:.4g}" for place in (0, -1))
-    sft = sum("type" in row for row in make_rows(64))
-    line, left = capsys.readouterr().out.splitlines()[-2:]
-    assert line.startswith(
-        f"{tmp_path}/out: OfflinePO of 64 rows ({sft} of them SFT), 4 steps, loss {first} -> {last}"
+    line, left = call(train.main, *flags(tmp_path / "out", settings)).output.splitlines()[-2:]
+    steps = steps_of(tmp_path / "out")
+    kinds = f"64 rows ({sum('type' in row for row in make_rows(64))} of them SFT), 4 steps"
+    assert line.startswith(f"{tmp_path}/out: OfflinePO of {kinds}, loss {steps[0]['loss']:.4g} -> ")
+    assert left.startswith(f"{tmp_path}/out/checkpoint-4: 0.0 GB")
+
+
+# --- models and machines -------------------------------------------------------------------------------------------
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training(tmp_path, mixed_rows, tiny_model):
+    """Copies of Llama-2 have a temperature without do_sample; the Trainer changes their PAD, and saving validates."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    utils.write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2})
+    run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, mixed_rows, tiny_model, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("fix these issues\nto save the configuration")
+
+    monkeypatch.setattr(train.transformers.GenerationConfig, "save_pretrained", fail)
+    monkeypatch.setattr(trainers.SPAGTrainer, "training_step", stop)
+    refused(
+        tmp_path / "out", sft(mixed_rows, tiny_model), "could not be saved after training: fix these issues to save"
     )
-    assert left.startswith(f"{tmp_path}/out/checkpoint-4: 0.0 GB of model and optimizer states that this run no lon")
 
 
-# --- what would succeed and teach nothing --------------------------------------------------------------------------
+def save_model(folder: Path, config) -> Path:
+    tokenizer = build_tokenizer()
+    config.update({"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 3})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+TEXT = {"vocab_size": 260, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_gemma_2_trains_with_the_attention_that_transformers_chooses(tmp_path, mixed_rows, padding_side):
+    folder = save_model(tmp_path / "gemma", train.transformers.Gemma2Config(**TEXT))
+    settings = offline_po(mixed_rows, folder, folder, max_steps=1, padding_side=padding_side)
+    assert abs(run(tmp_path / "out", settings)[0]["log_ratio"]) < 1e-5
+
+
+def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_rows):
+    """DDP would wait for the gradients of the rest."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = train.transformers.Gemma3Config(text_config=TEXT, vision_config=vision | {"image_size": 28})
+    folder = save_model(tmp_path / "gemma", config)
+    run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and moved == {name for name in before if "language_model" in name}
+
+
+def test_a_tokenizer_longer_than_the_embedding_is_refused_only_for_rows_that_need_it(tmp_path, tiny_model):
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(folder)
+    rows = make_rows(16)
+    settings = sft(write_rows(tmp_path / "rows.jsonl", rows), folder, max_steps=1)
+    assert len(run(tmp_path / "out", settings)) == 1
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"query": "<image>", "target": "t"}])
+    refused(tmp_path / "other", settings, r"rows.jsonl:17: the model's vocabulary of 260 .*'<image>'")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
+def test_a_large_model_trains_on_a_cpu_only_on_request(tmp_path, mixed_rows, tiny_model, monkeypatch):
+    monkeypatch.setattr(train, "MOST_ON_CPU", 1000)
+    settings = sft(mixed_rows, tiny_model, max_steps=1)
+    refused(tmp_path / "out", settings, "finds no GPU .*--use_cpu True")
+    assert len(run(tmp_path / "out", settings, use_cpu=True)) == 1
+
+
+def test_peak_memory_is_known_where_proc_does_not_tell_it(monkeypatch):
+    expected = trainers.peak_memory_gib(torch.device("cpu"))
+    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tpython\nVmSize:\t100 kB\n")  # gVisor's
+    assert expected / 4 < trainers.peak_memory_gib(torch.device("cpu")) < expected * 4
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
 
 
 def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", [row | {"type": "sft"} for row in make_rows(16)])
     settings = offline_po(path, tiny_model, tiny_model, max_steps=1)
-    with pytest.raises(ValueError, match="rows.jsonl: SFT rows alone.*--allow_no_game_rows True"):
-        run(tmp_path / "out", settings)
-    assert files_of(tmp_path / "out") == []
+    refused(tmp_path / "out", settings, "rows.jsonl: only SFT rows.*--allow_no_game_rows True")
     assert len(run(tmp_path / "out", settings, allow_no_game_rows=True)) == 1
 
 
-def test_a_training_whose_every_step_has_a_learning_rate_of_0_ends_before_the_first_one(tmp_path, tiny_model):
+def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp_path, tiny_model):
+    rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2), "role": "attacker"} for n in range(8)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=2, learning_rate=0.03)
+    message = "4 rows have negative rewards. .*log-ratio runs away.*--allow_negative_rewards True"
+    refused(tmp_path / "refused", settings, message, allow_negative_rewards=None)
+    run(tmp_path / "detached", settings, allow_negative_rewards=None, detach_kl=True)
+    called = call(train.main, *flags(tmp_path / "out", settings))
+    last = steps_of(tmp_path / "out")[-1]
+    halves = last["log_ratio_positive"] + last["log_ratio_negative"]
+    assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5) and last["log_ratio"] < -0.5
+    assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
+
+
+def test_a_training_whose_every_step_has_a_learning_rate_of_0_is_refused(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=-1, num_train_epochs=1, warmup_ratio=0.03)
-    settings |= {"lr_scheduler_type": "cosine"}
-    message = "the learning rate is 0 at every step: 8 rows, 8 a step, make one step, and warm-up takes it; use more"
-    with pytest.raises(utils.RunError, match=message):
-        run(tmp_path / "out", settings)
-    assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert len(run(tmp_path / "out", settings, warmup_ratio=0, overwrite_output_dir=True)) == 1
+    settings = offline_po(path, tiny_model, tiny_model, max_steps=-1, num_train_epochs=1, lr_scheduler_type="cosine")
+    refused(tmp_path / "out", settings, "the learning rate is 0 at every step: 8 rows, 8 a step", warmup_ratio=0.03)
+    assert len(run(tmp_path / "out", settings, warmup_ratio=0)) == 1
 
 
-def test_rows_that_lose_nearly_all_are_told_and_refused_where_they_are_most(tmp_path, caplog, tiny_model):
+def test_rows_that_the_cut_leaves_little_of_are_counted_and_refused_if_they_are_most(tmp_path, tiny_model):
     rows = [{"query": "ask", "target": "say " * length, "role": "attacker"} for length in (1, 2, 3, 100)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     settings = offline_po(path, tiny_model, tiny_model, max_steps=1, max_length=30)
-    run(tmp_path / "few", settings)
-    assert "rows.jsonl: 1 rows (25%) lose more than nine tenths of their tokens, or of their target's" in caplog.text
+    assert "rows.jsonl: 1 rows (25%) lose" in call(train.main, *flags(tmp_path / "few", settings)).errors
     write_rows(tmp_path / "rows.jsonl", rows + rows[3:] * 3)
-    with pytest.raises(
-        ValueError, match="57% of the rows lose .* at --max_length 30; use a larger one, or --allow_cu"
-    ):
-        run(tmp_path / "most", settings)
+    refused(tmp_path / "most", settings, "57% of the rows lose .* --max_length 30; .*--allow_cuts True")
     assert len(run(tmp_path / "most", settings, allow_cuts=True)) == 1
-
-
-# --- bad input -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: not a JSON object"),
-        ('[{"query": "a", "target": "b"}, {"query"', r"rows\.jsonl:1: .*cut off"),
-        ('{"query": "a", "target": null}\n', "'target' must be a text"),
+        ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: .*cut off"),
+        ('{"query": "a", "target": null}\n', r"rows\.jsonl:1: 'target' must be a text"),
         ("", "the file is empty"),
     ],
 )
-def test_bad_rows_are_found_before_any_model_is_loaded(tmp_path, monkeypatch, tiny_model, text, message):
-    loaded = count_loads(monkeypatch)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_rows_are_named_before_a_model_is_loaded(tmp_path, loaded, tiny_model, text, message, processes):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "out", offline_po(str(path), tiny_model, tiny_model))
-    assert not loaded and files_of(tmp_path / "out") == []
+    settings = offline_po(str(path), tiny_model, tiny_model)
+    if processes == 1:
+        refused(tmp_path / "out", settings, message)
+    elif "null" in text:
+        printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(tmp_path / "out", settings)]), 1)
+        assert re.search(f"train.py: error: .*{message}", printed)
+    else:
+        pytest.skip("one kind of fault is enough under a launcher")
+    assert not loaded and not list((tmp_path / "out").rglob("*.arrow"))
 
 
-def test_a_reference_with_another_vocabulary_is_refused_before_any_model_is_loaded(
-    tmp_path, monkeypatch, mixed_rows, tiny_model
-):
-    loaded = count_loads(monkeypatch)
-    build_llama(0, vocab_size=300).save_pretrained(tmp_path / "reference")
-    with pytest.raises(ValueError, match="different vocabularies"):
-        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "reference"))
-    assert not loaded
-
-
-def test_model_folders_without_all_that_is_needed_are_refused(tmp_path, mixed_rows, tiny_model):
-    def broken(name: str, *remove: str) -> Path:
-        folder = shutil.copytree(tiny_model, tmp_path / name)
+def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model, other_model):
+    def broken(name: str, *remove: str, model: str = tiny_model) -> Path:
+        folder = Path(shutil.copytree(model, tmp_path / name))
         for file in remove:
             (folder / file).unlink()
         return folder
 
-    weights = load_file(Path(tiny_model) / "model.safetensors")
-    del weights["model.norm.weight"]
-    layerless = broken("layerless")
-    save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
-    cut_off = broken("cut_off")
-    (cut_off / "model.safetensors").write_bytes((cut_off / "model.safetensors").read_bytes()[:5000])
-    no_tokenizer = broken("no_tokenizer", "tokenizer.json", "tokenizer_config.json")
+    build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
+    swapped = broken("swapped", model=other_model)
+    text = (swapped / "tokenizer.json").read_text(encoding="utf-8")
+    text = text.replace('"a": 68', '"a": 0').replace('"b": 69', '"b": 68').replace('"a": 0', '"a": 69')
+    (swapped / "tokenizer.json").write_text(text, encoding="utf-8")
+    weightless, no_tokenizer = broken("weightless", "model.safetensors"), broken("no_tokenizer", "tokenizer.json")
+    (no_tokenizer / "tokenizer_config.json").unlink()
     for model, reference, message in [
-        (tiny_model, broken("weightless", "model.safetensors"), "weightless: no weights as safetensors"),
+        (tiny_model, tmp_path / "larger", "different vocabularies"),
+        (tiny_model, swapped, "swapped: the reference has another tokenizer"),
+        (tiny_model, weightless, "weightless: no weights as safetensors"),
         (no_tokenizer, tiny_model, "no_tokenizer: Tokenizer cannot be loaded"),
-        (layerless, tiny_model, "layerless: weights are missing .model.norm.weight."),
-        (cut_off, tiny_model, "cut_off: ModelForCausalLM cannot be loaded"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            run(tmp_path / "out", offline_po(mixed_rows, model, reference))
-    assert files_of(tmp_path / "out") == []
+        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
+    for tokenizer_file in ("{", "[" * 100_000, '{"model": 5}', '{"model": {"type": "BPE", "vocab": []}}'):
+        (no_tokenizer / "tokenizer.json").write_text(tokenizer_file)
+        refused(tmp_path / "out", sft(mixed_rows, no_tokenizer), "no_tokenizer: Tokenizer cannot be loaded")
+    assert not loaded and not (tmp_path / "out" / "settings.json").exists()
+    layerless, cut_off = broken("layerless"), broken("cut_off")
+    weights = load_file(layerless / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
+    (cut_off / "model.safetensors").write_bytes((cut_off / "model.safetensors").read_bytes()[:5000])
+    refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight.")
+    refused(tmp_path / "out", sft(mixed_rows, cut_off), "cut_off: ModelForCausalLM cannot be loaded")
 
 
-def test_a_loss_that_is_no_number_stops_training(tmp_path, tiny_model):
+def test_a_loss_that_is_not_finite_stops_training(tmp_path, tiny_model):
     rows = [{"query": "q", "target": "t", "reward": 3e38, "weight": 3e38}] * 8
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ValueError, match="the loss of step 1 is .*; training stops here"):
-        run(tmp_path / "out", offline_po(path, tiny_model, tiny_model))
+    refused(
+        tmp_path / "out", offline_po(path, tiny_model, tiny_model), "the loss of step 1 is .*; training stops here"
+    )
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_reference_with_other_tokens_under_the_same_number_is_refused(tmp_path, mixed_rows, tiny_model, other_model):
-    reference = Path(shutil.copytree(other_model, tmp_path / "reference"))
-    text = (reference / "tokenizer.json").read_text(encoding="utf-8")
-    swapped = text.replace('"a": 68', '"a": 0').replace('"b": 69', '"b": 68').replace('"a": 0', '"a": 69')
-    assert swapped != text
-    (reference / "tokenizer.json").write_text(swapped, encoding="utf-8")
-    with pytest.raises(ValueError, match="reference has another tokenizer"):
-        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, reference))
+def test_bad_flags_end_the_program_with_one_message_and_a_slip_in_the_code_with_its_traceback(
+    tmp_path, mixed_rows, tiny_model, monkeypatch
+):
+    wrong = ["--train_method", "DPO", "--output_dir", tmp_path / "out", "--clip", "1"]
+    printed = finish(start([PYTHON, "train.py", *wrong]), status=2)
+    assert "Traceback" not in printed and "--train_method DPO is unknown" in printed
+    assert "unknown flag --clip; did you mean --clip_range?" in printed
 
+    def slip(*_, **__):
+        raise ValueError("a slip")
 
-def test_bad_input_ends_the_program_with_its_message_and_status_2(tmp_path):
-    command = [
-        python(),
-        "train.py",
-        "--train_method",
-        "DPO",
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--clip",
-        "1",
-    ]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 2 and "Traceback" not in finished.stderr
-    assert "--train_method DPO is unknown; it is one of SFT, SFTwithKL, OfflinePO" in finished.stderr
-    assert "unknown flag --clip; did you mean --clip_range?" in finished.stderr
+    for module, name in ((trainers, "offline_po_loss"), (dataloaders, "normalize_row"), (arguments, "find_problems")):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="^a slip$") as caught:
+            patch.setattr(module, name, slip)
+            run(tmp_path / name, offline_po(mixed_rows, tiny_model, tiny_model))
+        assert not isinstance(caught.value, utils.UserError)
 
 
 OWN_TOKENIZER = """
@@ -982,7 +999,7 @@ class OwnTokenizer(PreTrainedTokenizer):  # asks for what it sets later, as Baic
 def test_code_that_comes_with_a_model_runs_on_request_only_and_its_failure_takes_a_line(
     tmp_path, mixed_rows, tiny_model, monkeypatch
 ):
-    """Of the reference too; nobody is asked at the terminal."""
+    """Code of the reference too; nobody is asked at the terminal."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
     (folder / "tokenizer.json").unlink()
     (folder / "own.py").write_text(OWN_TOKENIZER)
@@ -990,27 +1007,14 @@ def test_code_that_comes_with_a_model_runs_on_request_only_and_its_failure_takes
     utils.write_json(folder / "tokenizer_config.json", own)
     monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-    def ask(*_):
-        raise AssertionError("asked at the terminal")
-
-    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("builtins.input", stop)
     for model, reference in ((folder, tiny_model), (tiny_model, folder)):
-        with pytest.raises(ValueError, match="own: Tokenizer .*it brings its own code; --trust_remote_code True runs"):
-            run(tmp_path / "out", offline_po(mixed_rows, model, reference))
+        message = "own: Tokenizer .*it brings its own code; --trust_remote_code True runs it"
+        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
     assert not (tmp_path / "trace").exists()
-    with pytest.raises(ValueError, match="own: Tokenizer cannot be loaded .AttributeError: .*another transformers"):
-        run(tmp_path / "out", offline_po(mixed_rows, folder, folder), trust_remote_code=True)
+    message = "own: Tokenizer cannot be loaded .AttributeError: .*another transformers"
+    refused(tmp_path / "out", offline_po(mixed_rows, folder, folder), message, trust_remote_code=True)
     assert (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"model": 5}', '{"model": {"type": "BPE", "vocab": []}}'])
-def test_a_broken_tokenizer_takes_a_line(tmp_path, mixed_rows, tiny_model, text):
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "broken"))
-    (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match="broken: Tokenizer cannot be loaded") as caught:
-        run(tmp_path / "out", offline_po(mixed_rows, folder, folder))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -1021,17 +1025,13 @@ def test_a_broken_tokenizer_takes_a_line(tmp_path, mixed_rows, tiny_model, text)
         RuntimeError("[enforce fail at inline_container.cc:626] . PytorchStreamWriter failed writing file data/7"),
     ],
 )
-def test_a_full_disk_ends_training_with_a_line(tmp_path, monkeypatch, capsys, mixed_rows, tiny_model, error):
+def test_a_full_disk_ends_training_with_a_line(tmp_path, monkeypatch, mixed_rows, tiny_model, error):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(trainers.SPAGTrainer, "_save_checkpoint", fail)
-    trainer = train.set_up(flags_of(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model, save_steps=1)))
-    trainer.args.save_strategy = "steps"
-    with pytest.raises(SystemExit) as ended:
-        utils.run_program(lambda: train.run(trainer), expected=utils.RunError)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: [Errno 28] No space left on device: '{tmp_path}/out'\n")
+    settings = sft(mixed_rows, tiny_model, save_strategy="steps", save_steps=1)
+    refused(tmp_path / "out", settings, f"error: .Errno 28. No space left on device: '{tmp_path}/out'$")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from helpers import reset_process
 from pretend_gpu import DEVICE, PretendGPU, to_cpu
-from test_train import flags_of, make_rows, offline_po, write_rows
+from test_train import flags, make_rows, offline_po, sft, write_rows
 from torch.testing import assert_close
 
 import train
@@ -19,29 +20,31 @@ class Steps:
         if gpu:
             gpu.move(trainer.model)
             trainer.args.__dict__["_setup_devices"] = DEVICE
-        self.model = trainer.model_wrapped
         rows = trainer.train_dataset
         collate = SPAGCollator(trainer.processing_class)
         if trainer.uses_reference:
             self.reference = rows.ref_logprobs = self.count("reference", lambda: self.reference_pass(rows))
         batches = iter([collate(rows.__getitems__(list(range(start, start + 4)))) for start in (0, 4)])
+        trainer.state.max_steps = 1
         batches, counts = self.count("counts", lambda: trainer.get_batch_samples(batches, 2, trainer.args.device))
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 2
         self.losses = [
-            self.count(f"step {number}", lambda b=batch: trainer.training_step(self.model, b, counts))
+            self.count(f"step {number}", lambda b=batch: trainer.training_step(trainer.model_wrapped, b, counts))
             for number, batch in enumerate(batches)
         ]
         optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
         self.count("optimizer", optimizer.step)
         self.logs = self.count("logs", lambda: trainer.metrics.take(trainer.accelerator))
+        self.gradients = {name: to_cpu(weights.grad) for name, weights in trainer.model.named_parameters()}
+        reset_process()
 
     def reference_pass(self, rows) -> np.ndarray:
         with self.trainer._reference_model() as (model, module):
-            return self.trainer._reference_pass(rows, model, module)
+            return self.trainer._reference_pass(rows, np.arange(len(rows)), model, module)
 
     def count(self, name: str, work):
-        """Do some work; what it took of the GPU."""
+        """Do some work, and note its launches, waits and uploads."""
         if not self.gpu:
             return work()
         self.gpu.reset()
@@ -50,7 +53,7 @@ class Steps:
         return result
 
 
-# Kernels of a micro-batch of the two-layer model, its forward and backward pass, loss and metrics.
+# Kernels of a micro-batch of the two-layer model: its forward and backward pass, loss and metrics.
 MOST_LAUNCHES = {"SFT": 400, "SFTwithKL": 440, "OfflinePO": 495}
 
 
@@ -58,16 +61,13 @@ MOST_LAUNCHES = {"SFT": 400, "SFTwithKL": 440, "OfflinePO": 495}
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_model, method, padding_side):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(16))
-    settings = offline_po(path, tiny_model, tiny_model, train_method=method, padding_side=padding_side)
-    if method == "SFT":
-        del settings["ref_model_name_or_path"], settings["loss_normalization"]
-    on_cpu = Steps(train.set_up(flags_of(tmp_path / "cpu", settings)), None)
+    settings = sft(path, tiny_model) if method == "SFT" else offline_po(path, tiny_model, tiny_model)
+    settings |= {"train_method": method, "padding_side": padding_side}
+    on_cpu = Steps(train.set_up(flags(tmp_path / "cpu", settings)), None)
     with PretendGPU() as gpu:
-        on_gpu = Steps(train.set_up(flags_of(tmp_path / "gpu", settings)), gpu)
+        on_gpu = Steps(train.set_up(flags(tmp_path / "gpu", settings)), gpu)
     assert_close([to_cpu(loss) for loss in on_gpu.losses], on_cpu.losses)
-    weights = zip(on_gpu.model.parameters(), on_cpu.model.parameters(), strict=True)
-    for ours, theirs in weights:
-        assert_close(to_cpu(ours), theirs, rtol=1e-4, atol=1e-5)
+    assert_close(on_gpu.gradients, on_cpu.gradients, rtol=1e-4, atol=1e-6)  # not weights: Adam magnifies rounding
     measured = {"tokens_per_second", "peak_memory_gib"}
     assert on_gpu.logs.keys() == on_cpu.logs.keys() >= measured
     for name in on_gpu.logs.keys() - measured:

@@ -133,7 +133,7 @@ def turn_at(place, game, end):
     role = GAME.roles[end % 2]
     templates = load_templates(place / "prompts.json", GAME)
     history = tuple(game["history"][:end])
-    return Turn(GAME, role, history, 2, game["index"], GAME.secrets(role, game["target_word"]), templates)
+    return Turn(GAME, role, history, 2, game["index"], GAME.secrets(role, game["target_word"], history), templates)
 
 
 # --- what is started and asked -------------------------------------------------------------------------------------

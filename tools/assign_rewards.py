@@ -3,8 +3,11 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Formats of all files: data/README.md. Episodes are read twice, since the weights need the counts, and neither they nor
-the rows are kept in memory. The settings and counts of a run stand beside its output, in OUTPUT_rewards_settings.json.
+Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE makes rows of the
+losers' messages too, and --ties COST of tied games, with rewards below 0; train on them with --detach_kl True, without
+which the loss drives their probability down without end and replies degenerate. Formats of all files:
+data/README.md. Episodes are read twice, since the weights need the counts; neither they nor the rows are kept in
+memory. The settings and counts of a run stand beside its output, in OUTPUT_rewards_settings.json.
 """
 
 import gc
@@ -24,21 +27,14 @@ class Flags(RowFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
-    outcomes: str | None = flag("file for every episode's outcome and length, JSON or JSONL", default=None)
 
 
 def main() -> None:
     end_with_launcher()
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
-    gc.disable()  # millions of small objects come and go, none in cycles; looking for cycles takes a tenth of the time
-    counts = make_rows(
-        flags,
-        flags.input_data_path,
-        flags.output_data_path,
-        sft=flags.sft_data_path,
-        outcomes=flags.outcomes,
-    )
+    gc.disable()  # there are no cycles to find, and looking for them takes a tenth of the time
+    counts = make_rows(flags, flags.input_data_path, flags.output_data_path, sft=flags.sft_data_path)
     print(json.dumps(counts))
 
 

@@ -2,31 +2,40 @@
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 
-Every model meets its tasks in a process of its own, one per GPU at a time. DIR/MODEL/TASK.json is a finished one: the
-same command runs those that are missing. tools/reasoning/README.md tells what is written.
+Each model and benchmark is one command of the harness. DIR/MODEL/TASK.json is a finished one: the same command runs
+those that are missing. tools/reasoning/README.md describes what is written.
 """
 
 import argparse
 import logging
-import os
 import re
-from dataclasses import dataclass, fields
-from importlib import metadata
+import shlex
+import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.engine.model import model_folder
-from tools.engine.vllm import VLLM, VLLMFlags
-from tools.flags import NamedPath, flag, named_path, parse_flags
-from tools.reasoning.jobs import HARNESS_VERSION, Job, gpus, look_for_hub, run_jobs, tasks_digest
-from tools.reasoning.scores import Score
-from tools.reasoning.table import BENCHMARKS, RESULT_FILES, Benchmark, write_results
-from utils import end_with_launcher, lock, model_fingerprint, run_program, set_up_logging, too_small, world_size
+import torch
 
-HARNESS = "lm-eval"
-HF = "hf"  # of --engine: the harness' own way with transformers
+from tools.flags import NamedPath, flag, named_path, parse_flags
+from tools.reasoning.jobs import Job, folder_digest, run_jobs, task_folder
+from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
+from utils import (
+    UserError,
+    end_with_launcher,
+    lock,
+    model_fingerprint,
+    model_folder,
+    run_program,
+    set_up_logging,
+    too_small,
+    world_size,
+)
+
+HARNESS = "lm-eval==0.4.13"
 LOCK = ".evaluate_reasoning.lock"
 OWN_METRIC = "acc"  # of tasks that are none of the eight
+CPU_BATCH = "8"  # on a CPU the harness's search for a batch size takes longer than it saves
 logger = logging.getLogger(__name__)
 
 
@@ -43,74 +52,68 @@ def benchmark_of(text: str) -> Benchmark:
 
 
 @dataclass(kw_only=True)
-class Flags(VLLMFlags):
+class Flags:
     """The flags of this program."""
 
     models: list[NamedPath] = flag(
-        "folders or names; the first is compared with", type=named_path, metavar="NAME=MODEL"
+        "folders or names; the others are compared with the first", type=named_path, metavar="NAME=MODEL"
     )
     tasks: list[Benchmark] = flag(
-        "the harness' names", default=list(BENCHMARKS), type=benchmark_of, metavar="NAME[:SHOTS][:METRIC]"
+        "benchmarks of the table, or tasks of the harness by its names",
+        default=list(BENCHMARKS),
+        type=benchmark_of,
+        metavar="NAME[:SHOTS][:METRIC]",
     )
     output_dir: str = flag("folder of the results")
     limit: int | None = flag("ask only the first so many questions of each task, for a trial", default=None)
-    batch_size: str | None = flag("of the harness; auto: by the free memory; unset: auto, on a CPU 8", default=None)
+    batch_size: str | None = flag("of the harness; unset: auto, on a CPU 8", default=None)
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    engine: str = flag("hf: the model in the harness' process; vllm: behind a server", default=HF, choices=(HF, VLLM))
+    lm_eval: str | None = flag(
+        "command of the harness; unset: this environment's. '/ENV/bin/lm_eval' takes another environment's, "
+        "'accelerate launch -m lm_eval' several GPUs",
+        default=None,
+        metavar="COMMAND",
+    )
+    backend: str = flag("what runs the model: --model of the harness, such as hf or vllm", default="hf")
     include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
-    num_processes: int | None = flag("that run at a time; unset: one per GPU, else one", default=None)
-    overwrite: bool = flag("True: run again what was made under other settings", default=False)
 
     def check(self) -> None:
-        """Raise one ValueError for all that is wrong with the flags."""
+        """Raise one UserError for all that is wrong with the flags."""
         names, tasks = [model.name for model in self.models], [task.task for task in self.tasks]
-        problems = too_small(self, limit=1, num_processes=1) + self.vllm_problems(self.engine)
+        problems = too_small(self, limit=1)
         for given, values in (("models", names), ("tasks", tasks)):
             problems += [f"--{given} names {value} twice" for value in sorted(set(values)) if values.count(value) > 1]
         no_folders = [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]
-        problems += [f"--models {name}: it names a folder too; use letters, digits, . _ and -" for name in no_folders]
+        problems += [f"--models {name}: the name is also a folder's: letters, digits, . _ -" for name in no_folders]
         if world_size() > 1:
-            problems.append("start it without torchrun: it uses every GPU that it sees by itself")
+            problems.append("start it without torchrun; --lm_eval 'accelerate launch -m lm_eval' uses several GPUs")
+        if self.lm_eval is None and not find_spec("lm_eval"):
+            problems.append(f"needs lm-evaluation-harness: pip install {HARNESS}, or --lm_eval names its command")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
     def jobs(self) -> list[Job]:
         """All models on all benchmarks."""
-        how = {name: getattr(self, name) for name in ("batch_size", "engine", "trust_remote_code")}
-        how["vllm"] = {field.name: getattr(self, field.name) for field in fields(VLLMFlags)}
-        engine = {} if self.engine == HF else {"engine": self.engine}
-        own_tasks, jobs = tasks_digest(self.include_path), []
+        jobs = []
         for name, model in self.models:
             folder = model_folder(model).resolve()
-            made_of = {"model": {"path": str(folder), "sha256": model_fingerprint(folder)}} | engine
+            of_model = {"path": str(folder), "sha256": model_fingerprint(folder)}
             for benchmark in self.tasks:
-                own = benchmark.task not in {known.task for known in BENCHMARKS}  # those are never the user's
+                own = folder_digest(task_folder(benchmark.task, self.include_path))
                 asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
-                settings = {"harness": HARNESS_VERSION, **asked, **made_of, "own_tasks": own_tasks if own else None}
-                include_path = os.path.abspath(self.include_path) if own and self.include_path else None
-                request = how | {"model": str(folder), "include_path": include_path, "settings": settings}
+                settings = asked | {"model": of_model, "backend": self.backend, "own_tasks": own}
                 path = Path(self.output_dir) / name / f"{benchmark.task.replace('/', '_')}.json"
-                jobs.append(Job(name, benchmark, request, path))
+                jobs.append(Job(name, benchmark, settings, path))
         return jobs
 
-    def devices(self) -> list[str | None]:
-        """Where models run at the same time: GPUs, None where there is none."""
-        devices: list[str | None] = list(gpus(self.tensor_parallel_size)) or [None]
-        return [devices[number % len(devices)] for number in range(self.num_processes or len(devices))]
-
-
-def check_harness(engine: str) -> None:
-    """Raise ValueError unless the right version of the harness is installed, with its client of servers if needed."""
-    try:
-        installed = metadata.version(HARNESS)
-    except metadata.PackageNotFoundError:
-        installed = None
-    if installed != HARNESS_VERSION:
-        found = f"there is {installed}, and results change with its version" if installed else "it is not there"
-        raise ValueError(f"needs lm-evaluation-harness; {found}: pip install {HARNESS}=={HARNESS_VERSION}")
-    if engine == VLLM and find_spec("tenacity") is None:
-        raise ValueError(f"--engine {VLLM} needs more: pip install '{HARNESS}[api]=={HARNESS_VERSION}'")
+    def command(self) -> list[str]:
+        """The command of the harness, without model and task."""
+        program = shlex.split(self.lm_eval) if self.lm_eval else [sys.executable, "-m", "lm_eval"]
+        words = [*program, "run", "--model", self.backend]
+        words += ["--batch_size", self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)]
+        words += [] if self.limit is None else ["--limit", str(self.limit)]
+        return words + (["--trust_remote_code"] if self.trust_remote_code else [])
 
 
 def main() -> None:
@@ -118,28 +121,13 @@ def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()
-    check_harness(flags.engine)
     jobs, folder = flags.jobs(), Path(flags.output_dir)
     lock(folder / LOCK)
-    to_run = [job for job in jobs if job.is_to_run(overwrite=flags.overwrite)]
-    if to_run:
-        logger.info("%d of %d results are there; %s comes next", len(jobs) - len(to_run), len(jobs), to_run[0].name)
-        for name in RESULT_FILES:  # of other results than those to come
-            (folder / name).unlink(missing_ok=True)
-        look_for_hub()
-        run_jobs(to_run, flags.devices())
-    table: dict[str, dict[str, Score]] = {}
-    for job in jobs:
-        table.setdefault(job.model, {})[job.benchmark.name] = job.score()
-    settings = {
-        "harness": HARNESS_VERSION,
-        "dtype": flags.dtype,
-        "limit": flags.limit,
-        "against": flags.models[0].name,
-        "models": {job.model: job.request["settings"]["model"] for job in jobs},
-        "benchmarks": [benchmark._asdict() for benchmark in flags.tasks],
-    }
-    print(write_results(folder, table, settings), end="")
+    missing = [job for job in jobs if not job.is_finished()]
+    if missing:
+        logger.info("%d of %d results are there", len(jobs) - len(missing), len(jobs))
+        run_jobs(missing, flags.command(), flags.include_path)
+    print(write_results(folder, jobs, flags.dtype, flags.limit), end="")
 
 
 if __name__ == "__main__":

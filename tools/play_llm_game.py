@@ -21,9 +21,9 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from tools.selfplay.progress import NONE, TRACKERS, report_problems
-from utils import await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
+MOST_TIED = 0.5  # share of the games
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +39,6 @@ class Flags(PlayFlags):
     data_suffix: str = flag("last part of the names of the result files")
     max_games: int | None = flag("play the first so many words only; a larger number extends a run", default=None)
     seed: int = flag("of sampling", default=42)
-    report_to: list[str] = flag("where curves of rank 0's games go", default=[NONE], choices=TRACKERS)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -47,13 +46,13 @@ class Flags(PlayFlags):
 
     def check(self) -> None:
         problems = too_small(self, max_games=1) + self.problems(list(self.names))
-        problems += [*report_problems(self.report_to), *human_problems(self.names, self.concurrent_games)]
+        problems += human_problems(self.names, self.concurrent_games)
         for name in ("model_prefix", "data_suffix"):
             value = getattr(self, name)
             if not value or Path(value).name != value:
                 problems.append(f"--{name} {value!r} is no part of a file name")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def main() -> None:
     stem = f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}"
     files = EpisodeFiles(flags.output_dir, stem, words[: flags.max_games], game)
     pairings = [Pairing(flags.names, flags.seed)] * len(files.words)
-    run = Run(flags, game, templates, files, pairings, flags.report_to)
+    run = Run(flags, game, templates, files, pairings)
     settings = {
         "attacker_model_name_or_path": player_setting(flags.names[0], flags),
         "defender_model_name_or_path": player_setting(flags.names[1], flags),
@@ -78,6 +77,8 @@ def main() -> None:
     }
     if summary := run.play(settings):
         logger.info("%s: %s", files.results_path, result_line(summary))
+        if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
+            logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
         print(json.dumps(summary))
 
 

@@ -1,29 +1,64 @@
-"""Make the files that play and training start from.
+"""Make word lists.
 
-    python -m tools.prepare_data words --output data/target_words.txt
-    python -m tools.prepare_data tasks --game GAME --number 1000 --output tasks.txt
-    python -m tools.prepare_data split --input WORDS.txt --output train_words.txt --held_out held_out_words.txt
-    python -m tools.prepare_data alpaca --input alpaca_data.json --output data/alpaca_train.json
-    python -m tools.prepare_data imitation --episodes games_results.json --output data/train_imitation.json
-    python -m tools.prepare_data prompts --from_release SPAG/utils.py --output configs/release_prompts.json
+    python -m tools.prepare_data tasks --game GAME --number 1000 --output data/tasks.txt
+    python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 
-`words` makes the list of target words, `tasks` that of another game; `split` holds some back, for evaluation on words
-that self-play never sees; `alpaca` turns raw Alpaca records into SFT rows; `imitation` makes rows for SFTwithKL out of
-a strong model's games; `prompts` takes the wording of all prompts out of a checkout of the released code, for models
-that were trained on it. Beside its output X.EXT each writes X_source.json: what it was made of, with which settings,
-counts, and the SHA-256 of inputs and output.
+`tasks` makes the list of a game that can make its own tasks. `split` holds words back, for evaluation on words that
+self-play never sees.
 """
 
-from tools.flags import parse_command
-from tools.selfplay.prepare import Alpaca, Imitation, Prompts, Split, Tasks, Words
-from utils import end_with_launcher, run_program, set_up_logging
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-COMMANDS = {kind.__name__.lower(): kind for kind in (Words, Tasks, Split, Alpaca, Imitation, Prompts)}
+from tools.flags import flag, parse_command
+from tools.games.flags import GameChoice
+from tools.selfplay.rows import refuse_overwriting
+from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging
+
+
+@dataclass(kw_only=True)
+class Split:
+    """Draw words to be held out from a list, and write both parts in the order of the list, a repeated word once."""
+
+    input: str = flag("word list, one a line")
+    output: str = flag("file to write for the remaining words")
+    held_out: str = flag("file to write for the held-out words")
+    number: int = flag("number of held-out words", default=500)
+    seed: int = flag("seed of the draw", default=0)
+
+    def run(self) -> None:
+        refuse_overwriting([self.input], [self.output, self.held_out])
+        words = list(dict.fromkeys(read_words(self.input)))
+        if not 0 < self.number < len(words):
+            raise UserError(f"--number {self.number}: must be between 1 and {len(words) - 1}, for {len(words)} words")
+        drawn = set(random.Random(self.seed).sample(words, self.number))
+        write_words(self.held_out, [word for word in words if word in drawn])
+        write_words(self.output, [word for word in words if word not in drawn])
+
+
+@dataclass(kw_only=True)
+class Tasks(GameChoice):
+    """Write the word list of a game that can make its own tasks."""
+
+    output: str = flag("file to write")
+    number: int = flag("largest number of tasks", default=1000)
+    seed: int = flag("seed of the draws", default=0)
+
+    def run(self) -> None:
+        if self.number < 1:
+            raise UserError(f"--number is {self.number}; it must be at least 1")
+        write_words(self.output, self.load_game().tasks(self.number, random.Random(self.seed)))
+
+
+def write_words(path: str, words: Iterable[str]) -> None:
+    with replacing(path) as file:
+        file.writelines(f"{word}\n" for word in words)
 
 
 def main() -> None:
     end_with_launcher()
-    command = parse_command(COMMANDS, description=__doc__)
+    command = parse_command({"tasks": Tasks, "split": Split}, description=__doc__)
     set_up_logging()
     command.run()
 

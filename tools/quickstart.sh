@@ -6,7 +6,7 @@
 #   QUICK=1 bash tools/quickstart.sh     a smaller run that shows that everything works, and nothing else
 #
 # PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to tools/run_spag.sh.
-# Runs on bash 3.2 (macOS).
+# The scripts run on bash 3.2, which macOS has.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -17,12 +17,11 @@ cd "$root"
 
 QUICK=${QUICK:-0}
 OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}
-EXTRAS=('matplotlib>=3.10,<4' 'lm-eval==0.4.13') # what draws the figures, and what asks the questions
 
-install_rest() {  # without GPUs without DeepSpeed, which wants a compiler
-  grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
-  ! command -v nvidia-smi >/dev/null || cp requirements.txt .venv/requirements.txt
-  pip_install -r .venv/requirements.txt "${EXTRAS[@]}"
+install_rest() { # without a GPU without DeepSpeed, which needs a compiler
+  cp requirements.txt .venv/requirements.txt
+  [ -n "$gpu" ] || grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
+  pip_install -r .venv/requirements.txt
 }
 
 main() {
@@ -45,4 +44,4 @@ main() {
   say "all of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 
-main "$@"; exit # at once: what bash has not read yet of this file may have changed meanwhile
+main "$@"; exit # on one line: bash reads nothing more of this file, which may change meanwhile

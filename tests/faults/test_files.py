@@ -5,19 +5,13 @@ import random
 import shutil
 
 import pytest
-from programs import GAME, WORDS, Inputs, call, episode, release
-from trials import flags_of
+from helpers import as_a_process
+from programs import GAME, WORDS, episode, programs
 
-import utils
-from tools import evaluate_reasoning, tiny_world
-from tools.flags import parse_flags
 from tools.selfplay.files import EpisodeFiles
 
 ODD_VALUES = [None, True, -1, 0, 10**30, 1e999, "", "\x00", "\u2028", "\ud800", [], {}, [[]], "a" * 10_000]
 ODD_VALUES += ["../../x", "<b>"]
-
-
-# --- rank files ----------------------------------------------------------------------------------------------------
 
 
 def damage(content: bytes, rng: random.Random) -> bytes:
@@ -71,7 +65,7 @@ def change(value, rng: random.Random):
 
 
 def test_damaged_rank_files(tmp_path, trials):
-    """What is whole is kept as it is; what is not is played again or named with its line."""
+    """Whole games are kept as they are; all others are played again, or named with their line."""
 
     def trial(rng: random.Random) -> None:
         shutil.rmtree(tmp_path)
@@ -83,14 +77,13 @@ def test_damaged_rank_files(tmp_path, trials):
         before = path.read_bytes()
         whole = {line for line in before.split(b"\n")[:-1] if line in lines}
         files = EpisodeFiles(tmp_path, "s", WORDS, GAME)
-        try:
-            missing = files.start({"seed": 1}).missing()
-        except ValueError as error:
-            assert "\n" not in str(error) and "s_rank0.jsonl" in str(error)
-            assert path.read_bytes() in (before, before.rpartition(b"\n")[0] + b"\n")
-            return
-        finally:
-            release()
+        with as_a_process():
+            try:
+                missing = files.start({"seed": 1}).missing()
+            except ValueError as error:
+                assert "\n" not in str(error) and "s_rank0.jsonl" in str(error)
+                assert path.read_bytes() in (before, before.rpartition(b"\n")[0] + b"\n")
+                return
         kept = {index for index, line in enumerate(lines) if line in whole}
         assert kept.isdisjoint(missing)
         for index in missing:
@@ -104,55 +97,22 @@ def test_damaged_rank_files(tmp_path, trials):
     trials.run("damaged rank files", trial, short=40, each=20)
 
 
-LIGHT = ["assign_rewards", "imitation", "alpaca", "split", "report", "report of a loop", "show"]
-HEAVY = ["play_llm_game", "evaluate_games", "train"]
-
-
-@pytest.mark.parametrize("name", [*LIGHT, *HEAVY])
-def test_mutated_files(name, tmp_path, tiny_model, other_model, trials):
-    (tmp_path / "in").mkdir()
-    inputs = Inputs(tmp_path / "in", tiny_model, other_model)
-
+@pytest.mark.parametrize(
+    "name", ["assign_rewards", "split", "report", "loop report", "show", "play", "matches", "train"]
+)
+def test_mutated_files(name, inputs, tmp_path, trials):
     def trial(rng: random.Random) -> None:
         output = tmp_path / "out"
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir()
-        main, files, command, flags = inputs.programs(output)[name]
-        path = inputs.folder / rng.choice(files)
+        program = programs(inputs, output)[name]
+        path = inputs / rng.choice(program.reads)
         before = path.read_bytes()
         try:
             path.write_bytes(damage(before, rng))
-            call(main, *command, *flags_of(flags))
+            program.run()
         finally:
             path.write_bytes(before)
 
-    short, each = (3, 30) if name in HEAVY else (8, 50)
+    short, each = (3, 30) if name in ("play", "matches", "train") else (8, 50)
     trials.run(f"mutated files, {name}", trial, short=short, each=each)
-
-
-def test_damaged_results_of_benchmarks(tmp_path, tiny_model, trials):
-    """Finished tasks of tools.evaluate_reasoning, of which the table is made."""
-    tasks = ("PIQA", "ARC-e", "ARC-c")
-    models = {"models": f"base={tiny_model}", "tasks": [*tasks], "output_dir": tmp_path}
-    flags = parse_flags(evaluate_reasoning.Flags, flags_of(models), description="")
-    jobs = flags.jobs()
-    for job in jobs:
-        metrics = {"acc,none": {"value": 0.5, "stderr": 0.1}}
-        shown = {"questions": 4, "shots": 0, "metrics": metrics, "scores": {"acc,none": [0.0, 1.0, 0.0, 1.0]}}
-        utils.write_json(job.path, {"settings": job.request["settings"]} | shown)
-
-    def trial(rng: random.Random) -> None:
-        path = rng.choice(jobs).path
-        before = path.read_bytes()
-        try:
-            path.write_bytes(damage(before, rng))
-            call(evaluate_reasoning.main, *flags_of(models))
-        finally:
-            path.write_bytes(before)
-
-    trials.run("mutated files, evaluate_reasoning", trial, short=5, each=60)
-
-
-def test_show_on_what_is_no_loop(tmp_path):
-    status, _ = call(tiny_world.main, "show", "--output_dir", tmp_path)
-    assert status == 2

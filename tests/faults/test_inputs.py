@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import utils
 from tools.games import load_game, prompts
-from tools.selfplay.rewards import Games, in_memory, message_shares, paid_rows
+from tools.selfplay.rewards import JudgedGames, in_memory, message_shares, paid_rows
 
 BATCH = 8  # inputs that hypothesis draws at once: one of them costs a fifth of one drawn alone
 SHORT, LONG = 10, 125  # batches of a trial, in every test run and in a campaign
@@ -95,7 +95,9 @@ def test_judge(drawn):
 def test_points_and_rewards(drawn):
     game, episode = drawn
     rows = list(
-        paid_rows(Games(game, in_memory([episode])), decay_weight=0.8, prompt_fn=lambda history, task, turns: "q")
+        paid_rows(
+            JudgedGames(game, in_memory([episode])), decay_weight=0.8, prompt_fn=lambda history, task, turns: "q"
+        )
     )
     assert all(math.isfinite(row["reward"]) and row["reward"] > 0 for row in rows)
     paid = sum(row["reward"] for row in rows)
@@ -147,7 +149,7 @@ HISTORIES = st.lists(records("role", "content", "x"), max_size=3) | ODD
 @pure(st.tuples(records("target_word", "max_turns", "game", "extra"), HISTORIES), thousands=7)
 def test_episodes_that_are_none(drawn):
     record, history = drawn
-    refused(lambda episode: Games(GAMES[0], in_memory([episode])), record | {"history": history})
+    refused(lambda episode: JudgedGames(GAMES[0], in_memory([episode])), record | {"history": history})
 
 
 @pure(records("query", "prompt", "target", "answer", "instruction", "input", "output"), thousands=7)

@@ -1,55 +1,56 @@
-"""Every program started twice at once into one place: one works, the other is refused or finds all there."""
+"""A program that is started twice: one works, the other is refused, and all is there afterwards."""
 
 import random
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
-from forks import python
-from programs import Inputs
-from trials import TIMEOUT, flags_of, start
+from helpers import TIMEOUT, start
+from programs import programs
 
-COMMANDS = {
-    "assign_rewards": ["tools.assign_rewards", "rows.json"],
-    "imitation": ["tools.prepare_data", "rows.json"],
-    "report": ["tools.report", "report.html"],
-    "play_llm_game": ["tools.play_llm_game", "m_sampling_w_results.json"],
-    "evaluate_games": ["tools.evaluate_games", "games_results.json"],
-    "train": ["train", "model.safetensors"],
-}
+MODULES = {"assign_rewards": "tools.assign_rewards", "play": "tools.play_llm_game"}
+MODULES |= {"matches": "tools.evaluate_games", "train": "train"}
+HOLDER = "import sys, utils; [utils.lock(path) for path in sys.argv[1:]]; print('locked', flush=True); input()"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_two_starts_at_once(name, tmp_path, tiny_model, other_model, trials):
-    (tmp_path / "in").mkdir()
-    inputs = Inputs(tmp_path / "in", tiny_model, other_model)
-    module, result = COMMANDS[name]
+@pytest.mark.parametrize("name", MODULES)
+def test_a_start_beside_a_run_is_refused_and_writes_nothing(name, inputs, tmp_path):
+    """Another process holds the locks that the program left in an earlier run."""
+    assert programs(inputs, tmp_path / "earlier")[name].run().status == 0
+    locks = [path.relative_to(tmp_path / "earlier") for path in (tmp_path / "earlier").rglob(".*.lock")]
+    assert locks
     output = tmp_path / "out"
-    _, _, command, flags = inputs.programs(output)[name]
-    if "top_k" not in flags and "max_turns" in flags:
-        flags["top_k"] = 1
-    command = [python(), "-m", module, *command, *flags_of(flags)]
+    holder = start([sys.executable, "-c", HOLDER, *(output / path for path in locks)], stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "locked\n"
+    refused = programs(inputs, output)[name].run()
+    assert refused.status == 2 and "another process is writing to this run" in refused.errors
+    assert sorted(path.relative_to(output) for path in output.rglob("*") if path.is_file()) == sorted(locks)
+    holder.communicate("")
+    assert programs(inputs, output)[name].run().status == 0
 
-    def outcome(*delays: float) -> bytes:
-        shutil.rmtree(output, ignore_errors=True)
-        processes = []
-        for delay in delays:
-            time.sleep(delay)
-            processes.append(start(command))
+
+@pytest.mark.parametrize("name", MODULES)
+def test_two_starts_at_once(name, inputs, tmp_path, trials):
+    output = tmp_path / "out"
+    program = programs(inputs, output)[name]
+    command = [sys.executable, "-m", MODULES[name], *program.words()]
+    results: list[bytes] = []
+
+    def trial(rng: random.Random) -> None:
+        if not results:
+            assert program.run().status == 0
+            results.append((output / program.result).read_bytes())
+        shutil.rmtree(output)
+        first = start(command)
+        time.sleep(rng.choice([0, rng.uniform(0, 8)]))
+        processes = [first, start(command)]
         printed = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         statuses = [process.returncode for process in processes]
         assert 0 in statuses and set(statuses) <= {0, 2} and "Traceback" not in "".join(printed), printed
         for status, text in zip(statuses, printed, strict=True):
             assert status == 0 or "another process is writing to this run" in text, text
-        return (output / result).read_bytes()
+        assert (output / program.result).read_bytes() == results[0]
 
-    def trial(rng: random.Random) -> None:
-        assert outcome(0, rng.choice([0, rng.uniform(0, 1)])) == alone()
-
-    def alone() -> bytes:
-        if not results:
-            results.append(outcome(0))
-        return results[0]
-
-    results: list[bytes] = []
-    trials.run("two starts at once", trial, short=1 if name in ("assign_rewards", "train") else 0)
+    trials.run("two starts at once", trial, short=1 if name == "assign_rewards" else 0)

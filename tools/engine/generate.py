@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from tools.engine.model import Counts, LocalModel
+from tools.engine.model import EngineCounts, LocalModel
 from tools.players.player import Reply
 from utils import warn_on_rank_0
 
@@ -17,17 +17,17 @@ from utils import warn_on_rank_0
 class BatchEngine:
     """Answers requests batch after batch, for any causal language model.
 
-    A batch runs until its longest reply has ended, and every prompt is computed in whole. When the device runs out of
-    memory, the batch size is halved.
+    A batch runs until its longest reply has ended, and every prompt is computed from its first token. When the device
+    runs out of memory, the batch size is halved.
     """
 
     def __init__(self, local: LocalModel, batch_size: int):
         self.local, self.batch_size = local, batch_size
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
-        self.counts = Counts(prefill_seconds=0.0, decode_seconds=0.0)
+        self.counts = EngineCounts()
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request; plain batches make no use of its game."""
+        """Queue a request; `limit` is the most tokens of the reply, None: --max_new_tokens. `game` is not used."""
         self.waiting.append((request, prompt, limit or self.local.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
@@ -42,11 +42,11 @@ class BatchEngine:
             return [(self.waiting.popleft()[0], reply) for reply in replies]
         warn_on_rank_0("out of memory with %d prompts at once; going on with half as many", self.batch_size)
         self.batch_size //= 2
-        torch.cuda.empty_cache()  # not in the handler, whose traceback keeps tensors alive
+        torch.cuda.empty_cache()  # here, since the traceback in the handler keeps tensors alive
         return self.run()
 
     def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
-        """One reply per prompt, of at most so many tokens, sampled by torch's global generator."""
+        """One reply per prompt, sampled by torch's global generator; `limits` are the most tokens of each."""
         local, device = self.local, self.local.model.device
         limits = limits or [local.sampling.max_new_tokens] * len(prompts)
         encoded = [local.encode(prompt) for prompt in prompts]
@@ -57,19 +57,9 @@ class BatchEngine:
         rows = [torch.tensor(ids) for ids, _ in encoded]
         input_ids = pad_sequence(rows, batch_first=True, padding_value=config.pad_token_id, padding_side="left")
         attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()  # (batch, width), as input_ids
-        times = [now(device)]  # then the end of the first forward pass, which is the prefill
-
-        def end_of_prefill(*_) -> None:
-            times.append(now(device))
-            handle.remove()
-
-        handle = local.model.register_forward_hook(end_of_prefill)
-        try:
-            output = local.model.generate(
-                input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
-            )
-        finally:
-            handle.remove()
+        output = local.model.generate(
+            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
+        )
         new_ids = [ids[:limit] for ids, limit in zip(output[:, width:].tolist(), limits, strict=True)]
         replies = [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
         counts = self.counts
@@ -79,13 +69,11 @@ class BatchEngine:
         counts.prefill_tokens += input_ids.numel()
         counts.new_tokens += sum(reply.tokens for reply in replies)
         counts.steps += output.shape[1] - width
-        counts.prefill_seconds += times[1] - times[0]
-        counts.decode_seconds += now(device) - times[1]
         return replies
 
 
 def generation_config(local: LocalModel) -> GenerationConfig:
-    """The model's sampling as `generate` takes it."""
+    """The sampling settings as `generate` takes them."""
     sampling = local.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(
@@ -94,13 +82,13 @@ def generation_config(local: LocalModel) -> GenerationConfig:
         do_sample=sampling.do_sample,
         **(drawn if sampling.do_sample else {}),
         use_cache=True,
-        pad_token_id=0,  # attention never sees padding: any token will do
+        pad_token_id=0,  # any token will do: padding is masked
         eos_token_id=local.stop_ids or None,
     )
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, when the device has done all its work."""
+    """Seconds on a clock, once the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

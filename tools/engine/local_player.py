@@ -1,7 +1,6 @@
 """Players with a model in this process: the prompts of many games are gathered for one device."""
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tools.engine.generate import BatchEngine
@@ -9,10 +8,9 @@ from tools.engine.slots import SlotEngine
 from tools.games.chat import ChatTemplate
 from tools.players.player import Reply, Turn
 
-# Models are loaded and run in this one thread. OpenMP keeps helper threads for every thread that computes; if they
+# All models are loaded and run in this one thread. OpenMP keeps helper threads for every thread that computes. If they
 # outnumber the cores, they sleep between tasks: on two cores a step of 24 games then takes 1.6 times as long.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
-
 
 Engine = SlotEngine | BatchEngine
 
@@ -20,18 +18,17 @@ Engine = SlotEngine | BatchEngine
 class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
-    An engine runs once every live game waits for a reply, never on a timer: the same games with the same seed give the
-    same replies. Of two engines, the one with more open requests goes first.
+    An engine runs when every live game waits for a reply, never on a timer. So the same games with the same seed give
+    the same replies. Of two engines, the one with more open requests goes first.
     """
 
-    def __init__(self, batch_size: int, on_batch: Callable[[], None] = lambda: None):
-        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called every batch_size replies
+    def __init__(self):
         self.open: dict[Engine, dict[int, asyncio.Future]] = {}
-        self.requests = self.replies = 0
+        self.requests = 0
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: str, *, game: int, limit: int | None = None) -> Reply:
-        """The engine's reply, of at most `limit` tokens; prompts of one game share the number `game`."""
+        """The engine's reply to a prompt of the game number `game`, of at most `limit` tokens."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
@@ -49,18 +46,18 @@ class Batcher:
             self.runner = None
 
     async def _gather(self) -> int:
-        """Let the games move until all wait for a reply; the number of open requests."""
+        """Let the games go on until all wait for a reply. Returns the number of open requests."""
         before = None
         while (now := sum(map(len, self.open.values()))) != before:
             before = now
-            await asyncio.sleep(0)  # every other task that can run does so before this one goes on
+            await asyncio.sleep(0)  # lets every other task run that can
         return now
 
     async def _answer(self, engine: Engine) -> None:
         futures = self.open[engine]
         try:
             finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
-        except Exception as error:  # raised again in each game that waits for this engine
+        except Exception as error:  # raise it in each game that waits for this engine
             for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
@@ -70,9 +67,6 @@ class Batcher:
             future = futures.pop(request)
             if not future.done():
                 future.set_result(reply)
-        batches, self.replies = self.replies // self.batch_size, self.replies + len(finished)
-        for _ in range(self.replies // self.batch_size - batches):
-            self.on_batch()
 
 
 class LocalPlayer:
@@ -84,4 +78,8 @@ class LocalPlayer:
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
         prompt = turn.prompt(self.chat)
-        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=turn.max_new_tokens)
+        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=self.limit(turn))
+
+    def limit(self, turn: Turn) -> int | None:
+        """The most tokens of a reply; None: --max_new_tokens."""
+        return None

@@ -6,25 +6,27 @@ import psutil
 import torch
 
 MEMORY_SHARE = 0.7  # of the free memory, for the games; the rest absorbs activations and fragmentation
-# The most prompts at once, whatever the memory: for the slot engine on a GPU; for it on a CPU, and for plain batches
-# on a GPU; for plain batches on a CPU, where larger ones gained little.
-MOST_GAMES, MOST_PROMPTS, CPU_BATCH = 1024, 256, 64
+# The most prompts at once, whatever the memory:
+MOST_GAMES = 1024  # slot engine on a GPU
+MOST_PROMPTS = 256  # slot engine on a CPU, plain batches on a GPU
+CPU_BATCH = 64  # plain batches on a CPU, where larger ones gained little
 
 
 def batch_size_for_memory(model, max_length: int) -> int:
     """How many prompts of `max_length` tokens a plain batch may hold with their caches and activations, at least 1."""
     config = model.config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one layer, for a token
+    activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one token in one layer
     per_prompt = max_length * (token_bytes(model) + activations) + logit_bytes(model)
     fitting = int(MEMORY_SHARE * _free_memory(model) / per_prompt)
     return min(max(fitting, 1), MOST_PROMPTS if model.device.type == "cuda" else CPU_BATCH)
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """Slots of an engine, and tokens whose keys and values it may hold, when so many `engines` share the memory.
+    """Slots of an engine, and tokens whose keys and values it may hold, when `engines` engines share the memory.
 
-    Slots cost their logits only, which take a quarter at most: how many games run depends on their lengths.
+    An empty slot costs only its logits, and all slots together take at most a quarter of the memory. The rest holds
+    keys and values, so the number of games that run depends on their lengths.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_GAMES if model.device.type == "cuda" else MOST_PROMPTS
@@ -33,7 +35,7 @@ def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
 
 
 def token_bytes(model) -> int:
-    """Bytes of a token's keys and values."""
+    """Bytes that the keys and values of one token take, in all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -41,7 +43,7 @@ def token_bytes(model) -> int:
 
 
 def logit_bytes(model) -> int:
-    """Bytes that a prompt's logits take while a token is drawn: in float32, and copies of them."""
+    """Bytes that the logits of one prompt take while a token is sampled: float32, four copies."""
     return 4 * 4 * model.config.get_text_config().vocab_size
 
 

@@ -1,4 +1,4 @@
-"""A language model of this process with its tokenizer: checking its folder, loading it, text to token ids and back.
+"""Language models in this process: checking a model folder, loading it, text to token ids and back.
 
 Weights are read from .safetensors files only; code that comes with a model runs only if the user allows it.
 """
@@ -16,24 +16,21 @@ from transformers.utils.logging import disable_progress_bar
 import utils
 from tools.games.chat import ChatTemplate
 from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
-from utils import TOKENIZER_FILES, rank, warn_on_rank_0
+from utils import TOKENIZER_FILES, UserError, rank, warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Counts:
+class EngineCounts:
     """What an engine has done so far."""
 
-    prompts: int = 0  # that were answered
-    prompt_tokens: int = 0  # of these prompts, each in whole
-    prefill_tokens: int = 0  # computed for prompts, padding included
-    prefix_tokens: int = 0  # at the start of all prompts, computed once and stored once
+    prompts: int = 0  # answered prompts
+    prompt_tokens: int = 0  # length of these prompts in all
+    prefill_tokens: int = 0  # tokens computed for prompts, padding included
     new_tokens: int = 0
     steps: int = 0  # forward passes
-    at_once: int = 0  # requests that were computed together, at most
-    prefill_seconds: float | None = None  # these two are None where a step does both
-    decode_seconds: float | None = None
+    at_once: int = 0  # most requests that were computed together
 
 
 class ModelTokens:
@@ -48,23 +45,23 @@ class ModelTokens:
         self.chat: ChatTemplate | None = None
 
     def use_chat_template(self, name: str) -> None:
-        """From now on prompts are those of the tokenizer's own chat template, which writes BOS itself."""
+        """Use the tokenizer's own chat template for prompts from now on. The template writes BOS itself."""
         self.chat, self.bos_id = ChatTemplate(self.tokenizer, name), None
         self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode_turn(self, turn: Turn) -> tuple[list[int], bool]:
-        """`encode` of the prompt of play."""
+        """`encode` for the prompt of this turn."""
         return self.encode(turn.prompt(self.chat))
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """BOS and the prompt's tokens; too long a prompt loses its beginning, BOS first. Second: whether it did."""
+        """BOS and the prompt's tokens, and whether it was cut: a prompt that is too long loses its beginning."""
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
-        """The reply of these tokens, up to the first end token."""
+        """The reply that these tokens spell, up to the first end token."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -77,21 +74,33 @@ class LocalModel(ModelTokens):
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model
-        self.cache_tokens: int | None = None  # whose keys and values fit in memory; None: any number
-        # `generate` fills unset fields from the model folder, such as a repetition penalty: it must find none there.
+        self.num_embeddings = model.get_input_embeddings().num_embeddings
+        self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
+        # `generate` would take fields that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
+
+    def encode(self, prompt: str) -> tuple[list[int], bool]:
+        """As for every tokenizer; UserError for a token without an embedding: some tokenizers have more tokens."""
+        ids, cut = super().encode(prompt)
+        if (largest := max(ids, default=0)) >= self.num_embeddings:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"a prompt has the token {token!r}, number {largest}, but the model has only {self.num_embeddings} "
+                f"embeddings; train with a tokenizer that fits the model, or leave this text out of words and prompts"
+            )
+        return ids, cut
 
 
 # Loading.
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model given as a folder or a name on the Hugging Face hub; ValueError if it is incomplete."""
+    """The folder of a model given as a folder or a name on the Hugging Face hub; UserError if it is incomplete."""
     folder = utils.model_folder(name)
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save it beside the model")
+        raise UserError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save it beside the model")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
+        raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
     return folder
 
 
@@ -105,17 +114,15 @@ def load_local_model(
 ) -> LocalModel:
     """Load a model folder onto the GPU of this process (else the CPU), or as transformers' `device_map` says.
 
-    `dtype` None: the one in the model's config. Raises ValueError, with the remedy, if memory does not suffice.
+    `dtype` None: the one in the model's config. Raises UserError if it does not fit in memory, or cannot be read.
     """
     use_own_gpu()
     if rank() != 0:
         disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(folder, trust_remote_code)
     model = _load_weights(
         folder, dtype=dtype or "auto", device_map=device_map or {"": own_device()}, trust_remote_code=trust_remote_code
     )
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, more than the model's embeddings")
     logger.info("%s: %s on %s", folder, model.dtype, device_map or own_device())
     if dtype is None and model.dtype == torch.float16:
         warn_on_rank_0("%s: float16, as its config says; --bf16 True has the wider range", folder)
@@ -124,17 +131,14 @@ def load_local_model(
         warn_on_rank_0("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and sampling.max_length > positions:
-        warn_on_rank_0("%s: made for %d positions, --max_length is %d", folder, positions, sampling.max_length)
+        warn_on_rank_0("%s: made for %d positions, but --max_length is %d", folder, positions, sampling.max_length)
     return local
 
 
 def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = False) -> ModelTokens:
-    """The tokenizer of a model that another process holds; ValueError if it cannot be had."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises Exception itself for a broken file
-        raise ValueError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
-    generation = None  # as a loaded model has it; there may be nothing but a tokenizer
+    """The tokenizer of a model that another process holds; UserError if it cannot be loaded."""
+    tokenizer = _load_tokenizer(name, trust_remote_code)
+    generation = None  # the folder may hold nothing but a tokenizer
     try:
         generation = GenerationConfig.from_pretrained(name)
     except OSError:
@@ -144,36 +148,46 @@ def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = Fals
     return ModelTokens(tokenizer, sampling, generation)
 
 
+def _load_tokenizer(name: str | Path, trust_remote_code: bool):
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the package tokenizers raises plain Exception for a broken file
+        raise UserError(f"{name}: no tokenizer that can be loaded ({_describe(error)})") from None
+
+
 def _load_weights(folder: Path, **settings):
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, use_safetensors=True, **settings
         )
     except torch.OutOfMemoryError as error:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the model does not fit on {own_device()}; use --bf16 True, or --device_map auto with one "
             f"process per machine, which spreads it over the GPUs ({error})"
         ) from None
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # broken files raise everything
-        raise ValueError(f"{folder}: its weights cannot be loaded ({type(error).__name__}: {error})") from None
+    except Exception as error:  # a broken file may raise any type
+        raise UserError(f"{folder}: its weights cannot be loaded ({_describe(error)})") from None
     if loaded["missing_keys"]:
-        raise ValueError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
+        raise UserError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     return model
 
 
+def _describe(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def own_device() -> torch.device:
-    """The GPU of this process, Apple's, or the CPU where there is none; ValueError for more processes than GPUs."""
+    """The GPU of this process, Apple's, or the CPU where there is none; UserError for more processes than GPUs."""
     if not torch.cuda.is_available():
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"process {local_rank} of this machine has no GPU; there are {torch.cuda.device_count()}")
+        raise UserError(f"process {local_rank} of this machine has no GPU; there are {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
 
 
 def use_own_gpu() -> None:
-    """Make this process's GPU the current one of this thread, which began with the first."""
+    """Make this process's GPU the current one of this thread; a new thread begins with the first GPU."""
     if (device := own_device()).type == "cuda":
         torch.cuda.set_device(device)

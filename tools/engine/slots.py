@@ -1,18 +1,17 @@
-"""The slot engine: continuous batching over games, with the keys and values of each game kept between its prompts.
+"""The slot engine: continuous batching over games; each game keeps its keys and values between its prompts.
 
 Every game has a slot that caches its last prompt and reply. The game's next prompt, for either role, begins with the
-same rules and history, so that only the tokens after them are computed. The prefix of all prompts is computed and
-stored once. A step decodes one token of every running reply and prefills new prompts; a finished reply frees its slot
-at once. How many replies run at a time follows from the lengths of those before; when the cache is full
-nevertheless, the youngest wait.
+same rules and history, so only the tokens after them are computed. The prefix of all prompts is computed and stored
+once. A step decodes one token of every running reply and prefills new prompts. A finished reply frees its slot at
+once. The lengths of earlier replies decide how many run at a time. When the cache is full all the same, the replies
+that are cheapest to recompute are preempted: they wait, and are computed again later.
 
-(With chat templates the prompts of the two roles share the rules only, and a game that finds no slot of its own starts
+(With chat templates the prompts of the two roles share only the rules, and a game without a slot of its own starts
 from the common prefix: slower, with the same replies.)
 
 The model is transformers' own; only its attention function is replaced, by the one in tools/engine/attention.py.
 """
 
-import functools
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ from os.path import commonprefix
 import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Plan, Slot, Step, num_blocks_for, upload
-from tools.engine.linear import pack_weights
-from tools.engine.model import Counts, LocalModel
+from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Slot, Step, num_blocks_for
+from tools.engine.model import EngineCounts, LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
 
-PREFILL_TOKENS = 2048  # of prompts in a step at most: bounds the memory of activations
-RECOVERY = 1.0001  # what memory that ran out is tried to have again, with each reply
+PREFILL_TOKENS = 2048  # prompt tokens in a step at most: bounds the memory of activations
+RECOVERY = 1.0001  # after running out of memory, raise the block limit by this factor for each finished reply
 
 
 @dataclass(eq=False)
@@ -38,8 +36,8 @@ class Request:
     number: int
     prompt: str
     game: int
-    limit: int  # tokens of the reply at most
-    ids: list[int] = field(default_factory=list)  # of the prompt, once it was encoded
+    limit: int  # most tokens of the reply
+    prompt_ids: list[int] = field(default_factory=list)  # empty until the prompt is encoded
     reply: list[int] = field(default_factory=list)
     prompt_cut: bool = False
 
@@ -53,22 +51,24 @@ class SlotEngine:
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
-        pack_weights(self.model)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every prompt has its own
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every shape, and each prompt has its own
         self.warp = _warpers(local.sampling)
-        self.counts = Counts()
+        self.counts = EngineCounts()
         self.waiting: deque[Request] = deque()
         self.slots = [Slot() for _ in range(slots)]
-        self.idle = self.slots.copy()  # without a request: the empty ones first, then those that wait longest
-        self.prefix: list[int] = []
+        self.idle = self.slots.copy()  # slots without a request: empty ones first, then the longest idle
+        self.prefix: list[int] = []  # tokens that all prompts begin with
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
         tokens = local.cache_tokens
-        self.most_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
-        self.fitting = self.most_blocks  # fewer for a while after the device ran out of memory
+        self.max_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
+        self.block_limit = self.max_blocks  # lower for a while after the device ran out of memory
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request; its prompt is expected to begin as earlier ones of this `game` did."""
+        """Queue a request; `limit` is the most tokens of the reply, None: --max_new_tokens.
+
+        Prompts of the same `game` should begin alike: what they share is computed once.
+        """
         self.waiting.append(Request(request, prompt, game, limit or self.local.sampling.max_new_tokens))
 
     @torch.inference_mode()
@@ -77,7 +77,7 @@ class SlotEngine:
         out_of_memory = False
         while True:
             try:
-                if out_of_memory:  # not in the handler, whose traceback keeps tensors alive
+                if out_of_memory:  # handled here, since the traceback in the handler keeps tensors alive
                     self._shrink()
                     out_of_memory = False
                 self._admit()
@@ -94,42 +94,43 @@ class SlotEngine:
     # --- from requests to slots
 
     def _admit(self) -> None:
-        """Give waiting requests slots: the slot of the same game first, then others while the replies still fit."""
+        """Give waiting requests slots: first the slots of the same games, then others while the replies still fit."""
         if not self.waiting:
             return
         own = {slot.game: slot for slot in self.idle}
-        # Requests with a slot of their own go first, so that no other takes it.
+        # Requests with a slot of their own go first, so that no other request takes it.
         requests = sorted(self.waiting, key=lambda request: request.game not in own)[: len(self.idle)]
         for request in requests:
-            if not request.ids:
-                request.ids, request.prompt_cut = self.local.encode(request.prompt)
+            if not request.prompt_ids:
+                request.prompt_ids, request.prompt_cut = self.local.encode(request.prompt)
         if not self.caches and requests:
-            self._compute_prefix([request.ids for request in requests])
-        busy = [self._likely_blocks(len(slot.ids) + len(slot.pending) - slot.shared) for slot in self._busy()]
-        free = self.fitting - sum(busy)
+            self._compute_prefix([request.prompt_ids for request in requests])
+        busy = [self._expected_blocks(len(slot.token_ids) - slot.num_prefix_tokens) for slot in self._busy()]
+        free = self.block_limit - sum(busy)
         for request in requests:
-            ids = request.ids + request.reply
-            common = _num_common(self.prefix, ids)
-            free -= self._likely_blocks(len(ids) - common)
+            token_ids = request.prompt_ids + request.reply
+            prefix_tokens = _num_common(self.prefix, token_ids)
+            free -= self._expected_blocks(len(token_ids) - prefix_tokens)
             slot = own.pop(request.game, None)
             if slot is None:
                 if free < 0 and len(self.idle) < len(self.slots):
                     break
                 slot = self.idle[0]
-            self._assign(slot, request, ids, common)
+            self._assign(slot, request, token_ids, prefix_tokens)
 
-    def _assign(self, slot: Slot, request: Request, ids: list[int], common: int) -> None:
-        """Begin a request: reuse the longest cached prefix of its tokens, the slot's own or the common one."""
-        kept = _num_common(slot.ids, ids)
-        if kept <= max(slot.shared, common):  # none of the slot's own blocks, which begin at `shared`, is of use
-            kept = slot.shared = common
-        slot.ids, slot.pending, slot.request, slot.game = ids[:kept], ids[kept:], request, request.game
-        self.block_manager.resize(slot.blocks, kept - slot.shared)
+    def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
+        """Begin a request. Its first tokens come from the cache: the slot's own, or the common prefix if longer."""
+        cached = _num_common(slot.token_ids, token_ids)
+        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot's own blocks are of no use
+            cached = slot.num_prefix_tokens = prefix_tokens
+        slot.token_ids, slot.num_cached_tokens = token_ids, cached
+        slot.request, slot.game = request, request.game
+        self.block_manager.resize(slot.block_table, cached - slot.num_prefix_tokens)
         self.idle.remove(slot)
         self.waiting.remove(request)
 
-    def _likely_blocks(self, tokens: int) -> int:
-        """Blocks of a slot with so many tokens at the end of its reply, if that is as long as those before."""
+    def _expected_blocks(self, tokens: int) -> int:
+        """Blocks of a slot with `tokens` tokens once its reply has the mean length so far (at first, the longest)."""
         counts, longest = self.counts, self.local.sampling.max_new_tokens
         reply = counts.new_tokens // counts.prompts if counts.prompts else longest
         return num_blocks_for(tokens + reply)
@@ -138,151 +139,166 @@ class SlotEngine:
         """Compute the prefix that the first prompts have in common."""
         prefix = list(commonprefix([ids[:-1] for ids in prompts]))
         if prefix:
-            blocks = list(range(num_blocks_for(len(prefix))))
-            self._forward([Slot(blocks=blocks, pending=prefix, chunk=len(prefix))])
+            block_table = list(range(num_blocks_for(len(prefix))))
+            self._forward([Slot(token_ids=prefix, block_table=block_table, num_new_tokens=len(prefix))])
             for cache in self.caches.values():
                 cache.set_prefix(len(prefix))
         self.prefix = prefix
-        self.counts.prefill_tokens = self.counts.prefix_tokens = len(prefix)
+        self.counts.prefill_tokens = len(prefix)
 
     # --- a step
 
     def _step(self) -> list[tuple[int, Reply]]:
-        """Compute pending tokens and sample a token for every slot without any left; returns the replies that end."""
+        """Compute pending tokens, and sample one for every slot that has no more of them; returns the ended replies.
+
+        Slots and requests change only after everything that may run out of memory: then the step can be repeated.
+        """
         slots = self._schedule()
         for cache in self.caches.values():
-            cache.grow(self.block_manager.num_blocks, self.fitting)
+            cache.grow(self.block_manager.num_blocks, self.block_limit)
         self._compact()
         logits = self._forward(slots)
+        complete = [slot for slot in slots if slot.is_complete]
+        sampled = self._sample(complete, logits) if complete else []
         for slot in slots:
-            decoded = slot.chunk == 1 and slot.request.reply
-            self.counts.prefill_tokens += 0 if decoded else slot.chunk
-            slot.ids += slot.pending[: slot.chunk]
-            del slot.pending[: slot.chunk]
+            decoded = slot.num_new_tokens == 1 and slot.request.reply
+            self.counts.prefill_tokens += 0 if decoded else slot.num_new_tokens
+            slot.num_cached_tokens += slot.num_new_tokens
         self.counts.steps += 1
         self.counts.at_once = max(self.counts.at_once, len(slots))
-        complete = [slot for slot in slots if not slot.pending]
-        return self._sample(complete, logits) if complete else []
+        replies = [self._append(slot, token) for slot, token in zip(complete, sampled, strict=True)]
+        return [reply for reply in replies if reply]
 
     def _schedule(self) -> list[Slot]:
         """The slots of a step: one token of every running reply, then prompts up to PREFILL_TOKENS."""
         while True:
-            slots = sorted(self._busy(), key=lambda slot: len(slot.pending))
+            slots = sorted(self._busy(), key=_num_pending)
             budget = len(slots) + PREFILL_TOKENS
             for slot in slots:
-                slot.chunk = min(len(slot.pending), budget)
-                budget -= slot.chunk
-            if self._have_room(slots):
+                slot.num_new_tokens = min(_num_pending(slot), budget)
+                budget -= slot.num_new_tokens
+            if self._make_room(slots):
                 break
         for slot in slots:
-            self.block_manager.resize(slot.blocks, slot.places.stop)
-        return [slot for slot in slots if slot.chunk]
+            self.block_manager.resize(slot.block_table, slot.num_block_tokens)
+        return [slot for slot in slots if slot.num_new_tokens]
 
-    def _have_room(self, slots: list[Slot]) -> bool:
-        """Whether the chunks of these slots fit; makes room by idle caches, else parks a request if it can."""
-        more = sum(num_blocks_for(slot.places.stop) - len(slot.blocks) for slot in slots)
+    def _make_room(self, slots: list[Slot]) -> bool:
+        """Whether the new tokens of these slots fit, if need be without idle caches; if not, preempt one slot."""
+        more = sum(num_blocks_for(slot.num_block_tokens) - len(slot.block_table) for slot in slots)
         for slot in self.idle:
-            if self.block_manager.used + more > self.fitting:
+            if self.block_manager.num_used + more > self.block_limit:
                 self._clear(slot)
-        if self.block_manager.used + more <= self.fitting or len(slots) == 1:
+        if self.block_manager.num_used + more <= self.block_limit or len(slots) == 1:
             return True
-        self._park(min(slots, key=lambda slot: len(slot.blocks)))  # with the fewest tokens to compute again
+        self._preempt(min(slots, key=_recompute_cost))
         return False
 
-    def _park(self, slot: Slot) -> None:
-        """Let the request of a slot wait."""
+    def _preempt(self, slot: Slot) -> None:
+        """Free a slot. Its request waits, and will be computed again."""
         self.waiting.appendleft(slot.request)
         self.idle.insert(0, slot)
         self._clear(slot)
 
     def _clear(self, slot: Slot) -> None:
-        self.block_manager.resize(slot.blocks, 0)
-        slot.ids, slot.pending, slot.shared, slot.request, slot.game = [], [], 0, None, None
+        self.block_manager.resize(slot.block_table, 0)
+        slot.token_ids, slot.num_cached_tokens, slot.num_prefix_tokens = [], 0, 0
+        slot.request = slot.game = None
 
     def _compact(self) -> None:
         """Put the blocks of the busy slots first."""
-        idle = [slot.blocks for slot in self.idle]
-        moves = self.block_manager.compact([slot.blocks for slot in self._busy()], idle)
-        if moves[0] and self.caches:
-            overwritten, source = upload(moves, self.model.device)
+        idle = [slot.block_table for slot in self.idle]
+        moves = self.block_manager.compact([slot.block_table for slot in self._busy()], idle)
+        if moves[0]:
+            targets, sources = (torch.tensor(blocks, device=self.model.device) for blocks in moves)
             for cache in self.caches.values():
-                cache.moves.append((overwritten, source))
+                cache.moves.append((targets, sources))
 
     def _shrink(self) -> None:
-        """After the device ran out of memory: park an eighth of the requests, and free what no other needs."""
-        busy = sorted(self._busy(), key=lambda slot: len(slot.blocks))
-        parked = busy[: 1 + len(busy) // 8]
-        warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(parked))
-        for slot in parked:
-            self._park(slot)
+        """After the device ran out of memory: preempt an eighth of the slots, and free what the others do not need."""
+        busy = sorted(self._busy(), key=_recompute_cost)
+        preempted = busy[: 1 + len(busy) // 8]
+        warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(preempted))
+        for slot in preempted:
+            self._preempt(slot)
         for slot in self.idle:
             self._clear(slot)
-        self.fitting = max(1, min(self.fitting, self.block_manager.used))
-        for slot in self._busy():  # the new blocks of the step that failed hold nothing, and may not be in all layers
-            self.block_manager.resize(slot.blocks, len(slot.ids) - slot.shared)
+        self.block_limit = max(1, min(self.block_limit, self.block_manager.num_used))
+        for slot in self._busy():  # free the new blocks of the step that failed: some layers may not have them
+            self.block_manager.resize(slot.block_table, slot.num_cached_tokens - slot.num_prefix_tokens)
         self._compact()
-        self.block_manager.forget_free()
+        self.block_manager.drop_free()
         for cache in self.caches.values():
             cache.shrink(self.block_manager.num_blocks)
         torch.cuda.empty_cache()
 
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
-        """Compute the chunks of these slots: logits of the last pending tokens, in float32: (slots, vocabulary)."""
-        plan = functools.cache(functools.partial(Plan, slots, len(self.prefix)))
-        step = Step(plan, self.caches, num_blocks=1 + max(max(slot.blocks) for slot in slots))
-        here = plan(self.model.device)
+        """Compute the new tokens of these slots.
 
-        def select(module, args):  # not by `logits_to_keep`, which must be where the last layer is
-            return args[0][:, here.ends.to(args[0].device)], *args[1:]
+        Returns float32 logits (complete slots, vocabulary): of the last token of each slot that has no more pending.
+        """
+        step = Step(slots, len(self.prefix), self.caches)
+        plan = step.plan(self.model.device)
+
+        def select(module, args):  # `logits_to_keep` would need its indices on the device of the last layer
+            return args[0][:, plan.logit_indices.to(args[0].device)], *args[1:]
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             output = self.model(
-                input_ids=here.tokens[None], position_ids=here.positions[None], use_cache=False, step=step
+                input_ids=plan.input_ids[None], position_ids=plan.positions[None], use_cache=False, step=step
             )
         finally:
             handle.remove()
         return output.logits[0].float()
 
-    def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[tuple[int, Reply]]:
-        """Sample a token for each of these slots from (slots, vocabulary) logits; the replies that end with it."""
-        sampling, stop_ids = self.local.sampling, self.local.stop_ids
+    def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
+        """A token for each of these slots, from (slots, vocabulary) logits."""
+        sampling = self.local.sampling
+        stop_ids = [token for token in self.local.stop_ids if token < logits.shape[-1]]
         too_short = [row for row, slot in enumerate(slots) if len(slot.request.reply) < sampling.min_new_tokens]
         if too_short and stop_ids:
-            rows, columns = upload([too_short, stop_ids], logits.device)
+            rows, columns = (torch.tensor(indices, device=logits.device) for indices in (too_short, stop_ids))
             logits[rows[:, None], columns] = -math.inf
-        if sampling.do_sample:
-            sampled = draw(self.warp(None, logits).softmax(-1)).tolist()
-            if max(sampled) == logits.shape[-1]:
-                raise RuntimeError("the model's logits are no numbers; if it runs in float16, try --bf16 True")
-        else:
-            sampled = logits.argmax(-1).tolist()
-        finished = []
-        for slot, token in zip(slots, sampled, strict=True):
-            slot.request.reply.append(token)
-            if token in stop_ids or len(slot.request.reply) == slot.request.limit:
-                finished.append(self._finish(slot))
-            else:
-                slot.pending = [token]
-        return finished
+        if not sampling.do_sample:
+            return logits.argmax(-1).tolist()
+        sampled = draw(self.warp(None, logits).softmax(-1)).tolist()
+        if max(sampled) == logits.shape[-1]:
+            raise RuntimeError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
+        return sampled
 
-    def _finish(self, slot: Slot) -> tuple[int, Reply]:
-        request, slot.request = slot.request, None
+    def _append(self, slot: Slot, token: int) -> tuple[int, Reply] | None:
+        """Add a sampled token to a reply. Returns (request, reply) if the reply ends with it."""
+        request = slot.request
+        request.reply.append(token)
+        if token not in self.local.stop_ids and len(request.reply) < request.limit:
+            slot.token_ids.append(token)
+            return None
+        slot.request = None
         self.idle.append(slot)
-        self.fitting = min(self.most_blocks, self.fitting * RECOVERY)
+        self.block_limit = min(self.max_blocks, self.block_limit * RECOVERY)
         self.counts.prompts += 1
-        self.counts.prompt_tokens += len(request.ids)
+        self.counts.prompt_tokens += len(request.prompt_ids)
         self.counts.new_tokens += len(request.reply)
         return request.number, self.local.decode(request.reply, request.prompt_cut)
 
 
-def _num_common(cached: list[int], ids: list[int]) -> int:
-    """Tokens that need not be computed; the last must be, for its logits."""
-    return len(commonprefix([cached, ids[:-1]]))  # works on lists as on strings
+def _num_pending(slot: Slot) -> int:
+    """Tokens that are not cached yet."""
+    return len(slot.token_ids) - slot.num_cached_tokens
+
+
+def _recompute_cost(slot: Slot) -> int:
+    return len(slot.block_table)
+
+
+def _num_common(cached: list[int], token_ids: list[int]) -> int:
+    """Number of first tokens that are cached. The last token does not count: its logits must be computed."""
+    return len(commonprefix([cached, token_ids[:-1]]))  # works on lists as on strings
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """One index per row of (rows, choices) probabilities; the number of choices where they are no numbers.
+    """One index per row of (rows, choices) probabilities; the number of choices for a row with NaN.
 
     Takes one random number a row. torch.multinomial takes one for each choice, which is slow on a CPU.
     """
@@ -295,7 +311,7 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """What `generate` does to logits before it samples, in its order."""
+    """The changes that `generate` makes to logits before it samples, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))

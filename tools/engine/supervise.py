@@ -2,8 +2,8 @@
 
     python -IS supervise.py COMMAND...
 
-Who starts it holds the other end of its standard input, which closes with that process, SIGKILL included. If this
-process itself is killed, the command gets SIGTERM, and `end_session` of who started it ends the rest. Linux only.
+Its parent holds the other end of its standard input, a pipe, which closes when the parent ends, by SIGKILL too. If
+this process itself is killed, the command gets SIGTERM, and the parent ends the rest by `end_session`. Linux only.
 """
 
 import contextlib
@@ -15,20 +15,21 @@ import subprocess
 import sys
 import time
 
-PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl: orphans among the descendants become children of this process
-PR_SET_PDEATHSIG = 1  # a signal for when the parent ends
+# Two options of Linux' prctl:
+PR_SET_CHILD_SUBREAPER = 36  # orphans among the descendants become children of this process
+PR_SET_PDEATHSIG = 1  # a signal that is sent when the parent ends
 LOOK_EVERY = 0.2  # seconds
-GRACE = 5  # seconds between SIGTERM and SIGKILL, and at most for the kernel to take what was killed away
+GRACE = 5  # seconds that processes have to end after SIGTERM, and then after SIGKILL
 
 
 def main(command: list[str]) -> int:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may go to all processes; the command decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # left to the command, which may get them too
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, this is not inherited
 
     def begin() -> None:
-        os.setpgid(0, 0)  # a group for signals, in this process' session
+        os.setpgid(0, 0)  # a process group of its own, which can be signalled as a whole
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
@@ -43,7 +44,7 @@ def main(command: list[str]) -> int:
 
 
 def all_ended(child: subprocess.Popen, deadline: float) -> bool:
-    """Wait for all descendants to end."""
+    """Wait for all descendants to end; False at the deadline."""
     while time.monotonic() < deadline:
         if child.poll() is not None:
             try:
@@ -57,7 +58,7 @@ def all_ended(child: subprocess.Popen, deadline: float) -> bool:
 
 
 def end_session(leader: int) -> None:
-    """SIGKILL what is left of the session of a supervisor that was killed itself."""
+    """SIGKILL the processes that a killed supervisor has left behind, all of its session."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(int(name)) == leader:

@@ -26,7 +26,6 @@ class Bargain(Game):
         Outcome(NO_DEAL, points=(0.0, 0.0), why="no offer was accepted in time"),
     )
     example_task = "book:2:4/1 hat:1:2/8"
-    likely_messages = 6
 
     def check_task(self, task: str) -> None:
         goods = [GOODS.fullmatch(item) for item in task.split()]
@@ -35,7 +34,7 @@ class Bargain(Game):
         if not all(_worth(task, role, _stock(task)) for role in (0, 1)):
             raise ValueError(f"{task!r}: the goods are worth nothing to one of the buyers")
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         values = 3 + self.roles.index(role)
         return {"goods": ", ".join(f"{item[2]} {item[1]} (worth {item[values]} each)" for item in _goods(task))}
 

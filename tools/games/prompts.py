@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.games.game import Game, History
-from utils import read_json
+from utils import UserError, read_json
 
 RULES, MAX_TURNS = "rules", "max_turns"  # a key of prompt files, a slot of all their texts
 SLOT = re.compile(r"\{(\w+)\}")
@@ -33,31 +33,27 @@ def play_prompt(game: Game, history: History, task: str, max_turns: float, templ
     Only what the game lets this role know of the task is in it. `templates` default to the game's prompt file.
     """
     templates = templates or default_templates(game)
-    role = game.next_role(history)
-    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    role = game.next_role(task, history)
+    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
     return join_play_prompt(rule_text(templates, max_turns), history, told)
 
 
 def join_play_prompt(rules: str, history: History, told: str) -> str:
-    """The parts of a play prompt in their layout."""
+    """A play prompt from the rule text, the messages so far, and the player's instruction."""
+    said = NO_HISTORY
     if history:
         lines = (f"\n  - {message['role']}: {message['content']}" for message in history)
-        return f"{rules}\n### Game History:{''.join(lines)}{play_request(told)}"
-    return rules + NO_HISTORY + play_request(told)
-
-
-def play_request(told: str) -> str:
-    """The end of the play prompt: what the player is told to do, and where the reply begins."""
-    return f"\n\n### Instruction: {told}\n\n### Response:"
+        said = f"\n### Game History:{''.join(lines)}"
+    return f"{rules}{said}\n\n### Instruction: {told}\n\n### Response:"
 
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
-    """One of the rule texts, ending in a newline; the first one is that of play."""
+    """One of the rule texts, which ends in a newline. Play uses the first one."""
     return _fill(templates[RULES][number], ((MAX_TURNS, str(max_turns)),))
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
-    """What a player in this role is told to do, with the secrets that it may know."""
+    """The instruction of this role, its slots filled with the secrets that the role may know."""
     return _fill(templates[f"{role}_instruction"], ((MAX_TURNS, str(max_turns)), *secrets.items()))
 
 
@@ -88,16 +84,16 @@ def training_prompt(
     rng: random.Random,
     templates: Templates | None = None,
 ) -> str:
-    """A prompt for training on the next message, in one of many layouts, so that none of them is learned by heart.
+    """A prompt for training on the next message, in a layout drawn at random, so that no layout is learned by heart.
 
     Five draws by `rng.choice`, for the alpaca layout two more by `rng.uniform`; as in the paper's released data.
     """
     templates = templates or default_templates(game)
-    role = game.next_role(history)
+    role = game.next_role(task, history)
     layout = draw_layout(game, role, rng, len(templates[RULES]))
     own, other = layout.names
     rule = rule_text(templates, max_turns, layout.rule)
-    told = instruction(templates, role, game.secrets(role, task), max_turns)
+    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
     separator = "\n" + layout.separator
     answer = f"{separator}{own}: "
     names = (own if message["role"] == role else other for message in history)
@@ -127,12 +123,12 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read and check a prompt file of this game (format: data/README.md).
 
-    Raises FileNotFoundError, and ValueError naming the file and all that is wrong with it; warns of a rule text
+    Raises FileNotFoundError, and UserError naming the file and all that is wrong with it; warns of a rule text
     that does not state the number of turns.
     """
     templates = read_json(path)
     if problems := template_problems(templates, game):
-        raise ValueError(f"{path}: {'; '.join(problems)}")
+        raise UserError(f"{path}: {'; '.join(problems)}")
     for index, rule in enumerate(templates[RULES]):
         if f"{{{MAX_TURNS}}}" not in rule:
             logger.warning("%s: rules[%d] does not state the number of turns ({%s})", path, index, MAX_TURNS)
@@ -147,7 +143,7 @@ def default_templates(game: Game) -> Templates:
 
 
 def template_problems(templates: object, game: Game) -> list[str]:
-    """What keeps a parsed prompt file from being used, a phrase each; an empty list if nothing does."""
+    """What is wrong with a parsed prompt file, a phrase for each problem."""
     keys = [RULES, *(f"{role}_instruction" for role in game.roles)]
     if not isinstance(templates, dict):
         return [f"expected an object with {', '.join(keys)}, got {type(templates).__name__}"]
@@ -159,7 +155,7 @@ def template_problems(templates: object, game: Game) -> list[str]:
     for index, rule in enumerate(rules):
         if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n"):
             problems.append(f"rules[{index}] must be a text that ends in a newline")
-    secrets = {role: set(game.secrets(role, game.example_task)) for role in game.roles}
+    secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
     for role, key in zip(game.roles, keys[1:], strict=True):
         text, own = templates.get(key), secrets[role]
         if not isinstance(text, str) or not text.endswith("."):
@@ -172,5 +168,5 @@ def template_problems(templates: object, game: Game) -> list[str]:
 
 
 def templates_digest(templates: Templates) -> str:
-    """SHA-256 of a set of prompts: equal for equal wording, however the file is laid out."""
+    """SHA-256 of the texts of a prompt file; it does not depend on the file's layout."""
     return hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest()

@@ -32,14 +32,13 @@ class Taboo(Game):
         Outcome(TIED, why="nobody said the word or guessed it in time"),
     )
     example_task = "word"
-    likely_messages = 6  # games won by GPT-4 had 2.9 messages of the winner
 
     def __init__(self, match: str = SUBSTRING):
         if match not in MATCHES:
             raise ValueError(f"match is {match!r}; it must be one of {', '.join(MATCHES)}")
         self.match = match
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:

@@ -21,9 +21,8 @@ class TwentyQuestions(Game):
         Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the word in time"),
     )
     example_task = "word"
-    likely_messages = 24
 
-    def secrets(self, role: str, task: str) -> dict[str, str]:
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:

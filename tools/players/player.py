@@ -1,7 +1,7 @@
 """Who speaks in a game: the Player protocol, what a player is told and what it gives back. No torch."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
+SCRIPTED = "scripted:"  # begins the name of a player that the game itself provides
 SAMPLING, TESTING = "sampling", "testing"  # how replies are drawn: at random, or the likeliest token each time
 
 
@@ -27,12 +28,11 @@ class Turn:
     index: int  # of the game in its word list, from 0
     secrets: Mapping[str, str]  # what the game tells this role alone
     templates: prompts.Templates | None = None  # None: the game's own
-    max_new_tokens: int | None = None  # of this reply; None: as the player samples
 
     def prompt(self, chat: "ChatTemplate | None" = None) -> str:
         """The prompt of play, in the layout of a chat template where there is one."""
         if chat:
-            return chat.join_play_prompt(self.game, self.history, self.role, self.rules(), self.instruction())
+            return chat.join_play_prompt(self.history, self.role, self.rules(), self.instruction())
         return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
 
     def rules(self) -> str:
@@ -102,3 +102,14 @@ class Player(Protocol):
 
         ReplyUnavailable gives up this game; any other exception ends the whole run, and finished games are safe.
         """
+
+
+class ScriptedPlayer:
+    """A player `scripted:NAME`, whose messages a function of the game chooses."""
+
+    def __init__(self, choose: Callable[[Turn], str]):
+        self.choose = choose
+
+    async def reply(self, turn: Turn) -> Reply:
+        """The chosen message, which counts no tokens."""
+        return Reply(self.choose(turn), STOP, 0)

@@ -1,8 +1,6 @@
-"""Players behind an OpenAI-compatible server, as the command line names and sets them up: `openai:MODEL`.
+"""The flags of players `openai:MODEL`, whose model is behind an OpenAI-compatible server. They need no openai."""
 
-The players themselves are in tools/players/server.py, which needs the package openai; nothing here does.
-"""
-
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -16,19 +14,18 @@ PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
-NEEDS_IDS = "is for model folders; servers have their own with --openai_api chat, or take it with --openai_tokenizer"
-NEEDS_EXTRA = "is for servers that know min_tokens: --openai_extra_sampling True sends it"
-NO_KEY = "holds a blank, a line end or a character that is not ASCII: set it again"
-FOR_SERVERS_ONLY = ("openai_base_url", "openai_tokenizer", "max_total_tokens", "price_in", "price_out", "dry_run")
+FOR_SERVERS_ONLY = ("openai_base_url", "openai_tokenizer", "max_total_tokens")
 
 
 @dataclass(kw_only=True)
 class ServerFlags:
-    """How players openai:MODEL are reached, asked and paid."""
+    """How players openai:MODEL are reached and asked."""
 
     openai_api: str = flag("endpoint of players openai:MODEL", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
-    openai_base_url: list[str] = flag(
-        f"of each server, such as http://host:8000/v1; unset: {URL_VARIABLE}, else OpenAI's", default=[], metavar="URL"
+    openai_base_url: str | None = flag(
+        f"the server, such as http://host:8000/v1; unset: {URL_VARIABLE}, else OpenAI's own",
+        default=None,
+        metavar="URL",
     )
     openai_extra_sampling: bool = flag(
         "True: send --top_k and --min_new_tokens too; vLLM and SGLang know them, OpenAI refuses them", default=False
@@ -38,13 +35,10 @@ class ServerFlags:
         default=None,
         metavar="MODEL",
     )
-    openai_retries: int = flag("how often a reply is asked for again after a fault", default=10)
-    openai_timeout: float = flag("seconds that a request may take before it is asked again", default=600)
-    max_concurrency: int = flag("requests in flight, to all servers; of each process", default=64)
-    max_total_tokens: int | None = flag("begin no game that would probably bring the tokens above it", default=None)
-    price_in: float | None = flag("of a million prompt tokens, for the cost estimate", default=None)
-    price_out: float | None = flag("of a million completion tokens", default=None)
-    dry_run: bool = flag("only say what the games will take and cost", default=False, nargs="?", const=True)
+    openai_retries: int = flag("how often a failed request is repeated", default=10)
+    openai_timeout: float = flag("seconds without an answer after which a request has failed", default=600)
+    max_concurrency: int = flag("requests to the server at once; of each process", default=64)
+    max_total_tokens: int | None = flag("begin no game once the server has counted so many tokens", default=None)
 
     def server_problems(self, names: Sequence[str], *, chat_template: bool, min_new_tokens: int) -> list[str]:
         """What is wrong with these flags for players of these names, a phrase each."""
@@ -53,38 +47,44 @@ class ServerFlags:
             given = [f"--{name}" for name in FOR_SERVERS_ONLY if getattr(self, name)]
             return [f"{', '.join(given)}: only for players {PREFIX}MODEL, and there is none"] if given else []
         problems = [f"{name!r} names no model; expected {PREFIX}MODEL" for name in servers if not model_of(name)]
-        problems += too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1, price_in=0, price_out=0)
-        problems += filter(None, map(_url_problem, self.base_urls()))
+        problems += too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
+        url = self.openai_base_url or os.environ.get(URL_VARIABLE, "")
         ids, key = self.openai_tokenizer, os.environ.get(KEY_VARIABLE, "")
-        reachable = self.dry_run or self.base_urls() or key
-        wrong = [
-            (not self.openai_timeout > 0, f"--openai_timeout is {self.openai_timeout}; it must be above 0"),
-            (ids and self.openai_api == CHAT, f"--openai_tokenizer sends token ids: not to --openai_api {CHAT}"),
-            (chat_template and not ids, f"--chat_template True {NEEDS_IDS}"),
-            ((self.price_in is None) != (self.price_out is None), "--price_in and --price_out go together"),
-            (min_new_tokens and not (ids or self.openai_extra_sampling), f"--min_new_tokens {NEEDS_EXTRA}"),
-            (not re.fullmatch("[!-~]*", key), f"{KEY_VARIABLE} {NO_KEY}"),
-            (not reachable, f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server"),
-            (not self.dry_run and not find_spec("openai"), f"{PREFIX}MODEL needs a package: {INSTALL}"),
-        ]
-        return problems + [phrase for holds, phrase in wrong if holds]
-
-    def base_urls(self) -> list[str]:
-        """Of the servers; empty: OpenAI's own."""
-        return self.openai_base_url or os.environ.get(URL_VARIABLE, "").split()
+        if not self.openai_timeout > 0:
+            problems.append(f"--openai_timeout is {self.openai_timeout}; it must be above 0")
+        if ids and self.openai_api == CHAT:
+            problems.append(f"--openai_tokenizer sends token ids, which --openai_api {CHAT} does not take")
+        if chat_template and not ids:
+            problems.append(f"--chat_template True needs --openai_tokenizer; or use --openai_api {CHAT}")
+        if min_new_tokens and not (ids or self.openai_extra_sampling):
+            problems.append("--min_new_tokens needs a server that knows min_tokens, and --openai_extra_sampling True")
+        if url and not re.fullmatch(r"https?://[^\s@/]+(/\S*)?", url):  # not shown: it may hold a password
+            problems.append("--openai_base_url must look like http://host:8000/v1, without user and password")
+        if not re.fullmatch("[!-~]*", key):
+            problems.append(f"{KEY_VARIABLE} holds a blank, a line end or a character that is not ASCII: set it again")
+        if not (url or key):
+            problems.append(f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
+        if not find_spec("openai"):
+            problems.append(f"{PREFIX}MODEL needs a package: {INSTALL}")
+        return problems
 
     def server_setting(self, name: str) -> dict:
-        """A player as runs are compared by it: servers may move, and their key is nobody's business."""
+        """A player as runs are compared by it. The server may move."""
         setting = {"path": name, "api": self.openai_api, "extra_sampling": self.openai_extra_sampling}
         return setting | ({"tokenizer": self.openai_tokenizer} if self.openai_tokenizer else {})
 
 
-def _url_problem(url: str) -> str | None:
-    if "@" in url:  # what stands before it is not shown
-        return f"a base URL holds a user or a password; a key is taken from {KEY_VARIABLE} only"
-    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/\S*)?", url):
-        return f"{url!r} is no base URL; expected something like http://host:8000/v1"
-    return None
+@dataclass
+class ServerUse:
+    """What this process has had from servers in this start."""
+
+    tokens: int = 0
+    limit: float = math.inf  # tokens after which no game begins
+    answered: bool = False  # whether any request has succeeded
+
+    @property
+    def used_up(self) -> bool:
+        return self.tokens >= self.limit
 
 
 def is_server(name: str) -> bool:

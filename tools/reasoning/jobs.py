@@ -1,32 +1,30 @@
-"""Runs of the harness that the reasoning table needs: which are finished, running the rest."""
+"""One model on one benchmark: a command of lm-evaluation-harness in a fresh folder, and the result that is kept."""
 
-import json
 import logging
-import math
-import os
+import re
+import shlex
+import shutil
 import subprocess
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from tools.reasoning.scores import Score, read_score
 from tools.reasoning.table import Benchmark
-from utils import RunSettings, differences, file_digest, plain_environment
+from utils import (
+    RunSettings,
+    UserError,
+    file_digest,
+    iter_records,
+    plain_environment,
+    read_json,
+    write_json,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-HARNESS_VERSION = "0.4.13"
-HUB_TIMEOUT = 10  # seconds
-BEGINS = "--- the next task begins ---"  # a line of the harness' log
-REMEDY = "use another --output_dir, or --overwrite True to run it again"
+OWN_TASKS = Path(__file__).parent / "tasks"  # benchmarks whose entry in the harness no longer loads
 logger = logging.getLogger(__name__)
 
 
@@ -35,109 +33,134 @@ class Job(NamedTuple):
 
     model: str
     benchmark: Benchmark
-    request: dict  # what tools/reasoning/harness.py is told; its `settings` are what the result depends on
-    path: Path  # of the result; the harness' messages are beside it
+    settings: dict  # what the result depends on
+    path: Path  # of the result, MODEL/TASK.json
 
-    @property
-    def name(self) -> str:
-        return f"{self.model} on {self.benchmark.name}"
+    def is_finished(self) -> bool:
+        """Whether the result is there. UserError if it was made with other settings."""
+        remedy = f"delete {self.path} to run it again, or use another --output_dir"
+        result = RunSettings(self.path, results=lambda: self.path if self.path.is_file() else None, remedy=remedy)
+        result.check(self.settings)
+        return self.path.is_file()
 
-    def is_to_run(self, *, overwrite: bool) -> bool:
-        """Whether the result is not there. ValueError for one of other settings, unless it may be run again."""
-        if not self.path.is_file():
-            return True
-        made_with = RunSettings(self.path, results=lambda: self.path, remedy=REMEDY)
-        made_with.check(self.request["settings"], overwrite=overwrite)
-        return bool(differences(made_with.read(), self.request["settings"]))
+    def run(self, command: Sequence[str], include_path: Path | None) -> None:
+        """Run the harness and write the result. UserError with the last line of its log if it fails."""
+        folder, log = self.path.with_suffix(""), self.path.with_suffix(".log")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        folder.mkdir(parents=True)
+        words = [*command, "--tasks", self.benchmark.task, "--output_path", str(folder), "--log_samples"]
+        words += [] if self.benchmark.shots is None else ["--num_fewshot", str(self.benchmark.shots)]
+        words += ["--include_path", str(include_path)] if include_path else []
+        with open(log, "w", encoding="utf-8") as file:
+            file.write(f"{shlex.join(words)}\n")
+            file.flush()
+            how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": plain_environment()}
+            status = subprocess.run(words, **how).returncode
+        if status:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
+            raise UserError(f"{self.model} on {self.benchmark.name}: status {status}: {last} ({log})")
+        write_json(self.path, {"settings": self.settings, **read_result(folder, self.benchmark.task)})
+        shutil.rmtree(folder)  # the samples hold every prompt: gigabytes
 
     def score(self) -> Score:
-        """The score of a finished one."""
+        """The score of a finished result."""
         try:
-            return read_score(json.loads(self.path.read_text(encoding="utf-8")), self.benchmark.metric)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.path}: not a result ({error!r}); delete it to have it made again") from None
+            return read_score(read_json(self.path), self.benchmark.metric)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{self.path}: {error or 'not a result'}; delete it to have it made again") from None
 
 
-def tasks_digest(include_path: str | None) -> str | None:
-    """SHA-256 over all files of the folder of own tasks; None without one."""
-    if include_path is None:
+def read_result(folder: Path, task: str) -> dict:
+    """The harness's output for one task: metrics, the score of each question, versions. UserError if it is not whole.
+
+    `scores` has {"PART/DOC_ID": score} by "metric,filter"; a group of tasks, such as MMLU, has several parts.
+    """
+    results = list(folder.rglob("results_*.json"))
+    if len(results) != 1:
+        raise UserError(f"{folder}: {len(results)} results_*.json; the harness writes one")
+    found = read_json(results[0])
+    if task not in found["results"]:
+        raise UserError(f"{results[0]}: no result of {task}; it has {', '.join(found['results'])}")
+    parts = sorted(found["n-samples"])
+    scores: dict[str, dict[str, float]] = {}
+    for part in parts:
+        docs = _read_samples(folder, part, scores)
+        if docs != (expected := found["n-samples"][part]["effective"]):
+            raise UserError(f"{folder}: the samples of {part} hold {docs} of {expected} questions")
+    shots = sorted({found["n-shot"][part] for part in parts})
+    data = {found["configs"][part]["dataset_path"]: found["configs"][part].get("dataset_kwargs") for part in parts}
+    return {
+        "questions": sum(found["n-samples"][part]["effective"] for part in parts),
+        "shots": shots[0] if len(shots) == 1 else shots,
+        "metrics": metrics_of(found["results"][task]),
+        "scores": scores,
+        "harness": found["lm_eval_version"],
+        "transformers": found["transformers_version"],
+        "task_versions": {part: found["versions"][part] for part in parts},
+        "data_revisions": {path: _revision(path, how or {}) for path, how in data.items()},
+        "seconds": float(found["total_evaluation_time_seconds"]),
+    }
+
+
+def _read_samples(folder: Path, part: str, scores: dict[str, dict[str, float]]) -> int:
+    """Add the scores of one task's questions; their number."""
+    docs = set()
+    for path in folder.rglob("samples_*.jsonl"):
+        if not re.fullmatch(rf"samples_{re.escape(part)}_\d{{4}}-.*", path.name):
+            continue
+        for _, sample in iter_records(path):
+            docs.add(sample["doc_id"])
+            for name in sample["metrics"]:
+                if isinstance(sample[name], Number):  # metrics over the whole task, such as F1, have tuples here
+                    of_metric = scores.setdefault(f"{name},{sample['filter']}", {})
+                    of_metric[f"{part}/{sample['doc_id']}"] = float(sample[name])
+    return len(docs)
+
+
+def metrics_of(results: Mapping) -> dict[str, dict]:
+    """Value and standard error (None where the harness has none) by "metric,filter"."""
+    numbers = {key: float(value) for key, value in results.items() if isinstance(value, Number)}
+    metrics = {}
+    for key, value in numbers.items():
+        name, comma, chosen = key.partition(",")
+        if comma and not name.endswith("_stderr"):
+            metrics[key] = {"value": value, "stderr": numbers.get(f"{name}_stderr,{chosen}")}
+    return metrics
+
+
+def _revision(dataset: str, how: Mapping) -> str | None:
+    """The commit of a data set in the hub's cache; None if the cache does not have it."""
+    refs = Path(HF_HUB_CACHE, f"datasets--{dataset.replace('/', '--')}", "refs", how.get("revision", "main"))
+    return refs.read_text(encoding="utf-8").strip() if refs.is_file() else None
+
+
+def task_folder(task: str, include_path: str | None) -> Path | None:
+    """The folder whose task files win over the harness's: the user's, or ours for the benchmarks in it."""
+    if include_path:
+        return Path(include_path).resolve()
+    return OWN_TASKS if (OWN_TASKS / f"{task}.yaml").is_file() else None
+
+
+def folder_digest(folder: Path | None) -> str | None:
+    """SHA-256 over all files of a folder of tasks; None without one."""
+    if folder is None:
         return None
-    paths = sorted(Path(include_path).rglob("*"))
-    files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
     if not files:
-        raise ValueError(f"--include_path {include_path}: no files there; expected a folder of task files (YAML)")
+        raise UserError(f"--include_path {folder}: no files there; expected a folder of task files (YAML)")
     return file_digest(files)
 
 
-def gpus(together: int) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, so many at a time."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
-    return [",".join(names[at : at + together]) for at in range(0, len(names) - together + 1, together)]
-
-
-def look_for_hub() -> None:
-    """Say once that the hub cannot be reached; the harness then takes what is in the cache, or fails at once."""
-    if os.environ.get("HF_HUB_OFFLINE"):
-        return
-    try:
-        with suppress(urllib.error.HTTPError):  # then it answers
-            urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT).close()
-    except OSError as error:
-        logger.warning("%s cannot be reached (%s): only data sets that are in the cache can be used", ENDPOINT, error)
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-
-
-def run_portion(jobs: Sequence[Job], device: str | None) -> list[str]:
-    """Run the harness for a model's tasks in one process, on one GPU (None: where it likes). What went wrong.
-
-    A process that is killed at a task, for want of memory perhaps, is followed by one for the tasks after it.
-    """
-    for job in jobs:
-        job.path.parent.mkdir(parents=True, exist_ok=True)
-        job.path.unlink(missing_ok=True)  # one made under other settings
-    log = jobs[0].path.with_suffix(".log")
-    told = json.dumps([[job.request, str(job.path.resolve())] for job in jobs])
-    command = [sys.executable, "-m", "tools.reasoning.harness", told]
-    environment = plain_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-    with open(log, "wb") as file:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=ROOT)
-    if done.returncode == 0:
-        return []
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
-    begun = lines.count(BEGINS)
-    if done.returncode > 0 or not begun:  # not killed, or before its first task: another one would get no further
-        begun = len(jobs)
-    said = [line.strip() for line in lines if line.strip() not in ("", BEGINS)] or ["no message"]
-    names = ", ".join(job.name for job in jobs[:begun] if not job.path.is_file())
-    problem = f"{names} ended with status {done.returncode}: {said[-1]} ({log})"
-    return [problem, *(run_portion(jobs[begun:], device) if begun < len(jobs) else [])]
-
-
-def run_jobs(jobs: Sequence[Job], devices: Sequence[str | None]) -> None:
-    """Run all jobs, a process at a time on each device. Raises ValueError at the end if some failed, naming them.
-
-    A process runs all tasks of a model, or a part of them where there are more devices than models.
-    """
-    by_model = [list(own) for _, own in groupby(jobs, key=lambda job: job.model)]
-    parts = math.ceil(len(devices) / len(by_model))
-    waiting = [own[at::parts] for own in by_model for at in range(min(parts, len(own)))]
-    dealt, problems = iter(waiting), []
-
-    def work(device: str | None) -> None:
-        for portion in dealt:
-            names = f"{portion[0].model} on {', '.join(job.benchmark.name for job in portion)}"
-            logger.info("%s starts", names)
-            found = run_portion(portion, device)
-            logger.info("%s: %s", names, "; ".join(found) or "done")
-            problems.extend(found)
-
-    with ThreadPoolExecutor(len(devices)) as pool:
+def run_jobs(jobs: Sequence[Job], command: Sequence[str], include_path: str | None) -> None:
+    """Run jobs one after the other. A failed one does not stop the others; UserError at the end names all."""
+    problems = []
+    for number, job in enumerate(jobs, start=1):
+        logger.info("%s on %s starts (%d of %d)", job.model, job.benchmark.name, number, len(jobs))
+        model = f"pretrained={job.settings['model']['path']},dtype={job.settings['dtype']}"
         try:
-            list(pool.map(work, devices))
-        finally:
-            waiting.clear()  # what interrupts this process lets no other portion begin
+            job.run([*command, "--model_args", model], task_folder(job.benchmark.task, include_path))
+        except UserError as error:
+            logger.error("%s", error)
+            problems.append(str(error))
     if problems:
-        raise ValueError("; ".join(problems) + "; the same command runs what is missing")
+        raise UserError("; ".join(problems) + "; the same command runs what is missing")

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 MEAN = "geometric mean"
-MATCHING = 1e-6  # how near the mean of the questions' scores must be to the harness' value, to be what it is made of
+MATCHING = 1e-4  # percent: the mean of the questions' scores must be this near to the harness's value
 
 
 class Score(NamedTuple):
@@ -22,11 +22,11 @@ class Score(NamedTuple):
     questions: int
     shots: int | list[int]
     metric: str
-    scores: np.ndarray | None  # of each question, if their mean is the value
+    scores: dict[str, float] | None  # by question, if their mean is the value
 
 
 def read_score(result: Mapping, metric: str) -> Score:
-    """One metric of a result of tools/reasoning/harness.py.
+    """One metric of a result of tools/reasoning/jobs.py.
 
     Raises ValueError, naming those that there are, unless exactly one fits, and for values that are no shares.
     """
@@ -39,10 +39,10 @@ def read_score(result: Mapping, metric: str) -> Score:
     value, stderr = metrics[name]["value"], metrics[name]["stderr"]
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}, no share between 0 and 1; choose another with --tasks NAME:METRIC")
-    scores = np.array(result["scores"].get(name, []))
-    whole = len(scores) > 1 and abs(scores.mean() - value) < MATCHING
+    scores = {question: 100 * score for question, score in result["scores"].get(name, {}).items()}
+    whole = len(scores) > 1 and abs(np.mean(list(scores.values())) - 100 * value) < MATCHING
     stderr = math.nan if stderr is None else 100 * float(stderr)
-    return Score(100 * value, stderr, result["questions"], result["shots"], name, 100 * scores if whole else None)
+    return Score(100 * value, stderr, result["questions"], result["shots"], name, scores if whole else None)
 
 
 def geometric_mean(scores: Sequence[Score]) -> tuple[float, float, np.ndarray]:
@@ -73,8 +73,8 @@ def difference(own: Sequence[Score], other: Sequence[Score]) -> dict:
 
 
 def _paired(own: Score, other: Score) -> bool:
-    """Whether both scores are known question by question, for as many questions."""
-    return own.scores is not None and other.scores is not None and len(own.scores) == len(other.scores)
+    """Whether both scores are known question by question, for the same questions."""
+    return own.scores is not None and other.scores is not None and own.scores.keys() == other.scores.keys()
 
 
 def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: float) -> float:
@@ -83,7 +83,8 @@ def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: floa
     Where the questions' scores are not known, as if the two had been asked different ones.
     """
     if _paired(own, other):
-        return float(stats.sem(weight * own.scores - other_weight * other.scores))
+        gaps = [weight * own.scores[question] - other_weight * other.scores[question] for question in own.scores]
+        return float(stats.sem(gaps))
     return math.hypot(weight * own.stderr, other_weight * other.stderr)
 
 

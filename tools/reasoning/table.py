@@ -1,21 +1,17 @@
 """The reasoning table: benchmarks, published rows, and the files that show all models on all benchmarks."""
 
-import logging
-import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.reasoning.scores import MEAN, Score, result_rows
-from utils import replacing, write_json
+from utils import UserError, read_json, replacing, write_json
+
+if TYPE_CHECKING:
+    from tools.reasoning.jobs import Job
 
 MARK, UNKNOWN = "≈", "-"
-FEWEST_AXES = 3  # of a radar plot
-RESULT_FILES = RESULTS, TABLE, RADAR = "results.json", "table.md", "radar.svg"
-logger = logging.getLogger(__name__)
+RESULTS, TABLE = "results.json", "table.md"
 
 
 class Benchmark(NamedTuple):
@@ -61,13 +57,27 @@ PUBLISHED = {
 }
 
 
-def write_results(folder: Path, table: Mapping[str, Mapping[str, Score]], settings: Mapping) -> str:
-    """Write table.md, radar.svg and results.json of the scores by model and benchmark; returns table and result."""
+def write_results(folder: Path, jobs: Sequence["Job"], dtype: str, limit: int | None) -> str:
+    """Write table.md and results.json of finished jobs; the table and a line with the result."""
+    table: dict[str, dict[str, Score]] = {}
+    for job in jobs:
+        table.setdefault(job.model, {})[job.benchmark.name] = job.score()
+    made = {job.path: read_json(job.path) for job in jobs}
+    if len(versions := sorted({each["harness"] for each in made.values()})) > 1:
+        raise UserError(f"{folder}: results of the harness versions {', '.join(versions)} cannot be compared")
+    settings = {
+        "harness": versions[0],
+        "dtype": dtype,
+        "limit": limit,
+        "against": jobs[0].model,
+        "models": {job.model: job.settings["model"] for job in jobs},
+        "benchmarks": [job.benchmark._asdict() for job in jobs if job.model == jobs[0].model],
+        "data_revisions": {path: sha for each in made.values() for path, sha in each["data_revisions"].items()},
+    }
     rows = result_rows(table, settings["against"])
     text = table_text(rows, settings)
     with replacing(folder / TABLE) as file:
         file.write(text)
-    write_radar(folder / RADAR, table)
     published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
     write_json(folder / RESULTS, {"settings": settings, "results": rows, "published": published})
     means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
@@ -113,32 +123,3 @@ def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
     if settings["limit"] is not None:
         notes.append(f"Only the first {settings['limit']} questions of each task were asked: no result to report.")
     return " ".join(notes)
-
-
-def write_radar(path: Path, table: Mapping[str, Mapping[str, Score]]) -> None:
-    """Draw the models, an axis per benchmark in shares of the best model's value, if that can be done."""
-    names = list(next(iter(table.values())))
-    values = np.array([[score.value for score in scores.values()] for scores in table.values()])
-    best = values.max(axis=0)
-    path.unlink(missing_ok=True)
-    if len(names) < FEWEST_AXES or not best.all() or find_spec("matplotlib") is None:
-        needs = f"needs matplotlib and {FEWEST_AXES} benchmarks, none with 0 for all models"
-        logger.warning("%s is not drawn: %s", path, needs)
-        return
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    shares = 100 * values / best
-    start = max(0, 10 * math.floor(shares.min() / 10 - 0.5))
-    angles = np.linspace(0, 2 * math.pi, len(names) + 1)
-    figure = Figure(figsize=(7.5, 6), layout="constrained")
-    axis = figure.add_subplot(projection="polar", theta_offset=math.pi / 2, theta_direction=-1)
-    for model, row in zip(table, shares, strict=True):
-        axis.plot(angles, [*row, row[0]], "o-", label=model, markersize=4)
-    axis.set_xticks(angles[:-1], [f"{name}\n{value:.1f}" for name, value in zip(names, best, strict=True)])
-    axis.tick_params(axis="x", pad=20)
-    axis.set_ylim(start, 100)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.supxlabel(f"percent of the best value, given below each name; centre: {start}%", fontsize=9)
-    with matplotlib.rc_context({"svg.fonttype": "none"}), replacing(path, "wb") as file:  # text stays text
-        figure.savefig(file, format="svg")

@@ -1,10 +1,13 @@
 """What games came to, counted as they come: outcomes, lengths, messages, faults of replies, tokens.
 
-Memory does not grow with the number of games. No torch.
+Memory: 16 bytes for each message, and nothing else that grows with the number of games. No torch.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
+
+import numpy as np
 
 from tools.games.game import Game, Verdict
 from tools.players.player import LENGTH
@@ -12,7 +15,28 @@ from tools.players.player import LENGTH
 SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 
 
+def share_about_word(words: array, texts: array) -> float | None:
+    """1 - P(same text | different words) / P(same text | same word), over all pairs of messages.
+
+    `words` and `texts` hold a hash of each message's target word and text. 1: no two words share a text. 0: the texts
+    do not depend on the word. Does not depend on the number of games a word. Pairs about the same word may be of the
+    same game. None where there are no pairs of either kind, or where no two messages about a word are the same.
+    """
+
+    def equal_pairs(*keys: array) -> int:
+        counts = np.unique(np.array(keys, dtype=np.int64), axis=1, return_counts=True)[1]
+        return int((counts * (counts - 1) // 2).sum())
+
+    same_word, same_text, same_both = equal_pairs(words), equal_pairs(texts), equal_pairs(words, texts)
+    different_words = len(words) * (len(words) - 1) // 2 - same_word
+    if not (different_words and same_both):
+        return None
+    return 1 - ((same_text - same_both) / different_words) / (same_both / same_word)
+
+
 class GameCounts:
+    """What was counted of games so far."""
+
     def __init__(self, game: Game):
         self.game = game
         self.outcomes: Counter[str] = Counter()
@@ -21,6 +45,7 @@ class GameCounts:
         self.empty_replies: Counter[str] = Counter()
         self.cut_off_replies: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()  # "cut_prompts", "new_tokens" and, of servers, SERVER_COUNTS
+        self.said = {role: (array("q"), array("q")) for role in game.roles}  # hashes of target word and text
         self.tells_replies = False  # whether the games say how their messages came about
 
     @property
@@ -40,6 +65,10 @@ class GameCounts:
         for message in episode["history"]:
             self.messages[message["role"]] += 1
             self.empty_replies[message["role"]] += not message["content"].strip()
+        for message in episode["history"][:length]:
+            words, texts = self.said[message["role"]]
+            words.append(hash(episode["target_word"]))
+            texts.append(hash(message["content"].strip()))
         for message, reply in zip(episode["history"], episode.get("replies") or (), strict=False):
             self.tells_replies = True
             new_tokens = reply.get("tokens", 0)
@@ -51,7 +80,7 @@ class GameCounts:
                 self.tokens["server_new_tokens"] += new_tokens
 
     def as_dict(self) -> dict:
-        """What was counted; `mean_length` in messages up to the decisive one."""
+        """What was counted; `mean_length` in messages up to the decisive one, `about` as in `share_about_word`."""
         role = self.game.roles[1]
         decided = {outcome.name: outcome.winner for outcome in self.game.outcomes if not outcome.breach}
         won = {side: sum(self.outcomes[name] for name in decided if decided[name] == side) for side in self.game.roles}
@@ -60,6 +89,7 @@ class GameCounts:
             "outcomes": {outcome.name: self.outcomes[outcome.name] for outcome in self.game.outcomes},
             f"{role}_share_of_decided": won[role] / sum(won.values()) if sum(won.values()) else None,
             "mean_length": self.mean_length,
+            "about": {side: share_about_word(*self.said[side]) for side in self.game.roles},
             "messages": self.messages.total(),
             "empty_replies": self.empty_replies.total(),
             "cut_off_replies": self.cut_off_replies.total(),

@@ -7,9 +7,6 @@ In one folder, with one stem:
     STEM_results.json      every game of the word list, in its order, once all are there
     STEM_summary.json      outcomes and counts of the results
     .STEM_....lock         of the launch and of each rank: empty, locked while they are at work
-
-After the start ranks do not wait for each other: the one that finds all games there writes the results. Only a rank
-that had to leave games waits for the others to end, since its failure ends the launch.
 """
 
 import glob
@@ -17,7 +14,6 @@ import json
 import logging
 import os
 import re
-import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +23,7 @@ from typing import BinaryIO, TypedDict
 import utils
 from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
-from utils import rank, world_size, write_json, write_records
+from utils import UserError, rank, world_size, write_json, write_records
 
 NAMED = 5  # missing words that a message names
 logger = logging.getLogger(__name__)
@@ -45,12 +41,12 @@ class Episode(TypedDict):
     replies: list[dict]  # how the message at the same place came about: "finish_reason", "tokens", "prompt_cut", ...
 
 
-class FinishedGames:
-    """Counts of the finished games, and where they stand in the rank files: some bytes for each of a million."""
+class GameIndex:
+    """Where each finished game stands in the rank files, some bytes for each of a million, and the games' counts."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
         self.game, self.words, self.paths = game, words, paths
-        self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file, -1: not played
+        self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file; -1: not played
         self.file_numbers = array("l", [0]) * len(words)
         self.counts = GameCounts(game)
         for number, path in enumerate(paths):
@@ -61,7 +57,7 @@ class FinishedGames:
         return [index for index, offset in enumerate(self.offsets) if offset < 0]
 
     def __iter__(self) -> Iterator[Episode]:
-        """The games, in the order of the word list; none may be missing."""
+        """The games in the order of the word list; none may be missing."""
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "rb")) for path in self.paths]
             for file, offset in zip(self.file_numbers, self.offsets, strict=True):
@@ -78,13 +74,13 @@ class FinishedGames:
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError(f"'index', 'length' and tokens of replies are {numbers}; expected whole numbers")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
             ) from None
         if index >= len(self.words) or self.offsets[index] >= 0:  # of a run with more games, or played twice
             return
         if word != self.words[index]:
-            raise ValueError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
+            raise UserError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
         self.offsets[index], self.file_numbers[index] = offset, file_number
         self.counts.add(episode)
 
@@ -98,51 +94,41 @@ class EpisodeFiles:
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
         self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
+        own_files = ", ".join(f"{stem}_{name}" for name in ("rank*.jsonl", "settings.json", "results.json"))
         self.settings = utils.RunSettings(
             self.folder / f"{stem}_settings.json",
-            results=self._bound,
-            remedy="use another --output_dir, or --overwrite True to start anew",
+            results=self._existing_games,
+            remedy=f"use another --output_dir, or delete this run in {self.folder}: {own_files}, {stem}_summary.json",
         )
         self.own_path = self._rank_path(rank())
-        self.shared = True  # whether all ranks of the launch are known to use this folder
         self.own_file: BinaryIO | None = None
 
-    def start(self, settings: dict, *, overwrite: bool = False) -> FinishedGames:
-        """Claim the folder for a run with `settings`, together with the launch's other ranks; what is there already.
+    def start(self, settings: dict) -> GameIndex:
+        """Claim the folder for a run with `settings`, together with the launch's other ranks; return its games so far.
 
-        `overwrite` deletes the files of an earlier run with this stem. Raises ValueError, naming the difference,
-        if they belong to a run with other settings, and for files that another process is writing. Nothing is
-        written then.
+        Raises UserError, and has written nothing, if the games here were made with other settings, or if another
+        launch is at work here.
         """
         if world_size() > 1 and "MASTER_ADDR" not in os.environ:
-            raise ValueError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
-        overwrite = overwrite and not utils.restarted()
-        claimed = utils.from_rank_0(lambda: self._claim(settings, overwrite))
+            raise UserError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
+        claimed = utils.from_rank_0(lambda: self._claim(settings))
         if different := utils.differences(claimed, settings):
-            raise ValueError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
-        if rank() != 0:
-            self.shared = utils.wait_until(self._rank_path(0).is_file, utils.SHARING_TIMEOUT)
-            if overwrite and not self.shared:
-                raise ValueError(f"{self.folder}: not the folder of rank 0; --overwrite needs one that all share")
-            utils.lock(_lock_of(self.own_path))
-            self.own_file = _open_to_append(self.own_path)
+            raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
+        utils.lock(_lock_of(self.own_path))
+        utils.from_rank_0(lambda: None)  # rank 0 goes on when all ranks have their locks: meet_at_end looks at them
+        self.own_file = _open_to_append(self.own_path)
         finished = self.finished()
         if finished.missing():
-            for path in self.made_of_results:  # of fewer games, or of those overwritten
+            for path in self.made_of_results:  # of fewer games
                 path.unlink(missing_ok=True)
         return finished
 
-    def _claim(self, settings: dict, overwrite: bool) -> dict:
-        """Claim the folder for all ranks of this launch, as its rank 0; the settings."""
-        for path in filter(utils.is_locked, self._rank_locks()):  # of a launch whose first rank has ended
-            raise ValueError(utils.LOCKED.format(path))
-        self.settings.claim(settings, overwrite=overwrite)
-        utils.lock(_lock_of(self.own_path))
-        if overwrite:
-            for path in (*self._rank_paths(), self.settings.path, self.results_path, self.summary_path):
-                path.unlink(missing_ok=True)
+    def _claim(self, settings: dict) -> dict:
+        """Claim the folder for all ranks of this launch, as its rank 0."""
+        for path in filter(utils.is_locked, self._rank_locks()):  # of a launch whose rank 0 has ended
+            raise UserError(utils.LOCKED.format(path))
+        self.settings.claim(settings)
         self.settings.write(settings)
-        self.own_file = _open_to_append(self.own_path)  # by which the others know the folder
         return settings
 
     def append(self, episode: Mapping) -> None:
@@ -152,25 +138,31 @@ class EpisodeFiles:
             self.own_file.flush()
             os.fsync(self.own_file.fileno())
 
-    def finished(self) -> FinishedGames:
+    def finished(self) -> GameIndex:
         """The finished games of all ranks, also of launches with another number of processes."""
-        return FinishedGames(self.game, self.words, self._rank_paths())
+        return GameIndex(self.game, self.words, self._rank_paths())
 
-    def merge(self, *, seconds: float, tokens_before: int) -> dict | None:
-        """Write results and summary if every game is there, and return the summary; None: others are still playing.
+    def meet(self) -> None:
+        """Wait until no rank of this launch plays any more."""
+        self.own_file.close()
+        utils.meet_at_end([_lock_of(self._rank_path(number)) for number in range(world_size())])
 
-        `seconds` that this rank played for; at the start the games there had `tokens_before` new tokens.
-        Raises ValueError, naming what is missing, if nobody can be counted on to bring it.
+    def merge(self, *, seconds: float, tokens_before: int) -> dict:
+        """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
+
+        `seconds` that play took; at its start the games there had `tokens_before` new tokens. Raises UserError that
+        names the games that are missing.
         """
+        own_ranks = [self._rank_path(number) for number in range(world_size())]
+        utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
         games = self.finished()
         if missing := games.missing():
             ranks = sorted({index % world_size() for index in missing})
             named = ", ".join(self.words[index] for index in missing[:NAMED]) + ", ..." * (len(missing) > NAMED)
-            message = f"{self.folder}: {len(missing)} games are not there yet, of ranks {ranks} ({named})"
-            if not self.shared:
-                raise ValueError(f"{message}. Bring all rank files into one folder and run the same command again")
-            logger.info("%s; the rank that ends last writes the results", message)
-            return None
+            raise UserError(
+                f"{self.folder}: {len(missing)} games are missing, of ranks {ranks} ({named}). If these ranks have "
+                "this folder on another disk, bring all rank files into one folder. Then run the same command again"
+            )
         tokens = games.counts.tokens["new_tokens"] - tokens_before
         if not tokens and self.results_path.is_file() and self.summary_path.is_file():
             summary = utils.read_json(self.summary_path)
@@ -182,15 +174,8 @@ class EpisodeFiles:
         write_json(self.summary_path, summary)
         return summary
 
-    def wait_for_others(self) -> None:
-        """Give up this rank's file and wait until no other process writes to one: a failed rank ends the launch."""
-        self.own_file.close()
-        utils.unlock(_lock_of(self.own_path))
-        while self.shared and any(map(utils.is_locked, self._rank_locks())):
-            time.sleep(0.5)
-
-    def _bound(self) -> Path | None:
-        """A file with games in it, or of a rank at work; the settings of a launch that failed before bind nobody."""
+    def _existing_games(self) -> Path | None:
+        """A file with games in it, or the lock of a rank at work. A launch that failed before leaves neither."""
         files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
         return next(files, next(filter(utils.is_locked, self._rank_locks()), None))
 
@@ -206,7 +191,7 @@ class EpisodeFiles:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
-    """("file:line", offset in bytes, record) per line; an unfinished last one was being written, and is left out."""
+    """("file:line", offset in bytes, record) per line. An unfinished last line is being written, and is left out."""
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -215,15 +200,15 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                raise ValueError(f"{path}:{number}: not JSON; delete the line to have its game played again") from None
+                raise UserError(f"{path}:{number}: not JSON; delete the line to play its game again") from None
             yield f"{path}:{number}", offset, record
             offset += len(line)
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file without the unfinished line that a kill may have left; ValueError for a link or a device."""
+    """Open a rank file without the unfinished line that a kill may have left; UserError for a link or a device."""
     if path.is_symlink() or path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a regular file; games are stored in one")
+        raise UserError(f"{path}: not a regular file; games are stored in one")
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -15,12 +15,11 @@ from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
 from tools.games import prompts
 from tools.games.game import Game
-from tools.players.budget import TokenBudget
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import Player, Turn
-from tools.players.server_flags import is_server
+from tools.players.player import SCRIPTED, Player, ScriptedPlayer, Turn
+from tools.players.server_flags import ServerUse, is_server, model_of
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import model_fingerprint, warn_on_rank_0
+from utils import UserError, model_fingerprint, warn_on_rank_0
 
 VLLM_GAMES = 256  # at once, unless a flag says otherwise
 MOST_CUT = 0.5  # of the opening prompts
@@ -38,57 +37,50 @@ class Lineup:
         self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
         self.tokens: dict[str, models.ModelTokens] = {}  # of models behind servers
         self.batch_size = flags.per_device_eval_batch_size
-        self.budget = TokenBudget()  # of what servers charge
-        self.answering: set[str] = set()  # players behind servers that have answered, in earlier matches too
+        self.use = ServerUse()
         if self.batch_size == 1:
             logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
-    def build_players(
-        self, names: Sequence[str], on_batch: Callable[[], None], *, seed: int | str = 0
-    ) -> tuple[dict[str, Player], int]:
+    def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once; models of earlier players leave memory.
 
-        `names` are those of roles[0] and roles[1]; `on_batch` is called every so many replies. `seed` is that of
-        draws on servers; those of this process come from torch's generator.
+        `names` are those of roles[0] and roles[1]. `seed` is that of draws on servers; those of this process come from
+        torch's generator.
         """
-        local = [name for name in names if name != HUMAN and not is_server(name)]
+        local = list(filter(is_local, names))
         folders = {name: models.model_folder(name).resolve() for name in local}
         if self.flags.engine == VLLM:
-            of_folder = self._vllm_players(set(folders.values()), on_batch, seed)
+            of_folder = self._vllm_players(set(folders.values()), seed)
         else:
-            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names, on_batch).result()
+            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names).result()
         games = self._games_at_once(names)
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
-        if any(map(is_server, names)):
-            from tools.players.server import ServerPlayer, Servers  # an optional package is needed only here
-
-            servers = Servers(self.flags, self.flags.sampling(), self.budget, self.answering, on_batch)
-            for name in filter(is_server, names):
-                players[name] = ServerPlayer(name, servers, tokens=self._tokens_of(name), seed=seed)
+        players |= self._server_players([name for name in names if is_server(name)], seed)
+        for name in names:
+            if name.startswith(SCRIPTED):
+                players[name] = ScriptedPlayer(self.game.scripted(name.removeprefix(SCRIPTED)))
         if HUMAN in names:
             players[HUMAN] = HumanPlayer(self.game)
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, games
 
     def check_openings(self, names: Sequence[str], tasks: Sequence[str], templates: prompts.Templates) -> None:
-        """Warn of opening prompts that lose their rules to --max_length; ValueError for most, without --allow_cuts.
+        """Warn of opening prompts that lose their rules to --max_length; UserError for most, without --allow_cuts.
 
-        The second role opens with an empty message before it, the shortest there is. Players whose tokenizer is not
-        known are passed over.
+        Only the player who opens a game is asked. Players whose tokenizer is not known are skipped.
         """
-        looked_at, cuts = tasks[:: -(-len(tasks) // LOOKED_AT)], []
-        for role, name in zip(self.game.roles, names, strict=True):
-            history = () if role == self.game.roles[0] else ({"role": self.game.roles[0], "content": ""},)
-            if tokens := self._tokens_of(name):
-                for task in looked_at:
-                    secrets = self.game.secrets(role, task)
-                    turn = Turn(self.game, role, history, self.flags.turns(self.game), 0, secrets, templates)
-                    cuts.append(tokens.encode_turn(turn)[1])
+        players, cuts = dict(zip(self.game.roles, names, strict=True)), []
+        for task in tasks[:: -(-len(tasks) // LOOKED_AT)]:
+            role = self.game.next_role(task, ())
+            if tokens := self._tokens_of(players[role]):
+                secrets = self.game.secrets(role, task, ())
+                turn = Turn(self.game, role, (), self.flags.turns(self.game), 0, secrets, templates)
+                cuts.append(tokens.encode_turn(turn)[1])
         if not any(cuts):
             return
         share = sum(cuts) / len(cuts)
         message = f"{share:.0%} of the opening prompts lose the beginning of the rules to --max_length"
         if share > MOST_CUT and not self.flags.allow_cuts:
-            raise ValueError(f"{message}; use a larger one, or --allow_cuts True")
+            raise UserError(f"{message}; use a larger one, or --allow_cuts True")
         warn_on_rank_0("%s", message)
 
     def end(self) -> None:
@@ -104,24 +96,33 @@ class Lineup:
             return self.flags.per_device_eval_batch_size or VLLM_GAMES
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
-        # Of so many games, one of the models always has a full batch waiting.
-        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        # A batch for each model: so many games keep one batch full.
+        games = self.batch_size * len(self.loaded) if self.loaded else 1
         return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
-    def _local_players(
-        self, folders: set[Path], names: Sequence[str], on_batch: Callable[[], None]
-    ) -> dict[Path, Player]:
+    def _server_players(self, names: Sequence[str], seed: int | str) -> dict[str, Player]:
+        if not names:
+            return {}
+        from tools.players.server import ServerPlayer, connect  # needs an optional package
+
+        flags, client, sampling = self.flags, connect(self.flags), self.flags.sampling()
+        return {
+            name: ServerPlayer(model_of(name), client, flags, sampling, self.use, self._tokens_of(name), seed)
+            for name in names
+        }
+
+    def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         self._load(folders)
-        batcher, games = Batcher(self.batch_size, on_batch), self._games_at_once(names)
+        batcher, games = Batcher(), self._games_at_once(names)
         players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
             players[folder] = LocalPlayer(engine, batcher, local.chat)
         return players
 
-    def _vllm_players(self, folders: set[Path], on_batch: Callable[[], None], seed: int | str) -> dict[Path, Player]:
+    def _vllm_players(self, folders: set[Path], seed: int | str) -> dict[Path, Player]:
         """Players by model folder; servers of earlier players end, unless they go on playing."""
-        from tools.engine.vllm_player import VLLMPlayer  # as above
+        from tools.engine.vllm_player import VLLMPlayer  # needs an optional package
 
         flags, games = self.flags, self.flags.per_device_eval_batch_size or VLLM_GAMES
         wanted = {(folder, len(folders)) for folder in folders}
@@ -138,15 +139,15 @@ class Lineup:
             )
             self.vllms[folder, models_here] = server.start()
         return {
-            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed, on_batch=on_batch)
+            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed)
             for (folder, _), server in self.vllms.items()
         }
 
     def _tokens_of(self, name: str) -> models.ModelTokens | None:
-        """The tokenizer of a player; None for a person, and for a server's where --openai_tokenizer is not set."""
-        if name == HUMAN:
-            return None
-        own = self.flags.openai_tokenizer if is_server(name) else str(models.model_folder(name).resolve())
+        """The tokenizer of a player; None for one without, and for a server's where --openai_tokenizer is not set."""
+        own = self.flags.openai_tokenizer if is_server(name) else None
+        if is_local(name):
+            own = str(models.model_folder(name).resolve())
         return self._tokens(own) if own else None
 
     def _tokens(self, name: str) -> models.ModelTokens:
@@ -188,16 +189,21 @@ class Lineup:
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)
         if self.flags.engine == SLOTS and not able:
-            raise ValueError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
         if self.flags.engine == AUTO:
             return SLOTS if able else GENERATE
         return self.flags.engine
 
 
+def is_local(name: str) -> bool:
+    """Whether a player is a model of this process."""
+    return name != HUMAN and not is_server(name) and not name.startswith(SCRIPTED)
+
+
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as runs are compared by it."""
-    if name == HUMAN:
-        return HUMAN
+    """A player as runs are compared by it. (A scripted one is part of the game's source.)"""
+    if name == HUMAN or name.startswith(SCRIPTED):
+        return name
     if is_server(name):
         return flags.server_setting(name)
     return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}

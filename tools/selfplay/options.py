@@ -51,9 +51,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     tf32: bool = flag("True: TF32 for float32 products, on GPUs that have it", default=False)
     device_map: str | None = flag("auto: spread each model over all GPUs, one process per machine", default=None)
     trust_remote_code: bool = flag("True: run code that comes with a model", default=False)
-    logging_steps: int = flag("show and log a game every so many batches; 0: none", default=10)
+    logging_steps: int = flag("show a game every so many batches of messages; 0: none", default=10)
     allow_cuts: bool = flag("True: play although most opening prompts lose rules to --max_length", default=False)
-    overwrite: bool = flag("True: delete the games of an earlier run in this place", default=False)
 
     def turns(self, game: Game) -> int:
         return game.max_turns if self.max_turns is None else self.max_turns

@@ -5,25 +5,26 @@ import itertools
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from tools.engine.vllm import AUTO, VLLM
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.budget import Estimator
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
-from tools.players.server_flags import is_server
 from tools.selfplay.counts import SERVER_COUNTS, GameCounts
 from tools.selfplay.files import Episode, EpisodeFiles
-from tools.selfplay.lineup import Lineup
+from tools.selfplay.lineup import Lineup, is_local
 from tools.selfplay.options import PlayFlags
-from tools.selfplay.progress import GivenUpError, Progress, end_unfinished
-from utils import from_rank_0, rank, world_size
+from tools.selfplay.progress import GivenUpError, Progress
+from utils import UserError, from_rank_0, rank, world_size
 
+UNFINISHED = 3  # exit status: games are missing, and the same command can play them
 logger = logging.getLogger(__name__)
 
 
@@ -43,8 +44,8 @@ async def play_game(
     history: list[dict[str, str]] = []
     replies: list[dict] = []
     while not game.is_over(history, task, max_turns):
-        role = game.next_role(history)
-        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task), templates)
+        role = game.next_role(task, history)
+        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task, history), templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
@@ -72,9 +73,9 @@ async def play_games(
     on_episode: Callable[[Episode], None],
     on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, so many at a time. Both callbacks may raise.
+    """Play (index, task) pairs, `concurrent_games` at a time. Both callbacks may raise, which ends all games.
 
-    `on_lost` is told of a game whose reply cannot be had; without it, that ends all games.
+    `on_lost` is called for a game that is lost because a reply cannot be had. Without it, such a game ends all games.
     """
     to_play = iter(tasks)
 
@@ -92,7 +93,7 @@ async def play_games(
     at_once = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
     try:
         await asyncio.gather(*at_once)
-    finally:  # asyncio would print what the others raise while they end, a server's words and all
+    finally:  # the first failure ends the other games, and what they raise then is not printed
         for each in at_once:
             each.cancel()
         await asyncio.gather(*at_once, return_exceptions=True)
@@ -109,105 +110,98 @@ class Pairing:
 
 @dataclass
 class Run:
-    """Games of one pairing after another, of this rank: those that are missing are played and stored as they end."""
+    """A run of play as one rank sees it: plays the missing games, pairing by pairing, and stores each as it ends."""
 
     flags: PlayFlags
     game: Game
     templates: prompts.Templates
     files: EpisodeFiles  # its words are the tasks of all games
     pairings: Sequence[Pairing]  # of each game; equal ones follow each other
-    report_to: Sequence[str] = ()
 
     def __post_init__(self):
         self.opponents = sorted({pairing.names for pairing in self.pairings})
         self.names = set(itertools.chain(*self.opponents))
-        self.max_turns = self.flags.turns(self.game)
-        self.estimator = Estimator(self.game, self.templates, self.max_turns, self.flags.max_new_tokens)
 
     def play(self, settings: dict) -> dict | None:
-        """Play what is missing; the summary of all games, None if other ranks still play or nothing was to be done.
+        """Play what is missing; on rank 0 return the summary of all games, on the others None.
 
         `settings` are what the games depend on. Ends the program with status UNFINISHED where games had to be left.
         """
-        games = len(self.files.words)
-        if self.flags.dry_run:
-            print(self.cost(range(games) if self.flags.overwrite else self.files.finished().missing()))
-            return None
         self._settle_engine(settings)
         self.flags.set_precision()
-        finished = self.files.start(settings, overwrite=self.flags.overwrite)
-        seconds, missing = 0.0, finished.missing()
-        if to_play := [index for index in missing if index % world_size() == rank()]:
-            if len(missing) < games:
-                logger.info("continues: %d of %d games are there", games - len(missing), games)
-            if any(map(is_server, self.names)):
-                logger.info("%s", self.cost(missing))
-            progress = self._play(to_play, finished.counts)
-            if progress.missing:
-                end_unfinished(self.files, progress)
-            seconds = progress.seconds
+        finished = self.files.start(settings)
+        missing, games = finished.missing(), len(self.files.words)
+        if missing and len(missing) < games:
+            logger.info("continues: %d of %d games are there", games - len(missing), games)
+        own = [index for index in missing if index % world_size() == rank()]
+        quiet = HUMAN in self.names or not own
+        progress = Progress(GameCounts(self.game), len(own), logging_steps=self.flags.logging_steps, quiet=quiet)
+        if own:
+            self._play(own, finished.counts, progress)
+        self.files.meet()
+        if progress.missing:
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: {progress.missing} games are missing; {self._remedy()}\n")
+            sys.exit(UNFINISHED)
+        if rank() > 0:
+            return None
+        seconds = time.monotonic() - progress.began
         return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
 
     def _settle_engine(self, settings: dict) -> None:
         """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
-        if self.flags.engine != AUTO or all(is_server(name) or name == HUMAN for name in self.names):
+        if self.flags.engine != AUTO or not any(map(is_local, self.names)):
             return
         begun = self.files.settings
 
         def choose() -> str:
-            if not self.flags.overwrite and begun.results() and begun.path.is_file():
+            if begun.results() and begun.path.is_file():
                 return VLLM if begun.read().get("engine") == VLLM else AUTO
             return AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
 
         self.flags.engine = settings["engine"] = from_rank_0(choose)
 
-    def cost(self, games: Sequence[int]) -> str:
-        matches = (
-            (pairing.names, [self.files.words[index] for index in indices])
-            for pairing, indices in itertools.groupby(games, key=self.pairings.__getitem__)
-        )
-        return self.estimator.describe(matches, self.flags.price_in, self.flags.price_out)
-
-    def _play(self, to_play: list[int], before: GameCounts) -> Progress:
-        games, lineup = len(self.files.words), Lineup(self.flags, self.game)
+    def _play(self, own: list[int], before: GameCounts, progress: Progress) -> None:
+        """Play these games of all pairings; `before` counts the games of earlier starts."""
+        lineup = Lineup(self.flags, self.game)
         for names in self.opponents:
             lineup.check_openings(names, self.files.words, self.templates)
-        quiet = HUMAN in self.names
-        progress = Progress(self.flags, self.files, len(to_play), lineup.budget, self.report_to, quiet)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
-            task, estimator = self.files.words[0], self.estimator
-            likely = max(estimator.cost(names, task, estimator.likely).tokens for names in self.opponents)
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
-            lineup.budget.set_limit(left / world_size(), likely)
+            lineup.use.limit = left / world_size()
         try:
-            for pairing, indices in itertools.groupby(to_play, key=self.pairings.__getitem__):
-                if not lineup.budget.exhausted:
+            for pairing, indices in itertools.groupby(own, key=self.pairings.__getitem__):
+                if not lineup.use.used_up:
                     self._play_pairing(pairing, list(indices), lineup, progress)
         except GivenUpError as error:
             logger.error("%s", error)
+        except PlayerUnusable as error:
+            raise UserError(f"{error}; the games played so far are safe") from None
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            stored = self.files.finished().counts.games
+            stored, games = self.files.finished().counts.games, len(self.files.words)
             print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
             sys.exit(0)
         finally:
             lineup.end()
-            progress.end()
-        return progress
+            progress.bar.close()
+            if lineup.use.tokens:
+                logger.info("the server has counted %d tokens in this start", lineup.use.tokens)
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
-        """Play these games of one pairing.
-
-        ValueError for a player that can never answer, RuntimeError for any other fault.
-        """
-        # Held no longer than their match: the next models need the room.
-        players, concurrent_games = lineup.build_players(pairing.names, progress.batch, seed=pairing.seed)
+        # Players go out of scope with their match: the next models need the memory.
+        players, games_at_once = lineup.build_players(pairing.names, seed=pairing.seed)
         if pairing.labels:
             match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
             logger.info("match: %s, %d games", match, len(indices))
         seed_draws(pairing.seed, games_left=len(indices))
-        progress.begin()
+        progress.begin(games_at_once)
+
+        def tasks() -> Iterator[tuple[int, str]]:
+            for index in indices:
+                if lineup.use.used_up:
+                    return
+                yield index, self.files.words[index]
 
         def on_episode(episode: Episode) -> None:
             self.files.append(episode | pairing.labels)
@@ -216,22 +210,23 @@ class Run:
                 if isinstance(player, HumanPlayer):
                     player.end(episode)
 
-        games = play_games(
-            self.game,
-            lineup.budget.deal((index, self.files.words[index]) for index in indices),
-            players,
-            max_turns=self.max_turns,
-            templates=self.templates,
-            concurrent_games=concurrent_games,
-            on_episode=on_episode,
-            on_lost=progress.lost,
+        asyncio.run(
+            play_games(
+                self.game,
+                tasks(),
+                players,
+                max_turns=self.flags.turns(self.game),
+                templates=self.templates,
+                concurrent_games=games_at_once,
+                on_episode=on_episode,
+                on_lost=progress.lost,
+            )
         )
-        try:
-            asyncio.run(games)
-        except PlayerUnusable as error:
-            raise ValueError(f"{error}; the games played so far are safe") from None
-        except (OSError, ValueError) as error:  # no bad input, which takes one line, but a fault: show where it arose
-            raise RuntimeError(f"{type(error).__name__} in play; the games played so far are safe") from error
+
+    def _remedy(self) -> str:
+        cap = self.flags.max_total_tokens
+        more = f", or with a larger --max_total_tokens if {cap} are used up" if cap else ""
+        return f"the same command plays them{more}"
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:

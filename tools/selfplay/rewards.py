@@ -1,46 +1,53 @@
-"""Episodes to rows: a message's share of the game's reward, and what rows of each role weigh. Pure; no torch."""
+"""Episodes to rows: a message's share of the game's reward, and the weights of rows by role. Pure; no torch."""
 
+import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
-from utils import BadRecordError, log_skipped
+from utils import BadRecordError, UserError, log_skipped
 
 PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
-Reader = Callable[..., Iterable[tuple[str, dict]]]  # what messages call a record, and the record; takes `on_skip`
+Reader = Callable[..., Iterable[tuple[str, dict]]]  # yields (name of the record in messages, record); takes `on_skip`
+logger = logging.getLogger(__name__)
 
 
-class Games:
-    """Episodes that are read twice: first to judge them all and see how many games paid each role, then for rows.
+class JudgedGames:
+    """Episodes that are read twice: first to judge them and count the games that paid each role, then to make rows.
 
-    What is no game of this kind, or has rewards that are none, is a BadRecordError or, with `skip_bad`, passed over.
+    An episode that is not one of this game is a BadRecordError or, with `skip_bad`, skipped. An error in the game's
+    own rules (`decide`, `rewards`) is raised as it is, after a log message that names the episode.
     """
 
     def __init__(self, game: Game, read: Reader, *, skip_bad: bool = False):
         self.game, self.skipped, self._read = game, 0, read
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
-        self._verdicts: list[Verdict | None] = []  # None: no episode; equal ones are one object, 8 bytes a game
+        self._verdicts: list[Verdict | None] = []  # None: skipped; equal verdicts are one object, 8 bytes a game
         known: dict[Verdict, Verdict] = {}
         for where, record in read(on_skip=self._skip):
             try:
-                verdict = self._judge(record)
-                self._verdicts.append(known.setdefault(verdict, verdict))
+                game.check_episode(record)
             except ValueError as error:
                 if not skip_bad:
                     raise BadRecordError(f"{where}: {error}") from None
                 self._skip(f"{where}: {error}")
                 self._verdicts.append(None)
+                continue
+            verdict = self._judge(where, record)
+            self._verdicts.append(known.setdefault(verdict, verdict))
 
-    def _judge(self, episode: dict) -> Verdict:
-        self.game.check_kind(episode)
-        verdict = self.game.judge(*(episode[key] for key in EPISODE_KEYS))
-        for role in rewards_of(self.game, episode, verdict):
-            self.paid[role] += 1
-        return verdict
+    def _judge(self, where: str, episode: dict) -> Verdict:
+        try:
+            verdict = self.game.verdict(*(episode[key] for key in EPISODE_KEYS))
+            self.paid.update(rewards_of(self.game, episode, verdict).keys())
+            return verdict
+        except Exception:
+            logger.error("%s: the rules of %s raised an error", where, self.game.title)
+            raise
 
     def _skip(self, message: str) -> None:
         log_skipped(message)
@@ -53,22 +60,22 @@ class Games:
                 yield record, verdict
 
     def counts(self) -> dict[str, int]:
-        """How many episodes there are, how many had each outcome, and how many records were passed over."""
+        """The number of episodes, of episodes with each outcome, and of skipped records."""
         found = Counter(verdict.outcome for verdict in self._verdicts if verdict)
         outcomes = {outcome.name: found[outcome.name] for outcome in self.game.outcomes}
         return {"episodes": found.total(), **outcomes, "skipped": self.skipped}
 
     def role_weights(self) -> dict[str, float]:
-        """What rows of each role weigh, so that all roles count the same in sum: N / (2 N_role), or 0 without games.
+        """The weight of rows of each role: N / (2 N_role), or 0 for a role without games, so that roles count alike.
 
-        N_role games pay the role, N is their sum over roles.
+        N_role games pay the role; N is their sum over roles.
         """
         total = self.paid.total()
         return {role: total / (2 * number) if number else 0.0 for role, number in self.paid.items()}
 
 
 def rewards_of(game: Game, episode: dict, verdict: Verdict) -> dict[str, float]:
-    """What a game pays: reward by role, above 0. Raises ValueError for a reward that is none."""
+    """The rewards above 0 that a game pays, by role. Raises ValueError for one that is negative or not finite."""
     played = episode["history"][: verdict.length]
     rewards = game.rewards(episode["target_word"], played, verdict.outcome)
     for role, reward in rewards.items():
@@ -84,38 +91,71 @@ def assign_rewards(
     decay_weight: float = 0.8,
     rng: random.Random,
     templates: prompts.Templates | None = None,
+    losers: float = 0.0,
+    ties: float = 0.0,
 ) -> list[dict]:
     """The rows of all games that pay, in the order of episodes and messages: query, target, reward, role, weight.
 
-    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`. Nothing is modified.
-    Raises ValueError for a decay_weight outside (0, 1] and for an episode that is no game, naming its index.
+    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`; `losers` and `ties` are as in
+    `pay_of`. Nothing is modified. Raises UserError for a decay_weight outside (0, 1], for negative `losers` or `ties`,
+    and for an invalid episode, naming its index.
     """
-    check_decay(decay_weight)
+    check_pay(decay_weight, losers, ties)
     game = game or load_game()
+    games = JudgedGames(game, in_memory(episodes))
     prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    return list(paid_rows(Games(game, in_memory(episodes)), decay_weight=decay_weight, prompt_fn=prompt_fn))
+    return list(paid_rows(games, decay_weight=decay_weight, prompt_fn=prompt_fn, losers=losers, ties=ties))
 
 
 def in_memory(episodes: Iterable[dict]) -> Reader:
-    """How `Games` reads episodes that are no file."""
+    """A reader of episodes that are not in a file."""
     named = [(f"episode {index}", episode) for index, episode in enumerate(episodes)]
     return lambda on_skip=None: named
 
 
-def paid_rows(games: Games, *, decay_weight: float, prompt_fn: PromptFn) -> Iterator[dict]:
-    """A row for each message of the roles that a game pays, up to its decisive message.
+def paid_rows(
+    games: JudgedGames, *, decay_weight: float, prompt_fn: PromptFn, losers: float = 0.0, ties: float = 0.0
+) -> Iterator[dict]:
+    """A row for each message, up to the decisive one, of the roles that the game pays.
 
-    A row's reward is that of the role times the message's share of it.
+    A row's reward is the role's reward times the message's share of it.
     """
     weights = games.role_weights()
     for episode, verdict in games.judged():
         rewards = rewards_of(games.game, episode, verdict)
-        played = [message["role"] for message in episode["history"][: verdict.length]] if rewards else []
-        shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in rewards}
+        pay = pay_of(games.game, verdict, rewards, weights, losers=losers, ties=ties)
+        played = [message["role"] for message in episode["history"][: verdict.length]] if pay else []
+        shares = {role: iter(message_shares(played.count(role), decay_weight)) for role in pay}
         for index, role in enumerate(played):
-            if role in rewards:
-                reward = rewards[role] * next(shares[role])
-                yield message_row(episode, index, prompt_fn, reward=reward, weight=weights[role])
+            if role in pay:
+                reward, weight = pay[role]
+                yield message_row(episode, index, prompt_fn, reward=reward * next(shares[role]), weight=weight)
+
+
+def pay_of(
+    game: Game,
+    verdict: Verdict,
+    rewards: Mapping[str, float],
+    weights: Mapping[str, float],
+    *,
+    losers: float = 0.0,
+    ties: float = 0.0,
+) -> dict[str, tuple[float, float]]:
+    """What a game pays to each role whose messages become rows: (reward, weight of the rows).
+
+    `rewards` are those of `rewards_of`, `weights` those by role. With `losers` above 0 the loser is paid -losers times
+    the winner's reward, at the winner's weight, so that both sides of a game weigh alike. With `ties` above 0 both
+    roles of a game that nobody wins or is paid for are paid -ties, at weight 1. A breach pays nobody.
+    """
+    outcome = game.outcome(verdict.outcome)
+    pay = {role: (reward, weights[role]) for role, reward in rewards.items()}
+    if losers and outcome.winner is not None and len(rewards) == 1:
+        ((winner, reward),) = rewards.items()
+        (loser,) = set(game.roles) - {winner}
+        pay[loser] = (-losers * reward, weights[winner])
+    if ties and outcome.winner is None and not outcome.breach and not rewards:
+        pay = dict.fromkeys(game.roles, (-ties, 1.0))
+    return pay
 
 
 def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float, weight: float) -> dict:
@@ -140,10 +180,14 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
     except OverflowError:
         total = math.inf
     if not math.isfinite(total):
-        raise ValueError(f"decay_weight {decay_weight} is too small for a game with {count} messages of a role")
+        raise UserError(f"decay_weight {decay_weight} is too small for a game with {count} messages of a role")
     return [share / total for share in shares]
 
 
-def check_decay(decay_weight: float) -> None:
+def check_pay(decay_weight: float, losers: float, ties: float) -> None:
+    """Raise UserError for a coefficient outside its bounds."""
     if not 0 < decay_weight <= 1:
-        raise ValueError(f"decay_weight is {decay_weight}; it must be above 0 and at most 1")
+        raise UserError(f"decay_weight is {decay_weight}; it must be above 0 and at most 1")
+    for name, value in (("losers", losers), ("ties", ties)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"{name} is {value}; it must be a finite number of at least 0")

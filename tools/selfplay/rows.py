@@ -15,17 +15,18 @@ from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.selfplay.counts import GameCounts, result_line
-from tools.selfplay.rewards import Games, PromptFn, check_decay, message_row, paid_rows
+from tools.selfplay.rewards import JudgedGames, PromptFn, check_pay, message_row, paid_rows
 from utils import (
     BadRecordError,
     RunSettings,
+    UserError,
     alpaca_to_row,
     files_setting,
     iter_records,
     open_text,
+    put_records,
+    replacing,
     row_texts,
-    write_records,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
-SFT = "sft"  # counts and type of rows that are no messages
+SFT = "sft"  # the type of SFT rows, and their name in counts
+RESULTS = ("games", "rows", "signs", "weights", "mean_rewards")  # what stands beside the settings in their file
 logger = logging.getLogger(__name__)
 
 
@@ -41,20 +43,25 @@ logger = logging.getLogger(__name__)
 class RowFlags(GameFlags):
     """How messages become rows."""
 
-    decay_weight: float = flag("what a message gets of the next one's reward", default=0.8)
-    seed: int = flag("of the draws of training prompts", default=0)
-    training_prompt: str = flag("a random layout, or that of play", default=RANDOM, choices=(RANDOM, PLAY))
+    decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
+    losers: float = flag(
+        "rows of the losers' messages too, paid -SHARE times the winner's reward", default=0.0, metavar="SHARE"
+    )
+    ties: float = flag("rows of both roles of tied games too, paid -COST", default=0.0, metavar="COST")
+    seed: int = flag("seed of the draws of training prompts", default=0)
+    training_prompt: str = flag(
+        "layout of queries: drawn at random, or that of play", default=RANDOM, choices=(RANDOM, PLAY)
+    )
     chat_template: bool = flag("True: texts by the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
     messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
-    min_game_rows: int = flag("fewer rows of games are an error: rows of an optimizer step; 0: any number", default=1)
+    min_game_rows: int = flag("fewer rows of games than this are an error; 0: any number", default=1)
     drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
-    skip_bad: bool = flag("True: pass over what is no episode instead of stopping", default=False)
-    overwrite: bool = flag("True: write rows of other settings or inputs anew", default=False)
+    skip_bad: bool = flag("True: skip records that are not valid episodes instead of stopping", default=False)
 
     def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
-        """What rows depend on besides episodes and SFT examples, as runs are compared by it."""
-        elsewhere = {"overwrite", "min_game_rows", "match", "game_options"}  # the latter two: in the game's setting
+        """Everything that rows depend on besides episodes and SFT examples, as `RunSettings` compares it."""
+        elsewhere = {"min_game_rows", "match", "game_options"}  # the latter two are in the game's setting
         own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
         tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
         return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
@@ -62,15 +69,15 @@ class RowFlags(GameFlags):
     def load_chat_template(self) -> "ChatTemplate | None":
         """The chat template of --tokenizer, if the flags ask for it."""
         if self.chat_template != (self.tokenizer is not None):
-            raise ValueError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+            raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
         if not self.chat_template:
             return None
-        from tools.games.chat import load_chat_template  # brings transformers, which rows do without
+        from tools.games.chat import load_chat_template  # imports transformers, which other rows do not need
 
         return load_chat_template(self.tokenizer)
 
     def prompt_fn(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> PromptFn:
-        """How queries are made: the prompt of play, or a training prompt drawn at random."""
+        """The function that makes queries: the prompt of play, or a training prompt drawn at random."""
         rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
         if chat:
             return partial(chat.play_prompt, game, templates=templates, rng=rng)
@@ -78,17 +85,15 @@ class RowFlags(GameFlags):
             return partial(prompts.training_prompt, game, rng=rng, templates=templates)
         return partial(prompts.play_prompt, game, templates=templates)
 
-    def read_games(self, game: Game, paths: list[str]) -> Games:
+    def read_games(self, game: Game, paths: list[str]) -> JudgedGames:
         """The episodes of these files, judged."""
-        return Games(game, partial(read_records, paths, skip_bad=self.skip_bad), skip_bad=self.skip_bad)
+        return JudgedGames(game, partial(read_records, paths, skip_bad=self.skip_bad), skip_bad=self.skip_bad)
 
-    def game_rows(self, games: Games, prompt_fn: PromptFn) -> Iterator[dict]:
-        """Rows of the messages that pay; with --messages all, one of reward and weight 1 of every message.
-
-        The latter is for imitation of players whose lost games are worth learning from too.
-        """
+    def game_rows(self, games: JudgedGames, prompt_fn: PromptFn) -> Iterator[dict]:
+        """Rows of the messages that pay; with --messages all, a row of reward and weight 1 for every message."""
         if self.messages == WINNER:
-            return paid_rows(games, decay_weight=self.decay_weight, prompt_fn=prompt_fn)
+            pay = {"decay_weight": self.decay_weight, "losers": self.losers, "ties": self.ties}
+            return paid_rows(games, prompt_fn=prompt_fn, **pay)
         return (
             message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
             for episode, verdict in games.judged()
@@ -99,7 +104,7 @@ class RowFlags(GameFlags):
 def read_records(
     paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
 ) -> Iterator[tuple[str, dict]]:
-    """What messages call a record, and the record, of several files; with `skip_bad`, `on_skip` is told of others."""
+    """Yield (file, line and index for messages, record) of several files; `on_skip` is as in `iter_records`."""
     for path in paths:
         for index, (where, record) in enumerate(iter_records(path, on_skip=on_skip if skip_bad else None)):
             yield f"{where}: episode {index} of the file, counted from 0", record
@@ -115,72 +120,85 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
         yield {"query": query, "target": target, "type": SFT, "weight": 1.0}
 
 
-def make_rows(
-    flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None, outcomes: str | None = None
-) -> dict:
-    """Write the rows of episodes, the SFT rows after them, and OUTPUT_rewards_settings.json beside them.
+def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None) -> dict:
+    """Write the rows of episodes, then the SFT rows, to `output`, and OUTPUT_rewards_settings.json beside it.
 
-    Returns the counts of games and rows, and the weights; `outcomes` is a file for every game's outcome and length.
-    What is there already, of the same settings and inputs, stays; of others, it is refused (ValueError), as are too
-    few rows of games.
+    Returns the counts of games and rows, the weights and mean rewards of roles. An existing output of the same
+    settings and inputs stays as it is. Raises UserError for one of others, and for too few rows of games.
     """
-    check_decay(flags.decay_weight)
-    game = flags.load_game()
+    check_pay(flags.decay_weight, flags.losers, flags.ties)
+    if flags.messages == ALL and (flags.losers or flags.ties):
+        raise UserError("--messages all pays every message 1; leave out --losers and --ties")
+    game, settings_file = flags.load_game(), settings_path(output)
     template_file = flags.prompt_templates or game.prompt_file
-    read, written = [*inputs, *([sft] if sft else []), template_file], [output, *([outcomes] if outcomes else [])]
-    refuse_overwriting(read, [*written, settings_path(output)])
+    refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, settings_file])
     templates, chat = flags.load_templates(game), flags.load_chat_template()
     made_with = RunSettings(
-        settings_path(output),
+        settings_file,
         results=lambda: Path(output) if os.path.exists(output) else None,
-        remedy="choose another output, or --overwrite True to make it anew",
+        remedy=f"choose another output, or delete {output} and {settings_file} to make them again",
     )
     settings = flags.settings(game, templates, chat) | {
         "input_data_path": files_setting(*inputs),
         "sft_data_path": files_setting(sft) if sft else None,
     }
-    with made_with.claimed(settings, overwrite=flags.overwrite):
-        if not flags.overwrite and all(map(os.path.exists, written)):
-            results = {name: made_with.read(name) for name in ("games", "rows", "weights", "mean_rewards")}
-            check_number(flags, game, results["rows"], inputs)
+    with made_with.claimed(settings):
+        if os.path.exists(output):
+            results = {name: made_with.read(name) for name in RESULTS}
+            check_number(flags, game, results)
             logger.info("%s: all is there: %s", output, rows_line(game, results))
             return results
-        games = flags.read_games(game, inputs)
-        results = {"games": games.counts()}
-        rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
+        games, counts = flags.read_games(game, inputs), RowCounts(game)
+        game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        counts, paid = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0)), Counter[str]()
-        rows = counted(chain(rows, sft_rows), counts, paid, drop_empty=flags.drop_empty_targets)
-
-        def rows_then_settings() -> Iterator[dict]:
-            yield from chat.rows(rows) if chat else rows
-            results.update(rows=dict(counts), weights=games.role_weights())
-            results["mean_rewards"] = {role: paid[role] / counts[role] for role in game.roles if counts[role]}
-            check_number(flags, game, counts, inputs)
-            Path(output).unlink(missing_ok=True)  # earlier rows never lie beside these settings
-            made_with.write(settings, **results)
-
-        if outcomes:
-            words = (
-                {"target_word": episode["target_word"]} | verdict._asdict() for episode, verdict in games.judged()
-            )
-            write_records(outcomes, words)
-        write_records(output, rows_then_settings())  # takes its place last: what is there is whole
+        rows = counts.counted(chain(game_rows, sft_rows), drop_empty=flags.drop_empty_targets)
+        with replacing(output) as file:
+            put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
+            results = {"games": games.counts(), "weights": games.role_weights(), **counts.as_dict()}
+            check_number(flags, game, results)
+            made_with.write(settings, **results)  # before the rows are in place: rows never lie beside other settings
         logger.info("%s: %s", output, rows_line(game, results))
         return results
 
 
-def check_number(flags: RowFlags, game: Game, rows: Mapping[str, int], paths: list[str]) -> None:
-    """Raise ValueError, with the outcomes and likely causes, for fewer game rows than --min_game_rows."""
-    if (number := sum(rows[role] for role in game.roles)) >= flags.min_game_rows:
+class RowCounts:
+    """Counts of rows while they are written."""
+
+    def __init__(self, game: Game):
+        self.game = game
+        self.rows = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
+        self.signs = Counter({"positive": 0, "negative": 0})  # rows of games by the sign of their reward
+        self.rewards: Counter[str] = Counter()  # sums by role
+
+    def counted(self, rows: Iterable[dict], *, drop_empty: bool) -> Iterator[dict]:
+        """Yield the rows and count them; with `drop_empty`, leave out those without a target text."""
+        for row in rows:
+            empty = not row["target"].strip()
+            if empty and drop_empty:
+                self.rows["dropped"] += 1
+                continue
+            role = row.get("role", SFT)
+            self.rows["empty"] += empty
+            self.rows[role] += 1
+            if role != SFT:
+                self.signs["positive" if row["reward"] > 0 else "negative"] += 1
+                self.rewards[role] += row["reward"]
+            yield row
+
+    def as_dict(self) -> dict:
+        means = {role: self.rewards[role] / self.rows[role] for role in self.game.roles if self.rows[role]}
+        return {"rows": dict(self.rows), "signs": dict(self.signs), "mean_rewards": means}
+
+
+def check_number(flags: RowFlags, game: Game, results: Mapping) -> None:
+    """Raise UserError, with the outcomes and likely causes, for fewer game rows than --min_game_rows."""
+    if (number := sum(results["rows"][role] for role in game.roles)) >= flags.min_game_rows:
         return
-    counts = GameCounts(game)
-    for episode, verdict in flags.read_games(game, paths).judged():
-        counts.add(episode, verdict)
-    raise ValueError(
-        f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({result_line(counts.as_dict())})."
-        " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the rules by"
-        " imitation, one that never ends a reply. --min_game_rows 0 allows any number"
+    games = ", ".join(f"{name} {count:,}" for name, count in results["games"].items())
+    raise UserError(
+        f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({games}). Likely causes: a"
+        " --max_length of play that cuts the rules, a model that has not learned the rules by imitation, one that"
+        " never ends a reply. --min_game_rows 0 allows any number"
     )
 
 
@@ -192,35 +210,23 @@ def rows_line(game: Game, results: Mapping) -> str:
         for role in game.roles
         if rows[role]
     ]
+    if negative := results["signs"]["negative"]:
+        of_role.append(f"{negative:,} of them with a reward below 0")
     return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows[SFT]:,} SFT rows"
 
 
 def settings_path(output: str) -> Path:
-    """Where the settings and counts of a file of rows are written."""
+    """The file with the settings and counts of a file of rows."""
     return Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
 
 
 def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
-    """Raise FileNotFoundError for an input that is not there, ValueError for an output that is another file here."""
+    """Raise FileNotFoundError for a missing input, UserError for an output that is also another file of the run."""
     inputs = list(inputs)
     taken = {Path(path).resolve() for path in inputs}
     for path in inputs:
         open_text(path).close()
     for path in outputs:
         if Path(path).resolve() in taken:
-            raise ValueError(f"{path}: would be written over another file of this run; choose another name")
+            raise UserError(f"{path}: would be written over another file of this run; choose another name")
         taken.add(Path(path).resolve())
-
-
-def counted(rows: Iterable[dict], counts: Counter, paid: Counter, *, drop_empty: bool) -> Iterator[dict]:
-    """Pass rows on and count, by role or as SFT rows, them and their rewards; targets that are empty, and dropped."""
-    for row in rows:
-        empty = not row["target"].strip()
-        if empty and drop_empty:
-            counts["dropped"] += 1
-            continue
-        role = row.get("role", SFT)
-        counts["empty"] += empty
-        counts[role] += 1
-        paid[role] += row.get("reward", 0)
-        yield row

@@ -21,7 +21,7 @@ from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny import players
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
-from utils import RunSettings, files_setting, read_json, read_json_or_jsonl, read_words, write_records
+from utils import RunSettings, UserError, files_setting, read_json, read_json_or_jsonl, read_words, write_records
 
 TINY = LEXICON.parent
 
@@ -64,11 +64,10 @@ class Build:
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=30)
     games: list[str] = flag("whose scripted games are imitated", default=[DEFAULT_GAME], choices=tuple(GAMES))
-    lexicon: str = flag("file of what the world knows", default=str(LEXICON))
 
     def __post_init__(self):
         if DEFAULT_GAME not in self.games:
-            raise ValueError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
+            raise UserError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
 
     def run(self) -> None:
         """Write all that is missing."""
@@ -76,8 +75,8 @@ class Build:
         data, trained = folder / "data", folder / "base" / "train_results.json"
         rows = data / "imitation.json"
         prompts = [GAMES[game].prompts for game in self.games]
-        settings = asdict(self) | {"texts": files_setting(self.lexicon, *prompts)}
-        del settings["output_dir"], settings["lexicon"]
+        settings = asdict(self) | {"texts": files_setting(LEXICON, *prompts)}
+        del settings["output_dir"]
         made_with = RunSettings(
             folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
         )
@@ -128,7 +127,7 @@ def corpus(rows: Iterable[dict], episodes: Mapping[str, Iterable[Episode]]) -> I
 
 def write_data(folder: Path, world: Build) -> None:
     """Facts, word lists, imitation games with their rows, tokenizer and random model; imitation.json comes last."""
-    lexicon, rng = load_lexicon(Path(world.lexicon)), random.Random(world.seed)
+    lexicon, rng = load_lexicon(), random.Random(world.seed)
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     for name in world.games:
@@ -176,6 +175,5 @@ def pretrain(folder: Path, world: Build) -> None:
         *("--max_length", 128, "--seed", world.seed, "--per_device_train_batch_size", 64),
         *("--learning_rate", world.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine"),
         *("--num_train_epochs", world.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no"),
-        *("--cache_dir", folder / "cache"),
     ]
     subprocess.run(list(map(str, command)), check=True)

@@ -1,33 +1,41 @@
-"""Rows for the control runs of the embedded world: what self-play learning is compared with. No torch.
+"""Rows for those arms of the study that do not learn from SPAG's rows.
 
     python -m tools.tiny.controls --control coin --input_data_path GAMES.json --output_data_path ROWS.json ...
 
-stands in for tools/assign_rewards.py (the setting REWARDS of tools/run_spag.sh) and takes its flags. Each control is
-trained by the same program with the same settings as SPAG; only its rows differ. They are made of the rows that
-self-play learning would have, which are kept beside them in ROWS_of_games.json. `as_many` leaves out or repeats rows
-of another game, so that its loop takes as many steps as that of Taboo.
+stands in for tools/assign_rewards.py (the setting REWARDS of tools/run_spag.sh) and takes its flags. The program and
+the settings of training are SPAG's; only the rows differ. Made of the games:
+
+coin       the winner of each decided game is drawn
+cloning    the winner's messages as SFT rows: -reward * weight * l, without ratio, clip and KL; all messages of both
+           roles with --messages all
+as_many    SPAG's rows, left out or repeated at random, so that there are as many game rows as in the loop --like
+
+Made of the rows of another loop (--like) in the same epoch:
+
+sft        its SFT rows alone, repeated to as many rows
+silent     its rows with weight 0 for game rows: the same facts, as often, in as many steps
+forms      its SFT rows, and in place of game rows answered questions about played words
 """
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from tools.flags import flag, parse_flags
 from tools.games.game import Game
 from tools.games.taboo import Taboo
-from tools.selfplay.rows import RowFlags, make_rows, settings_path
-from tools.tiny.players import fact_rows, load_lexicon
-from utils import files_setting, read_json_or_jsonl, run_program, set_up_logging, write_records
+from tools.selfplay.rows import RowFlags, make_rows
+from utils import UserError, read_json_or_jsonl, run_program, set_up_logging, write_records
 
 SFT_COEFF = 0.5  # of OfflinePO
-COIN, SHUFFLED, CLONING, SFT, AS_MANY = CONTROLS = ("coin", "shuffled", "cloning", "sft", "as_many")
+COIN, CLONING, AS_MANY, SFT, SILENT, FORMS = CONTROLS = ("coin", "cloning", "as_many", "sft", "silent", "forms")
+OF_GAMES = (COIN, CLONING, AS_MANY)
 
 
 class Coin(Taboo):
-    """Taboo as if a coin had told who won each decided game: its rows may be the loser's."""
+    """Taboo whose decided games are won by whom a coin says: rows may be the loser's."""
 
     def rewards(self, task, history, outcome):
         paid = super().rewards(task, history, outcome)
@@ -39,51 +47,22 @@ class Flags(RowFlags):
     """The flags of this program."""
 
     control: str = flag("how the rows are made", choices=CONTROLS)
-    like: str | None = flag("OUTPUT of the loop that sft and as_many have as many rows as", default=None)
+    like: str | None = flag("OUTPUT of the other loop", default=None)
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL")
     output_data_path: str = flag("file of rows to write, in epochK/rows/")
     sft_data_path: str = flag("file of SFT examples whose rows are appended")
 
     def __post_init__(self):
-        if self.control in (SFT, AS_MANY) and not self.like:
-            raise ValueError(f"--control {self.control} needs --like, the OUTPUT of a loop")
-        if self.control == SFT:
-            self.min_game_rows = 0  # its rows come from no games
+        if self.control not in (COIN, CLONING) and not self.like:
+            raise UserError(f"--control {self.control} needs --like, the OUTPUT of a loop")
 
     def load_game(self) -> Game:
-        """That of the flags, or decided by a coin."""
         game = super().load_game()
         return Coin(match=game.match) if self.control == COIN else game
 
-    @property
-    def other_counts(self) -> Path:
-        """The file with the counts of the other loop's rows of the same epoch."""
-        return settings_path(str(Path(self.like, *Path(self.output_data_path).parts[-3:])))
-
-    def other_rows(self) -> tuple[int, int]:
-        """How many rows of games and SFT rows the other loop has in the same epoch."""
-        counts = json.loads(self.other_counts.read_text(encoding="utf-8"))["rows"]
-        return counts["attacker"] + counts["defender"], counts["sft"]
-
-    def settings(self, *made_with) -> dict:
-        """Those of the rows, and which control they are for."""
-        like = files_setting(self.other_counts) if self.like else None
-        return super().settings(*made_with) | {"control": self.control, "like": like}
-
-
-def shuffled_rows(rows: Iterable[dict], rng: random.Random) -> Iterator[dict]:
-    """The rewards of a game, which sum to 1, dealt out at random among the winner's messages."""
-    game: list[dict] = []
-    for row in rows:
-        game.append(row)
-        if sum(each["reward"] for each in game) > 1 - 1e-9:
-            rewards = rng.sample([each["reward"] for each in game], len(game))
-            yield from (each | {"reward": reward} for each, reward in zip(game, rewards, strict=True))
-            game = []
-
 
 def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict]) -> Iterator[dict]:
-    """Filtered behaviour cloning, -reward * weight * l, as SFT rows, the others after them: no ratio, no clip, no KL.
+    """Game rows as SFT rows, the others after them.
 
     OfflinePO averages game rows and SFT rows apart and multiplies the latter by alpha. Here all are SFT rows in one
     average; the weights give each kind the share in the loss that it has there.
@@ -96,27 +75,48 @@ def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict]) -> Iterator[dic
         yield row | {"weight": total / len(sft_rows)}
 
 
-def control_rows(flags: Flags, made: Sequence[dict]) -> Iterable[dict]:
-    """The rows that the flags ask for, of those that self-play learning has."""
-    rng = random.Random(flags.seed)
-    rows, sft_rows = ([row for row in made if (row.get("type") == "sft") == sft] for sft in (False, True))
-    if flags.control == SFT:
-        return fact_rows(load_lexicon(), rng, sum(flags.other_rows()))
-    if flags.control == CLONING:
-        return cloning_rows(rows, sft_rows)
-    if flags.control == AS_MANY:
-        whole, rest = divmod(flags.other_rows()[0], len(rows))
-        return chain(rows * whole, rng.sample(rows, rest), sft_rows)
-    return chain(shuffled_rows(rows, rng), sft_rows) if flags.control == SHUFFLED else made
+def practice_rows() -> list[dict]:
+    """Questions about played words with their answers, as SFT rows; none holds a held-out word."""
+    from tools.tiny.questions import make_questions  # imports torch, which the other controls do not need
+
+    asked = (question for question in make_questions() if not question.held_out)
+    return [{"query": each.context, "target": each.choices[0], "type": "sft", "weight": 1.0} for each in asked]
+
+
+def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
+    """So many rows: each as often as the others, but for a rest that is drawn."""
+    times, rest = divmod(number, len(rows))
+    return [*rows] * times + rng.sample(rows, rest)
+
+
+def split_rows(path: Path) -> tuple[list[dict], list[dict]]:
+    """The game rows of a file, and its SFT rows."""
+    rows = read_json_or_jsonl(path)
+    return tuple([row for row in rows if (row.get("type") == "sft") == is_sft] for is_sft in (False, True))
+
+
+def control_rows(flags: Flags) -> list[dict]:
+    """The rows that the flags ask for."""
+    rng, output = random.Random(flags.seed), Path(flags.output_data_path)
+    other_rows, other_sft = split_rows(Path(flags.like, *output.parts[-3:])) if flags.like else ([], [])
+    if flags.control in OF_GAMES:
+        of_games = output.with_name(f"{output.stem}_of_games.json")
+        make_rows(flags, flags.input_data_path, str(of_games), sft=flags.sft_data_path)
+        rows, sft_rows = split_rows(of_games)
+        if flags.control == CLONING:
+            return list(cloning_rows(rows, sft_rows))
+        return (repeated(rows, len(other_rows), rng) if flags.control == AS_MANY else rows) + sft_rows
+    if flags.control == SILENT:
+        return [row | {"weight": 0.0} for row in other_rows] + other_sft
+    if flags.control == FORMS:
+        return repeated(practice_rows(), len(other_rows), rng) + other_sft
+    return repeated(other_sft, len(other_rows) + len(other_sft), rng)
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="Rows of a control run.")
+    flags = parse_flags(Flags, description="Rows for an arm of the study.")
     set_up_logging()
-    output = Path(flags.output_data_path)
-    of_games = output.with_name(f"{output.stem}_of_games.json")
-    make_rows(flags, flags.input_data_path, str(of_games), sft=flags.sft_data_path)
-    write_records(output, control_rows(flags, read_json_or_jsonl(of_games)))
+    write_records(flags.output_data_path, control_rows(flags))
 
 
 if __name__ == "__main__":

@@ -1,189 +1,194 @@
-"""Reasoning outside the game: questions of multiple choice about what the facts of the embedded world imply. No torch.
+"""Questions outside the game: which of four choices follows from the facts of the embedded world?
 
-They are asked by log-probability, in forms that no row of facts or games has. `python -m tools.tiny_world questions`
-writes them as tasks of lm-evaluation-harness; data/tiny/reasoning/ holds those of the shipped lexicon.
+No row of facts or games asks in these forms. All words of a question are on one side of the split into played and
+held-out words, so that "held-out words are seldom the answer", which a model learns from its games, helps nowhere. A
+model answers by log-probability: its answer is the choice with the highest sum over the tokens after the context.
 """
 
+import functools
+import hashlib
 import itertools
-import os
 import random
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.flags import flag
-from tools.tiny.players import CHAT, FACT_QUERY, HINT, LEXICON, NAME, NOT, ROOT, Lexicon, Skill, load_lexicon
-from utils import file_digest, plain_environment, write_records
+from tools.matches.stats import estimate, mean_difference
+from tools.matches.text import with_interval
+from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
+from tools.tiny.table import BASE, IMITATION
+from utils import UserError, model_fingerprint, read_json, write_json
 
-TASKS = LEXICON.with_name("reasoning")
-BEFORE_A_WORD, _ = NAME.split(" {}")
-CHOICES, MOST = 4, 3  # choices of a question; questions of a kind about each word, where the lexicon has so many
-TASK, METRIC = "tiny_{}", "acc,none"  # as the harness calls a kind, and the share of right answers
-BASE, IMITATION = "base", "imitation"
-REASONING, RESULTS = "reasoning", "results.json"  # folder of the answers of models; what is written last there
-# The context of a question, its choices, the right one first, and of each choice which of the things asked for are
-# true of it; all are true of the right one only.
-Asked = tuple[str, Sequence[str], Sequence[Sequence[bool]]]
-Ask = Callable[[Lexicon, str, random.Random], Iterator[Asked]]
+DRAWS = 2  # questions about the same clues of a word, with other wrong choices
+ROWS_AT_ONCE = 1024
+UNSCORED = -100
+Asked = tuple[str, list[str]]  # what stands between FACT_QUERY and the choice; the choices, the right one first
 
 
-def question(asked: Asked, word: str, held_out: bool, rng: random.Random) -> dict:
-    """A question about a word as it is stored, its choices shuffled."""
-    context, choices, fits = asked
-    order = rng.sample(range(len(choices)), len(choices))
-    return {
-        "word": word,
-        "context": context,
-        "choices": [f" {choices[place]}" for place in order],
-        "answer": order.index(0),
-        "fits": [list(fits[place]) for place in order],
-        "held_out": held_out,
-    }
+class Question(NamedTuple):
+    """A question about a word; the first choice is the right one."""
+
+    kind: str
+    word: str
+    held_out: bool
+    context: str
+    choices: tuple[str, ...]
 
 
-def inference(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
-    """Which word do these clues mean: one, two, and three clues; the others fit as many of them as can be had."""
-    for number in (1, 2, 3):
-        clues = rng.sample(lexicon.clues(word), number)
-        while len(fitting := [other for other in lexicon.words if set(clues) <= set(lexicon.clues(other))]) > 1:
-            clues = rng.sample(lexicon.clues(word), number)
-        others = rng.sample([other for other in lexicon.words if other not in fitting], len(lexicon.words) - 1)
-        others.sort(key=lambda other: -len(set(clues) & set(lexicon.clues(other))))
-        choices = [word, *others[: CHOICES - 1]]
-        thoughts = "".join(f" {CHAT.format(clue)}" for clue in clues)
-        fits = [[clue in lexicon.clues(choice) for clue in clues] for choice in choices]
-        yield f"{FACT_QUERY}{thoughts} {BEFORE_A_WORD}", choices, fits
+def meet(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) -> Iterator[Asked]:
+    """Which word has both clues? Each of the other choices has one of them."""
+    for pair in itertools.combinations(lexicon.shared[word], 2):
+        first, second = rng.sample(pair, 2)
+        with_first, with_second = (
+            [other for other in others if clue in lexicon.shared[other] and missing not in lexicon.shared[other]]
+            for clue, missing in ((first, second), (second, first))
+        )
+        if with_first and with_second and len(with_first) + len(with_second) > 2:
+            wrong = [rng.choice(with_first), rng.choice(with_second)]
+            wrong.append(rng.choice([other for other in with_first + with_second if other not in wrong]))
+            yield f"{first} {second}", [word, *wrong]
 
 
-def recall(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
-    """Which clue belongs to this word; the others belong to words that share a clue with it."""
-    others = sorted({clue for kin in lexicon.kin(word) for clue in lexicon.clues(kin)} - set(lexicon.clues(word)))
-    for clue in rng.sample(lexicon.clues(word), MOST):
-        choices = [clue, *rng.sample(others, CHOICES - 1)]
-        context = f"{FACT_QUERY} {NAME.format(word)} {CHAT.partition(' {}')[0]}"
-        yield context, choices, [[choice == clue] for choice in choices]
-
-
-def shared(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
-    """Which of these words shares this clue with the word; the others share another one with it."""
+def common(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) -> Iterator[Asked]:
+    """Which clue do two words share? Each of the other choices belongs to one of them."""
+    own = set(lexicon.shared[word])
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.sharing(clue) if other != word]
-        others = [other for other in lexicon.kin(word) if other not in (word, *fitting)]
-        if fitting and len(others) >= CHOICES - 1:
-            choices = [rng.choice(fitting), *rng.sample(others, CHOICES - 1)]
-            yield f"{FACT_QUERY} {clue} {word} {clue}", choices, [[choice in fitting] for choice in choices]
+        if partners := [other for other in others if own & set(lexicon.shared[other]) == {clue}]:
+            partner = rng.choice(partners)
+            wrong = [each for each in lexicon.shared[word] + lexicon.shared[partner] if each != clue]
+            yield f"{word} {partner}", [clue, *rng.sample(wrong, 3)]
 
 
-def odd(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
-    """Which of four words does not belong: the choices are what is left without it, three that share the clue."""
-    kin = lexicon.kin(word)
-    strange = [other for other in lexicon.words if other not in kin]
+def shared(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) -> Iterator[Asked]:
+    """Which word shares this clue with the word? The other choices share another clue with it."""
+    kin = [other for other in others if set(lexicon.shared[word]) & set(lexicon.shared[other])]
     for clue in lexicon.shared[word]:
-        fitting = [other for other in lexicon.sharing(clue) if other != word]
-        if len(fitting) >= CHOICES - 2:
-            belong = rng.sample([word, *rng.sample(fitting, CHOICES - 2)], CHOICES - 1)
-            four = rng.sample([*belong, alien := rng.choice(strange)], CHOICES)
-            left = sorted(four, key=lambda other: other != alien)
-            choices = [" ".join(other for other in four if other != out) for out in left]
-            yield f"{FACT_QUERY} {clue}", choices, [[out == alien] for out in left]
+        fitting = [other for other in kin if clue in lexicon.shared[other]]
+        wrong = [other for other in kin if other not in fitting]
+        if fitting and len(wrong) >= 3:
+            yield f"{word} {clue}", [rng.choice(fitting), *rng.sample(wrong, 3)]
 
 
-def elimination(lexicon: Lexicon, word: str, rng: random.Random) -> Iterator[Asked]:
-    """Which word fits the first clue but not the second; of the others one fits both, one the second, one neither."""
-    for clue in rng.sample(lexicon.shared[word], len(lexicon.shared[word])):
-        fitting = [other for other in lexicon.sharing(clue) if other != word]
-        seconds = [each for other in fitting for each in lexicon.shared[other] if each not in lexicon.shared[word]]
-        for second in rng.sample(seconds, len(seconds)):
-            both = [other for other in fitting if second in lexicon.shared[other]]
-            only = [other for other in lexicon.sharing(second) if other not in fitting]
-            neither = [other for other in lexicon.words if not {clue, second} & set(lexicon.shared[other])]
-            if both and only:
-                choices = [word, *map(rng.choice, (both, only, neither))]
-                fits = [[clue in lexicon.shared[each], second not in lexicon.shared[each]] for each in choices]
-                hint = NOT.format(HINT.format(clue).rstrip("."), second)
-                yield f"{FACT_QUERY} {hint}. {BEFORE_A_WORD}", choices, fits
-                break
+def odd(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) -> Iterator[Asked]:
+    """Which three of four words share this clue? The other choices hold the fourth word, which shares no clue."""
+    for clue in lexicon.shared[word]:
+        fitting = [other for other in others if clue in lexicon.shared[other]]
+        if len(fitting) >= 2:
+            belong = [word, *rng.sample(fitting, 2)]
+            clues = {each for one in belong for each in lexicon.shared[one]}
+            if aliens := [other for other in others if not clues & set(lexicon.shared[other])]:
+                four = rng.sample([*belong, alien := rng.choice(aliens)], 4)
+                left_out = sorted(four, key=lambda one: one != alien)
+                yield clue, [" ".join(one for one in four if one != out) for out in left_out]
 
 
-KINDS: dict[str, Ask] = {each.__name__: each for each in (inference, recall, shared, odd, elimination)}
+KINDS: dict[str, Callable[..., Iterator[Asked]]] = {"meet": meet, "common": common, "shared": shared, "odd": odd}
+COLUMNS: dict[str, Callable[[Question], bool]] = {  # of tables of answers: the questions that count
+    **{name: lambda question, name=name: question.kind == name for name in KINDS},
+    "meet + common": lambda question: question.kind in ("meet", "common"),
+    "meet + common, held-out words": lambda question: question.kind in ("meet", "common") and question.held_out,
+}
+PRIMARY, PRIMARY_HELD_OUT = list(COLUMNS)[-2:]
 
 
-def ceiling(asked: dict, forget: float = Skill.forget) -> float:
-    """The chance that a scripted player is right, who draws one of the choices that fit best.
-
-    With the chance `forget` each thing asked for does not count.
-    """
-    things, right = len(asked["fits"][0]), 0.0
-    for kept in itertools.product((False, True), repeat=things):
-        fitting = [sum(true for true, heard in zip(fits, kept, strict=True) if heard) for fits in asked["fits"]]
-        best = [place for place, number in enumerate(fitting) if number == max(fitting)]
-        chance = forget ** kept.count(False) * (1 - forget) ** kept.count(True)
-        right += chance * (asked["answer"] in best) / len(best)
-    return right
-
-
-@dataclass(kw_only=True)
-class Questions:
-    """Write the questions about a lexicon, a file for each kind."""
-
-    output_dir: str = flag("folder to write to")
-    lexicon: str = flag("file of what the world knows", default=str(LEXICON))
-    seed: int = flag("of their draws", default=0)
-
-    def run(self) -> None:
-        for name, asked in make_questions(load_lexicon(Path(self.lexicon)), self.seed).items():
-            path = Path(self.output_dir, f"{name}.jsonl")
-            write_records(path, asked)
-            print(f"{path}: {len(asked)} questions")
-
-
-def make_questions(lexicon: Lexicon, seed: int) -> dict[str, list[dict]]:
-    """All questions by kind, in the order of the words."""
-    held_out = set(lexicon.held_out())
-    made: dict[str, list[dict]] = {}
-    for name, ask in KINDS.items():
-        rng = random.Random(f"{seed} {name}")
-        for word in lexicon.words:
-            asked = itertools.islice(ask(lexicon, word, rng), MOST)
-            made.setdefault(name, []).extend(question(each, word, word in held_out, rng) for each in asked)
+@functools.cache
+def make_questions() -> list[Question]:
+    """All questions about the lexicon, in the order of its words; always the same."""
+    lexicon = load_lexicon()
+    held_out, made = set(lexicon.held_out()), []
+    for word, draw, kind in itertools.product(lexicon.words, range(DRAWS), KINDS):
+        others = [other for other in lexicon.words if (other in held_out) == (word in held_out) and other != word]
+        for text, choices in KINDS[kind](lexicon, word, others, random.Random(f"{kind} {draw} {word}")):
+            choices = tuple(f" {choice}" for choice in choices)
+            made.append(Question(kind, word, word in held_out, f"{FACT_QUERY} {text}", choices))
     return made
 
 
-# Asking them.
+@torch.inference_mode()
+def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Tensor:
+    """Log-probability of each choice after BOS and the context, summed over its tokens: (questions, 4)."""
+    asked = [(question.context, choice) for question in questions for choice in question.choices]
+    texts = zip(*asked, strict=True)
+    contexts, choices = (tokenizer(list(part), add_special_tokens=False)["input_ids"] for part in texts)
+    rows = [
+        (torch.tensor([tokenizer.bos_token_id, *context, *choice]), len(choice))
+        for context, choice in zip(contexts, choices, strict=True)
+    ]
+    sums = []
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        ids, lengths = zip(*rows[start : start + ROWS_AT_ONCE], strict=True)
+        scored = [torch.arange(len(row)) >= len(row) - length for row, length in zip(ids, lengths, strict=True)]
+        ids, scored = (pad_sequence(list(part), batch_first=True) for part in (ids, scored))  # (rows, T)
+        labels = ids[:, 1:].masked_fill(~scored[:, 1:], UNSCORED)
+        logits = model(input_ids=ids).logits[:, :-1]  # causal: no token sees the padding on its right
+        sums.append(-cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=UNSCORED).sum(1))
+    return torch.cat(sums).view(len(questions), -1)
 
 
-def tasks_digest(folder: Path = TASKS) -> str:
-    """What the harness is told to ask, as the answers note it."""
-    return file_digest(sorted(path for path in folder.rglob("*") if path.is_file()))
+def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
+    """Whether each model, by name, answers each question right (1 or 0), in the order of `make_questions`.
+
+    Answers are kept in `path`. A model is asked again if it or the questions have changed.
+    """
+    questions = make_questions()
+    asked = hashlib.sha256(str(questions).encode()).hexdigest()
+    known = read_json(path) if path.is_file() else {}
+    answers = known["models"] if known.get("questions") == asked else {}
+    for name, folder in models.items():
+        fingerprint = model_fingerprint(folder)
+        if answers.get(name, {}).get("model") != fingerprint:
+            model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+            right = choice_logprobs(model.eval(), tokenizer, questions).argmax(1) == 0
+            answers[name] = {"model": fingerprint, "right": right.int().tolist()}
+            write_json(path, {"questions": asked, "models": answers})
+    return {name: answers[name]["right"] for name in models}
 
 
-def reasoning(models: Mapping[str, str | Path]) -> list:
-    """The command that asks models, by name, all questions; further flags can follow."""
-    program = (sys.executable, "-m", "tools.evaluate_reasoning", "--dtype", "float32", "--batch_size", 128)
-    tasks = ("--include_path", TASKS, "--tasks", *map(TASK.format, KINDS))
-    return [*program, *tasks, "--models", *(f"{name}={path}" for name, path in models.items())]
+def by_word(values: Sequence[float], column: str) -> tuple[list[int], list[float]]:
+    """The number of a column's questions about each word, and the sum of their values (one for each question)."""
+    sizes, totals = Counter(), Counter()
+    for question, value in zip(make_questions(), values, strict=True):
+        if COLUMNS[column](question):
+            sizes[question.word] += 1
+            totals[question.word] += value
+    return list(sizes.values()), [totals[word] for word in sizes]
 
 
 @dataclass(kw_only=True)
 class Reason:
-    """Ask all models of a loop the questions outside the game, and write its report anew with the answers."""
+    """Ask the models of a loop the questions outside the game, and print the shares of right answers."""
 
     output_dir: str = flag("OUTPUT of tools/run_spag.sh")
 
     def run(self) -> None:
-        """Ask them; OSError if a program fails."""
+        """Ask those models that are there; answers are kept in OUTPUT_DIR/questions.json."""
         folder = Path(self.output_dir)
         epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
         models = {BASE: folder / "base", IMITATION: folder / "imitation" / "model"}
         models |= {path.parent.name: path for path in epochs}
         models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
-        at_once = min(len(models), os.cpu_count() or 1)
-        asked = [*reasoning(models), "--output_dir", folder / REASONING, "--num_processes", at_once]
-        asked += ["--overwrite", True]  # answers of models or to questions that have changed
-        environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
-        for command in (asked, [sys.executable, ROOT / "tools" / "report.py", folder]):
-            done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
-            if done.returncode:
-                raise OSError(f"{command[1]} ended with status {done.returncode}")
+        models = {name: path for name, path in models.items() if (path / "config.json").is_file()}
+        if IMITATION not in models:
+            raise UserError(f"{folder}: no imitation/model; run tools/run_spag.sh with this --output first")
+        answers = ask(models, folder / "questions.json")
+        print("\nQuestions outside the game: share of right answers among four choices (chance 0.25), with 95%")
+        print("intervals over words for these single models:\n")
+        lines = [["model", *KINDS, PRIMARY, PRIMARY_HELD_OUT, f"{PRIMARY} minus imitation"]]
+        for name, right in answers.items():
+            shares = [estimate(*by_word(right, column)) for column in COLUMNS]
+            minus = [one - other for one, other in zip(right, answers[IMITATION], strict=True)]
+            cells = [f"{share:.3f}" for share, _ in shares[: len(KINDS)]]
+            cells += [with_interval(*share) for share in shares[len(KINDS) :]]
+            cells.append(with_interval(*mean_difference(*by_word(minus, PRIMARY)), "+.3f"))
+            lines.append([name, *cells])
+        for line in lines:
+            widths = (11, *[8] * len(KINDS), 22, 31, 0)
+            print("".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

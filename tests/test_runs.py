@@ -1,0 +1,386 @@
+"""What all programs share: settings and locks of a run, whole writes, ranks that agree, starts and errors."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
+
+import utils
+
+# Settings.
+
+
+def make_run(folder, results=None):
+    return utils.RunSettings(folder / "settings.json", results=lambda: results, remedy="use another folder")
+
+
+def test_settings_are_compared_by_content_and_differences_are_named(tmp_path):
+    (tmp_path / "a").write_text("words")
+    settings = {"seed": 1, "sides": ("left", "right"), "words": utils.files_setting(tmp_path / "a")}
+    run = make_run(tmp_path, results=tmp_path / "a")
+    run.write(settings, launch="x")
+    run.check(settings | {"words": settings["words"] | {"path": "elsewhere"}})
+    (tmp_path / "a").write_text("other words")
+    with pytest.raises(utils.UserError) as refused:
+        run.check({"seed": 2, "sides": ["left", "right"], "words": utils.files_setting(tmp_path / "a"), "new": None})
+    message = str(refused.value)
+    assert str(run.path) in message and "use another folder" in message
+    assert "seed: 1 then, 2 now" in message and f"words: {tmp_path / 'a'}" in message
+    assert "sides" not in message and "new" not in message
+
+
+def test_settings_count_only_where_there_are_results_and_results_need_them(tmp_path):
+    run = make_run(tmp_path)
+    run.write({"seed": 1})
+    run.check({"seed": 2})
+    run.path.unlink()
+    with pytest.raises(utils.UserError, match="rows.json.*settings.json"):
+        make_run(tmp_path, results=tmp_path / "rows.json").check({"seed": 1})
+
+
+@pytest.mark.parametrize("found", ["text", None, {"words": {"sha256": 7}}, {"words": {"sha256": None, "path": []}}])
+def test_damaged_settings_are_refused(found, tmp_path):
+    run = make_run(tmp_path, results=tmp_path / "rows.json")
+    run.write(found)
+    with pytest.raises(utils.UserError, match="settings.json"):
+        run.check({"words": {"path": "a", "sha256": "abc"}})
+
+
+# Locks.
+
+
+HOLDER = """
+import sys, time, utils
+utils.run_program(lambda: utils.lock(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(path) -> subprocess.Popen:
+    """Another process that takes the lock or ends with an error; `stdout` tells which."""
+    return start([sys.executable, "-c", HOLDER, path])
+
+
+def test_a_lock_keeps_others_out_and_dies_with_its_owner(tmp_path):
+    path = tmp_path / "out" / ".run.lock"
+    owner = hold(path)
+    assert owner.stdout.readline() == "locked\n" and utils.is_locked(path)
+    with pytest.raises(utils.UserError, match="another process is writing to this run"):
+        utils.lock(path)
+    owner.kill()
+    owner.communicate()
+    assert path.exists() and not utils.is_locked(path)
+    utils.lock(path)
+    utils.lock(path)  # it is ours already
+    assert not utils.is_locked(path)
+    assert "another process is writing to this run" in hold(path).communicate()[0]
+    utils.unlock(path)
+    other = hold(path)
+    assert other.stdout.readline() == "locked\n"
+    other.kill()
+    other.communicate()
+
+
+def test_a_lock_ends_with_its_owner_although_a_child_lives_on(tmp_path):
+    path, child = tmp_path / ".run.lock", "import subprocess; subprocess.Popen(['sleep', '30'])"
+    owner = start([sys.executable, "-c", f"{child}; {HOLDER}", path], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout.readline() == "locked\n" and utils.is_locked(path)
+        owner.kill()
+        owner.wait()
+        assert not utils.is_locked(path)
+    finally:
+        os.killpg(owner.pid, 9)
+        owner.communicate()
+
+
+def test_a_link_is_not_followed_to_lock_another_file(tmp_path):
+    (tmp_path / ".run.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        utils.lock(tmp_path / ".run.lock")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_that_another_start_checks_at_this_moment_is_taken(tmp_path, monkeypatch):
+    attempts = iter([BlockingIOError(11, "Resource temporarily unavailable"), None])
+    ours = utils.fcntl.lockf
+
+    def lock_later(*args):
+        if error := next(attempts):
+            raise error
+        ours(*args)
+
+    monkeypatch.setattr(utils.fcntl, "lockf", lock_later)
+    utils.lock(tmp_path / ".run.lock")
+    monkeypatch.undo()
+    assert "another process" in hold(tmp_path / ".run.lock").communicate()[0]
+
+
+def test_a_file_system_without_locks_gives_one_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(utils.fcntl, "lockf", refuse)
+    for name in ("a", "b"):
+        utils.lock(tmp_path / f".{name}.lock")
+    assert not utils.is_locked(tmp_path / ".b.lock")
+    (record,) = caplog.records
+    assert str(tmp_path) in record.message and "no locks" in record.message
+
+
+# Whole writes.
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "link", "folder"])
+def test_an_output_replaces_regular_files_only(tmp_path, kind):
+    output = tmp_path / "output"
+    (tmp_path / "kept").write_text("kept")
+    if kind == "fifo":
+        os.mkfifo(output)
+    elif kind == "link":
+        output.symlink_to(tmp_path / "kept")
+    elif kind == "folder":
+        output.mkdir()
+    path = "/dev/null" if kind == "device" else output
+    before = os.lstat(path)
+    with pytest.raises(utils.UserError, match=f"{path}: not a regular file"), utils.replacing(path) as file:
+        file.write("lost")
+    assert os.lstat(path) == before and (tmp_path / "kept").read_text() == "kept"
+
+
+WRITER = """
+import sys, time, utils
+with utils.replacing(sys.argv[1]) as file:
+    file.write("half of it")
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_writer_leaves_the_old_file_and_its_temporary_one_goes_after_an_hour(tmp_path):
+    path = tmp_path / "results [1].json"
+    utils.write_json(path, ["old"])
+    writer = start([sys.executable, "-c", WRITER, path])
+    assert writer.stdout.readline() == "writing\n"
+    writer.kill()
+    writer.communicate()
+    assert utils.read_json(path) == ["old"]
+    (left,) = tmp_path.glob(".results*.tmp")
+    with utils.replacing(path) as file:
+        file.write("of another writer")
+        utils.write_json(path, {})
+        assert len(list(tmp_path.glob(".results*.tmp"))) == 2
+        os.utime(left, (0, 0))
+        utils.write_json(path, {})
+        assert not left.exists()
+    assert path.read_text() == "of another writer" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/0")]
+)
+def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, error):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/x.json'"):
+        with utils.replacing(tmp_path / "x.json"):
+            raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+# Word lists.
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"one\r\ntwo", ["one", "two"]),
+        (b"\xef\xbb\xbfone\n\n  \n two \none\n", ["one", "two", "one"]),
+        ("café\n".encode(), ["café"]),
+    ],
+)
+def test_word_lists_may_have_any_line_ends_blank_lines_and_repeated_words(content, words, tmp_path):
+    (tmp_path / "words.txt").write_bytes(content)
+    assert utils.read_words(tmp_path / "words.txt") == words
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (b"", "no words"),
+        (b"\n \r\n", "no words"),
+        (b"one\ncaf\xe9\n", ":2: "),
+        *((f"snow\nice{odd}cream\n".encode(), ":2: ") for odd in ("\x0c", "\u2028", "\0", "\x1b[2J", "\t")),
+    ],
+)
+def test_an_unusable_word_list_is_refused_with_its_line(content, named, tmp_path):
+    (tmp_path / "words.txt").write_bytes(content)
+    with pytest.raises(utils.UserError, match=f"words.txt.*{named}"):
+        utils.read_words(tmp_path / "words.txt")
+
+
+# Ranks.
+
+
+RANK = """
+import datetime, json, time, torch, utils
+answers = []
+if utils.rank() == 1:
+    utils.launch_store().set_timeout(datetime.timedelta(seconds=0.5))  # less than rank 0 takes
+for make in (lambda: utils.rank(), lambda: open("nowhere"), lambda: time.sleep(1.5) or ["again"]):
+    try:
+        answers.append(utils.from_rank_0(make))
+    except utils.UserError as error:
+        answers.append(str(error))
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+print(json.dumps(answers))
+torch.distributed.destroy_process_group()
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [
+        start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
+        for rank in ("1", "0")
+    ]
+    answers = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    assert answers == [[0, "[Errno 2] No such file or directory: 'nowhere'", ["again"]]] * 2
+
+
+# A machine's torchrun, which waits for the other machines for 2 s instead of 300; and a rank of a launch.
+MACHINE = """
+import functools, torch.distributed.launcher.api as api
+api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=2)
+from torch.distributed.run import main
+main()
+"""
+LATE = """
+import os, sys, time, utils
+locks = [f"{sys.argv[1]}/.rank{rank}.lock" for rank in range(2)]
+utils.lock(locks[utils.rank()])
+utils.from_rank_0(lambda: None)
+if utils.rank() == 1:
+    time.sleep(6)
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), 9)
+utils.meet_at_end(locks)
+print(f"rank {utils.rank()} has ended")
+"""
+
+
+@pytest.mark.parametrize("rank_1", ["lives", "dies"])
+def test_the_machine_that_ends_first_waits_for_the_other_unless_that_is_dead(rank_1, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, "-c", MACHINE, "--nnodes=2", "--nproc_per_node=1", "--monitor_interval=0.1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=x"]
+    rank = [tmp_path / "late.py", tmp_path, rank_1]
+    machines = [start([*command, f"--rdzv_conf=is_host={number == 0}", *rank]) for number in (0, 1)]
+    printed = [machine.communicate(timeout=100)[0] for machine in machines]
+    ended = [f"rank {number} has ended" in "".join(printed) for number in (0, 1)]
+    assert ended == [True, rank_1 == "lives"]
+    assert [machine.returncode == 0 for machine in machines] == ended or rank_1 == "dies"
+
+
+def test_inputs_are_awaited_until_they_have_the_sizes_that_rank_0_sees(tmp_path, monkeypatch):
+    late = tmp_path / "late"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(utils, "from_rank_0", lambda make: {str(late): 4})
+    late.write_text("ro")  # half of it is here
+    threading.Timer(0.7, late.write_text, ["rows"]).start()
+    started = time.monotonic()
+    utils.await_inputs([str(late)])
+    assert time.monotonic() - started > 0.6
+    monkeypatch.setattr(utils, "SHARING_TIMEOUT", 0)
+    late.unlink()
+    with pytest.raises(utils.UserError, match="/late"):
+        utils.await_inputs([str(late)])
+
+
+# Starts and errors.
+
+
+PROGRAMS = sorted(
+    path.relative_to(ROOT).with_suffix("")
+    for path in (ROOT / "train.py", *ROOT.glob("tools/*.py"))
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+PLAIN = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+
+
+def run(*words, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=PLAIN | environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_without_its_packages_prints_its_help_or_says_in_one_line_what_to_do(program, tmp_path):
+    by_path = run("-S", ROOT / f"{program}.py", "--help", cwd=tmp_path)  # -S: without installed packages
+    as_module = run("-S", "-m", str(program).replace("/", "."), "--help")
+    for done in (by_path, as_module):
+        if done.returncode == 0:
+            assert "--" in done.stdout
+            continue
+        (line,) = done.stderr.splitlines() or [""]
+        assert done.returncode == 2 and line.startswith(f"{program.name}.py: error: No module named '"), done.stderr
+        assert "source .venv/bin/activate" in line
+
+
+def test_a_program_runs_by_its_path_from_any_folder(tmp_path):
+    program, words = ROOT / "tools/assign_rewards.py", ("--input_data_path", "none.json", "--output_data_path", "x")
+    for environment in ({}, {"PYTHONPATH": "."}, {"PYTHONPATH": str(ROOT)}):
+        done = run(program, *words, cwd=tmp_path, **environment)
+        assert (done.returncode, done.stderr) == (2, "assign_rewards.py: error: none.json: no such file\n")
+
+
+def test_an_error_of_all_ranks_is_printed_once_before_the_launchers_report(tmp_path):
+    words = ("--input_data_path", tmp_path / "none.json", "--output_data_path", tmp_path / "x")
+    done = run(*TORCHRUN[1:], "--nproc_per_node=3", ROOT / "tools/assign_rewards.py", *words, cwd=tmp_path)
+    ours = [number for number, line in enumerate(done.stderr.splitlines()) if "no such file" in line]
+    reports = [number for number, line in enumerate(done.stderr.splitlines()) if "ChildFailedError" in line]
+    assert done.returncode == 1 and len(ours) == 1 and reports and ours[0] < reports[0]
+
+
+def test_an_error_of_one_rank_alone_is_printed():
+    code = "import utils; utils.RANK_0_FIRST = 0.1; utils.run_program(lambda: open('none'))"
+    done = run("-c", code, RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2 and "No such file or directory: 'none'" in done.stderr
+
+
+def test_user_errors_are_one_line_and_all_others_keep_their_traceback():
+    for error, traceback in (("utils.UserError('a\\x1b[2J')", False), ("ValueError('a')", True)):
+        done = run("-c", f"import utils\ndef main(): raise {error}\nutils.run_program(main)")
+        assert ("Traceback" in done.stderr) == traceback and "\x1b" not in done.stderr
+        assert done.returncode == (1 if traceback else 2)
+
+
+def test_a_librarys_malformed_log_call_does_not_end_the_program():
+    code = "import logging, utils; utils.set_up_logging(); logging.getLogger('x').warning('two', 2); print('alive')"
+    done = run("-c", code)
+    assert done.stdout == "alive\n" and "--- Logging error ---" in done.stderr
+
+
+def test_git_ignores_the_data_of_users_and_not_ours(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    theirs = ["data/all_target_words.txt", "data/train_imitation_gpt4.json", "data/played.txt", "outputs/x"]
+    ours = [f"data/{name}" for name in ("README.md", "target_words.txt", "tiny/lexicon.txt")]
+    assert all((ROOT / name).is_file() for name in ours)
+    done = subprocess.run(["git", "check-ignore", *theirs, *ours], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == theirs

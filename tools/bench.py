@@ -1,0 +1,344 @@
+"""Speed of self-play and of training beside other ways to do the same, on a random Llama.
+
+    python -m tools.bench play --turns 3
+    python -m tools.bench train --accumulation 8
+    VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --rounds 3 --preset 7b --bf16 True
+
+Each mode runs in a process of its own and is compared with one mode: play with the first of --modes, training with
+`plain`. tools/README.md explains the tables.
+"""
+
+import asyncio
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import string
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+import train
+import trainers
+import utils
+from arguments import SPAGArguments
+from dataloaders import SPAGCollator
+from tools.engine.generate import now
+from tools.engine.model import own_device
+from tools.engine.vllm import VLLM
+from tools.flags import flag, parse_command
+from tools.games import load_game
+from tools.games.prompts import default_templates
+from tools.selfplay.lineup import Lineup
+from tools.selfplay.options import GENERATE, PlayFlags
+from tools.selfplay.play import play_games, seed_draws
+from tools.tiny.models import byte_tokenizer, random_llama, train_tokenizer
+
+RELEASE, BATCHED, DEFAULT, REBALANCED, PLAIN = "release", "batched", "default", "rebalanced", "plain"
+FORCED, DRAWN = "forced", "drawn"
+# Hidden size, layers, heads, heads of keys and values, intermediate size, vocabulary.
+SHAPES = {
+    "tiny": (32, 2, 2, 2, 64, 400),
+    "30m": (512, 8, 8, 8, 1376, 8000),
+    "100m": (768, 12, 12, 12, 2048, 8000),
+    "1b": (2048, 22, 32, 4, 5632, 32000),
+    "7b": (4096, 32, 32, 32, 11008, 32000),
+}
+# Lengths of training rows in tokens, as the method has them: a query is rules and instruction and up to 8 messages, a
+# target is geometric; one row of three is a short SFT row.
+RULES_TOKENS, MESSAGE_TOKENS, MOST_MESSAGES, MEAN_TARGET, MOST_TARGET = 370, 66, 8, 60, 256
+SFT_TOKENS, SFT_SHARE = (15, 100), 1 / 3
+LONGEST_ROW = 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_MESSAGES + MOST_TARGET
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Settings of both benchmarks."""
+
+    preset: str = flag("shape of the Llama", default="30m", choices=list(SHAPES))
+    seed: int = flag("of everything random", default=42)
+    bf16: bool = flag("True: compute in bfloat16", default=False)
+
+    columns: ClassVar[dict[str, str]]  # of the table, and their formats
+
+    def llama(self, positions: int, dtype: torch.dtype = torch.float32):
+        """The random Llama, for so many positions."""
+        names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+        *shape, vocabulary = SHAPES[self.preset]
+        config = dict(zip(names, shape, strict=True)) | {"max_position_embeddings": positions}
+        return random_llama(vocabulary, self.seed, dtype=dtype, **config)
+
+    def run(self) -> None:
+        """Print the table."""
+        rows = [list(self.columns)]
+        for line in self.lines():
+            rows.append([form.format(line[name]) for name, form in self.columns.items()])
+        rows.insert(1, ["---"] * len(self.columns))
+        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+        packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+        print(f"{device}; {packages}")
+
+    def lines(self) -> list[dict]:
+        """Measure all modes."""
+        raise NotImplementedError
+
+
+def in_new_process(measure: Callable[..., dict], *args) -> dict:
+    """What `measure(*args)` returns, called in a new process, which has a peak of memory of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *args).result()
+
+
+@dataclass(kw_only=True)
+class Play(Bench):
+    """Self-play: tools/play_llm_game.py's default beside other ways to generate.
+
+    release: one game at a time, the whole prompt computed for each message, as the method was first published;
+    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, whose start is not counted.
+    Replies are `forced` to --forced_tokens, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens, by
+    seed, game and message, so that all modes play the same lengths.
+    """
+
+    modes: list[str] = flag(
+        "what is measured", default=[RELEASE, BATCHED, DEFAULT], choices=[RELEASE, BATCHED, DEFAULT, VLLM]
+    )
+    lengths: list[str] = flag("how long replies are", default=[FORCED, DRAWN], choices=[FORCED, DRAWN])
+    games: int = flag("games of default and vllm", default=200)
+    slow_games: int = flag("games of batched", default=32)
+    release_games: int = flag("games of release", default=6)
+    turns: int = flag("turns of a game", default=3)
+    forced_tokens: int = flag("tokens of a forced reply", default=32)
+    mean_tokens: int = flag("mean tokens of a drawn reply", default=60)
+    most_tokens: int = flag("tokens of a drawn reply at most", default=256)
+    rounds: int = flag("measure all modes so often, in turn", default=1)
+
+    columns = {"lengths": "{}", "mode": "{}", "games": "{}", "at once": "{}", "games/min": "{:.1f}"}
+    columns |= {"new tokens/s": "{:.1f}", "peak GiB": "{:.2f}", "ratio": "{}"}
+
+    def num_games(self, mode: str) -> int:
+        """How many games a mode plays."""
+        return {RELEASE: self.release_games, BATCHED: self.slow_games}.get(mode, self.games)
+
+    def reply_tokens(self, lengths: str, game: int, message: int) -> int:
+        """Tokens of a message: the same in every mode."""
+        if lengths == FORCED:
+            return self.forced_tokens
+        uniform = random.Random(f"{self.seed}/{game}/{message}").random()
+        return min(self.most_tokens, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / self.mean_tokens)))
+
+    def write_model(self, folder: Path) -> None:
+        """Write a model whose replies are plain words that never end by themselves: top-k 50 draws nothing else."""
+        texts = [*default_templates(load_game())["rules"] * 20, *utils.read_words("data/target_words.txt")]
+        tokenizer = train_tokenizer(texts, SHAPES[self.preset][-1])
+        model = self.llama(4096, torch.bfloat16 if self.bf16 else torch.float32)
+        shown = [tokenizer.decode(token, skip_special_tokens=True) for token in range(len(model.lm_head.weight))]
+        others = [token for token, text in enumerate(shown) if not (text.isascii() and text.strip().isalpha())]
+        model.lm_head.weight.data[others] = 0  # less likely than the likeliest 50, half of which are above 0
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+
+    def lines(self) -> list[dict]:
+        lines = []
+        with tempfile.TemporaryDirectory() as folder:
+            self.write_model(Path(folder))
+            for lengths in self.lengths:
+                rounds = [
+                    [in_new_process(measure_play, self, folder, mode, lengths) for mode in self.modes]
+                    for _ in range(self.rounds)
+                ]
+                first = [runs[0]["new tokens/s"] for runs in rounds]
+                lines += [middle_run(runs, first) for runs in zip(*rounds, strict=True)]
+        return lines
+
+
+def middle_run(runs: Sequence[dict], first: Sequence[float]) -> dict:
+    """A mode's run of median speed; the ratio of its runs to the first mode's in the same round (least to largest)."""
+    ratios = sorted(run["new tokens/s"] / speed for run, speed in zip(runs, first, strict=True))
+    spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(runs) > 1 else ""
+    middle = sorted(runs, key=lambda run: run["new tokens/s"])[len(runs) // 2]
+    return middle | {"ratio": f"{statistics.median(ratios):.2f}{spread}"}
+
+
+def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
+    """Play a mode's games as tools/play_llm_game.py does; what it took."""
+    how = {RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1}}
+    how |= {BATCHED: {"engine": GENERATE}, VLLM: {"engine": VLLM}}
+    flags = PlayFlags(max_turns=settings.turns, bf16=settings.bf16, **how.get(mode, {}))
+    # Words that no reply holds by chance.
+    words = ["zq" + f"{game:05}".translate(str.maketrans("0123456789", "abcdefghij")) for game in range(10**5)]
+    games, episodes = list(enumerate(words))[: settings.num_games(mode)], []
+    game = flags.load_game()
+    lineup = Lineup(flags, game)
+    try:
+        players, at_once = lineup.build_players([model] * 2, seed=settings.seed)
+        for player in players.values():
+            player.limit = lambda turn: settings.reply_tokens(lengths, turn.index, len(turn.history))
+        seed_draws(settings.seed, games_left=len(games))
+        started = time.monotonic()
+        asyncio.run(
+            play_games(
+                game,
+                games,
+                players,
+                max_turns=settings.turns,
+                concurrent_games=at_once,
+                on_episode=episodes.append,
+            )
+        )
+        seconds = time.monotonic() - started
+    finally:
+        lineup.end()
+    tokens = [reply["tokens"] for episode in episodes for reply in episode["replies"]]
+    line = {"lengths": lengths, "mode": mode, "games": len(games), "at once": min(at_once, len(games))}
+    line |= {"games/min": 60 * len(games) / seconds, "new tokens/s": sum(tokens) / seconds, "reply_tokens": tokens}
+    return line | {"peak GiB": trainers.peak_memory_gib(own_device())}
+
+
+@dataclass(kw_only=True)
+class Train(Bench):
+    """Self-play training: train.py's OfflinePO beside the usual recipe, on the same random rows.
+
+    default: reference log-probabilities before the first step, logits only at labels; rebalanced: the same with
+    --train_sampling_strategy batch_rebalance, where a step has several micro-batches; plain: a second, frozen model at
+    every step, logits at all positions, an attention mask. All run under --loss_normalization step.
+    """
+
+    row_tokens: int | None = flag("game rows of so many tokens each, instead of the method's lengths", default=None)
+    batch_size: int = flag("rows of a micro-batch", default=2)
+    accumulation: int = flag("micro-batches of a step", default=1)
+    steps: int = flag("measured steps", default=10)
+    warmup_steps: int = flag("steps before them, at least 1", default=2)
+    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
+    deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
+
+    columns = {"mode": "{}", "tokens/s": "{:.1f}", "with reference": "{:.1f}", "padding": "{:.1%}"}
+    columns |= {"peak GiB": "{:.2f}", "last loss": "{:.5f}", "ratio": "{}"}
+
+    def row(self, rng: random.Random) -> dict:
+        """A row of random letters, each of them a token."""
+        kind, target = "game", min(MOST_TARGET, 1 + int(rng.expovariate(1 / MEAN_TARGET)))
+        if self.row_tokens:
+            query, target = self.row_tokens - MEAN_TARGET - 2, MEAN_TARGET
+        elif rng.random() < SFT_SHARE:
+            kind, query = "sft", rng.randint(*SFT_TOKENS)
+        else:
+            query = RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_MESSAGES)
+        query, target = ("".join(rng.choices(string.ascii_letters, k=length)) for length in (query, target))
+        return {"query": query, "target": target, "reward": rng.random(), "type": kind}
+
+    def lines(self) -> list[dict]:
+        modes = [DEFAULT, REBALANCED, PLAIN] if self.accumulation > 1 else [DEFAULT, PLAIN]
+        rng = random.Random(self.seed)
+        rows = self.batch_size * self.accumulation * (self.warmup_steps + self.steps)
+        with tempfile.TemporaryDirectory() as folder:
+            byte_tokenizer().save_pretrained(folder)
+            self.llama(self.row_tokens or LONGEST_ROW).save_pretrained(folder)
+            utils.write_records(Path(folder, "rows.jsonl"), (self.row(rng) for _ in range(rows)))
+            lines = [in_new_process(measure_train, self, folder, mode) for mode in modes]
+        for line in lines:
+            ratios = (line[name] / lines[-1][name] for name in ("tokens/s", "with reference", "peak GiB"))
+            line["ratio"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        return lines
+
+
+class TimedTrainer(trainers.OfflinePOTrainer):
+    """Notes when steps end, how long the reference takes, and how full micro-batches are."""
+
+    reference_seconds = 0.0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.tokens: list[torch.Tensor] = []  # of each micro-batch: real tokens, and all positions
+        self.step_ends: list[float] = []
+
+    def log(self, logs, *args):
+        self.step_ends.append(now(self.args.device))
+        super().log(logs, *args)
+
+    def training_step(self, model, inputs, *args):
+        real = inputs["attention_mask"].sum()
+        self.tokens.append(torch.stack([real, torch.full_like(real, inputs["input_ids"].numel())]))
+        return super().training_step(model, inputs, *args)
+
+    def _reference_pass(self, *args):
+        super()._reference_pass(*args)  # warms up
+        start = now(self.args.device)
+        result = super()._reference_pass(*args)
+        self.reference_seconds = now(self.args.device) - start
+        return result
+
+
+class PlainTrainer(TimedTrainer):
+    """The usual recipe: a frozen second model beside the policy, logits at all positions, an attention mask."""
+
+    def prepare_reference(self):
+        self.reference = self._load_reference_model()
+
+    def logprob(self, model, module, batch):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return trainers.sequence_logprob(logits, batch["labels"])
+
+    def reference_logprob(self, batch):
+        return self._frozen_logprob(self.reference, self.reference, batch)
+
+
+def measure_train(settings: Train, inputs: str, mode: str) -> dict:
+    """Train on the rows as train.py does; what it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = SPAGArguments(
+            train_method="OfflinePO",
+            train_sampling_strategy="batch_rebalance" if mode == REBALANCED else "random",
+            loss_normalization="step",
+            output_dir=folder,
+            model_name_or_path=inputs,
+            ref_model_name_or_path=inputs,
+            train_data_path=[f"{inputs}/rows.jsonl"],
+            max_length=settings.row_tokens or LONGEST_ROW,
+            per_device_train_batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.accumulation,
+            per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
+            num_train_epochs=1,
+            learning_rate=2e-6,  # the paper's
+            seed=settings.seed,
+            bf16=settings.bf16,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            deepspeed=settings.deepspeed,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        tokenizer = train.load_tokenizer(args)
+        trainer = (PlainTrainer if mode == PLAIN else TimedTrainer)(
+            model=train.load_model(inputs, args),
+            args=args,
+            load_reference=lambda: train.load_model(inputs, args),
+            train_dataset=train.load_dataset(args.train_data_path, tokenizer, args),
+            data_collator=SPAGCollator(tokenizer),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    tokens, places = torch.stack(trainer.tokens[-settings.steps * settings.accumulation :]).sum(0).tolist()
+    ends = trainer.step_ends[settings.warmup_steps :]  # the first entry is the start of the first step
+    seconds = ends[settings.steps] - ends[0]
+    reference = trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    line = {"mode": mode, "tokens/s": tokens / seconds, "with reference": tokens / (seconds + reference)}
+    line |= {"padding": 1 - tokens / places, "losses": losses, "last loss": losses[-1]}
+    return line | {"peak GiB": trainers.peak_memory_gib(args.device)}
+
+
+def main() -> None:
+    parse_command({"play": Play, "train": Train}, description=__doc__).run()
+
+
+if __name__ == "__main__":
+    utils.run_program(main)

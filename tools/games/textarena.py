@@ -1,0 +1,190 @@
+"""TextArena's two-player games (PyPI `textarena`): --game textarena --game_options env=TicTacToe-v0.
+
+A task is a seed. The environment has no way back, so every decision replays it: reset with the seed, then one step for
+each message.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import io
+import math
+import random
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from tools.games.game import ROOT, Game, History, Outcome
+
+VERSION = "0.7.4"  # of the package; another version may have other rules
+ZERO, ONE = "player_zero", "player_one"
+DRAW, UNFINISHED = "draw", "unfinished"
+MAX_TURNS = 50  # of environments without a limit of their own
+LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]  # of TicTacToe
+MOVE = re.compile(r"\[\s*(\d+)\s*\]")  # in TicTacToe
+
+
+class TextArena(Game):
+    """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player."""
+
+    name, title, max_turns = "textarena", "TextArena", MAX_TURNS
+    prompt_file = ROOT / "configs" / "prompts" / "textarena.json"
+    roles = (ZERO, ONE)
+    outcomes = (
+        Outcome(f"{ZERO} wins", winner=ZERO),
+        Outcome(f"{ONE} wins", winner=ONE),
+        Outcome(f"{ZERO} errs", winner=ONE, breach=True),
+        Outcome(f"{ONE} errs", winner=ZERO, breach=True),
+        Outcome(DRAW),
+        Outcome(UNFINISHED),
+    )
+    example_task = "0"
+
+    def __init__(self, env: str = ""):
+        self.env, self.name, self.title = env, f"{self.name}:{env}", env
+        if why := self._refusal():
+            raise ValueError(f"env={env}: {why}")
+        limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments end one message later
+        self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS
+
+    def check_task(self, task: str) -> None:
+        if not re.fullmatch("[0-9]{1,9}", task):
+            raise ValueError(f"{task!r} is not a seed; expected a whole number of at most nine digits")
+
+    def tasks(self, number: int, rng: random.Random) -> list[str]:
+        return [str(seed) for seed in range(number)]
+
+    def next_role(self, task: str, history: History) -> str:
+        return self.roles[self._replay(task, history).current_player_id]
+
+    def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
+        """The environment's rules for this player, and all that it has told this player; of boards only the last."""
+        told = self._replay(task, history).observations[self.roles.index(role)]
+        boards = [text for _, text, kind in told if kind.name == "GAME_BOARD"]
+        news = [text for _, text, kind in told if kind.name not in ("PROMPT", "PLAYER_ACTION", "GAME_BOARD")]
+        rules = [text for _, text, kind in told if kind.name == "PROMPT"]
+        return {"game_rules": "\n".join(rules).strip(), "observations": "\n".join(news + boards[-1:]).strip()}
+
+    def decide(self, task: str, history: History) -> str | None:
+        state = self._replay(task, history)
+        if not state.done:
+            return None
+        zero, one = state.rewards[0], state.rewards[1]
+        if zero == one:
+            return DRAW
+        winner, loser = (ZERO, ONE) if zero > one else (ONE, ZERO)
+        invalid = state.game_info[self.roles.index(loser)].get("invalid_move")
+        return f"{loser} errs" if invalid else f"{winner} wins"
+
+    def explain(self, task: str, history: History, outcome: str) -> str:
+        return str(self._replay(task, history).game_info[0].get("reason") or super().explain(task, history, outcome))
+
+    def scripted(self, name: str) -> Callable[[Any], str]:
+        if self.env != "TicTacToe-v0" or name not in ("random", "minimax"):
+            return super().scripted(name)
+        return _random_move if name == "random" else _best_move
+
+    def _replay(self, task: str, history: History):
+        """TextArena's state after these messages. The global random state is left as it was."""
+        import textarena
+
+        before = random.getstate()
+        try:
+            env = textarena.make(f"{self.env}-raw")  # -raw: observations are not joined to one text
+            env.reset(num_players=2, seed=int(task))
+            env.state.error_allowance = 0  # the first invalid move ends the game
+            for message in history:
+                if env.state.done:
+                    break
+                env.step(message["content"])
+            return env.state
+        finally:
+            random.setstate(before)
+
+    def _refusal(self) -> str:
+        """Why this environment cannot be played here; "" if it can."""
+        try:
+            installed = importlib.metadata.version("textarena")
+        except importlib.metadata.PackageNotFoundError:
+            installed = "none"
+        if installed != VERSION:
+            return f"needs textarena {VERSION}, {installed} is installed: pip install textarena=={VERSION}"
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if f"{self.env}-raw" not in ENV_REGISTRY:
+            return "TextArena has no environment of this name; names read like TicTacToe-v0"
+        silent = io.StringIO()  # some environments print while they fail to download
+        try:
+            with (
+                mock.patch("socket.getaddrinfo", side_effect=OSError("no network")),
+                contextlib.redirect_stdout(silent),
+                contextlib.redirect_stderr(silent),
+            ):
+                state = self._replay(self.example_task, ())
+        except Exception as error:  # each environment fails in its own way
+            line = next(filter(str.strip, str(error).replace("*", "").splitlines()), "").strip()
+            return f"it cannot be reset for two players without a network ({type(error).__name__}: {line})"
+        if not isinstance(state, textarena.TwoPlayerState):
+            return "it is not a game of two players who take turns"
+        if _hides_moves(textarena.make(f"{self.env}-raw")):
+            return "it hides a player's moves from the other; here both players see all messages"
+        return ""
+
+
+def _hides_moves(env) -> bool:
+    """Whether the source of an environment tells a move (PLAYER_ACTION) to one player only, or to none."""
+    calls = [
+        node for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(type(env))))) if _tells_a_move(node)
+    ]
+    return not calls or any(
+        each.arg == "to_id" and ast.unparse(each.value) != "-1" for c in calls for each in c.keywords
+    )
+
+
+def _tells_a_move(node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_observation"
+    return is_call and any(ast.unparse(each.value).endswith(".PLAYER_ACTION") for each in node.keywords)
+
+
+# TicTacToe's scripted players. A board is nine characters, O for player zero, X for player one, and "." for free.
+
+
+def _board(history: History) -> str:
+    board = ["."] * 9
+    for index, message in enumerate(history):
+        board[int(MOVE.search(message["content"])[1])] = "OX"[index % 2]
+    return "".join(board)
+
+
+def _random_move(turn) -> str:
+    """Any free cell, drawn by the number of the game and of its messages."""
+    rng = random.Random(f"{turn.index}/{len(turn.history)}")
+    return f"[{rng.choice(_free(_board(turn.history)))}]"
+
+
+def _best_move(turn) -> str:
+    """The first of the cells that are best against the best answers (minimax)."""
+    board, mark = _board(turn.history), "OX"[len(turn.history) % 2]
+    return f"[{max(_free(board), key=lambda cell: -_value(_place(board, cell, mark)))}]"
+
+
+def _free(board: str) -> list[int]:
+    return [cell for cell, mark in enumerate(board) if mark == "."]
+
+
+def _place(board: str, cell: int, mark: str) -> str:
+    return board[:cell] + mark + board[cell + 1 :]
+
+
+@functools.cache
+def _value(board: str) -> int:
+    """What best play gives the player to move: 1 for a win, 0 for a draw, -1 for a loss."""
+    before, mark = ("O", "X") if board.count("O") > board.count("X") else ("X", "O")
+    if any(all(board[cell] == before for cell in line) for line in LINES):
+        return -1
+    return max((-_value(_place(board, cell, mark)) for cell in _free(board)), default=0)
