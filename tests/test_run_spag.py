@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, finish, flags_of, start
+from helpers import ENVIRONMENT, ROOT, TIMEOUT, finish, flags_of, start
 from safetensors.torch import load_file
 
 import arguments
@@ -132,8 +132,8 @@ def loop(tmp_path, inputs) -> Loop:
     return Loop(tmp_path, inputs)
 
 
-def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
-    deadline = time.monotonic() + seconds
+def wait_until(condition, process: subprocess.Popen):
+    deadline = time.monotonic() + TIMEOUT
     while not (value := condition()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
