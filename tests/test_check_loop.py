@@ -168,6 +168,12 @@ def test_vllm_must_be_there(check, tmp_path, monkeypatch):
     check(ENGINE="vllm")
 
 
+def test_the_harness_of_the_benchmarks_must_be_there(check, monkeypatch):
+    monkeypatch.setattr(check_loop, "find_spec", lambda name: None)
+    assert "--eval_tasks needs lm-eval" in check(status=2, EVAL_TASKS="MMLU")
+    check(EVAL_TASKS="MMLU", REASONING_ARGS="--lm_eval /env/bin/lm_eval")
+
+
 def test_a_large_model_is_trained_on_a_cpu_only_if_the_user_says_so(check, large_model, pretend_gpus):
     pretend_gpus(0)
     changes = {"MODEL": large_model, "CHECK_DISK": "False"}
