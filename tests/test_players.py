@@ -195,18 +195,17 @@ def ask(batcher, engine, lengths):
 class TestBatcher:
     def test_an_engine_runs_when_every_live_game_waits(self):
         engine = EchoEngine()
-        assert ask(Batcher(8), engine, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
+        assert ask(Batcher(), engine, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
         assert engine.runs == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
 
     def test_the_place_of_a_finished_reply_is_taken_before_the_next_run(self):
-        engine, batches = EchoEngine(at_once=1), []
-        ask(Batcher(2, lambda: batches.append(1)), engine, [2, 2, 1])
+        engine = EchoEngine(at_once=1)
+        ask(Batcher(), engine, [2, 2, 1])
         assert engine.runs == [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]
-        assert len(batches) == 2  # of two replies each
 
     def test_of_two_engines_the_one_with_more_open_requests_goes_first(self):
         one, two, order = EchoEngine(), EchoEngine(), []
-        batcher = Batcher(8)
+        batcher = Batcher()
 
         async def game(engine, prompt):
             await batcher.submit(engine, prompt, game=0)
@@ -220,7 +219,7 @@ class TestBatcher:
 
     def test_a_game_that_takes_its_time_does_not_hold_up_the_others(self):
         """A person or a server thinks in wall-clock time; the games that wait for the model go on."""
-        engine, batcher = EchoEngine(), Batcher(8)
+        engine, batcher = EchoEngine(), Batcher()
 
         async def games():
             thinking = asyncio.Event()
@@ -247,7 +246,7 @@ class TestBatcher:
                 return super().run()
 
         for _ in range(2):
-            ask(Batcher(8), WatchedEngine(at_once=1), [50, 50])
+            ask(Batcher(), WatchedEngine(at_once=1), [50, 50])
         assert len(threads) == 200 and len(set(threads)) == 1
         assert threads[0] != threading.get_ident()
 
@@ -257,7 +256,7 @@ class TestBatcher:
                 raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            ask(Batcher(8), FailingEngine(), [1, 1])
+            ask(Batcher(), FailingEngine(), [1, 1])
 
 
 class TestBatchEngine:

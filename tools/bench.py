@@ -5,7 +5,7 @@
     VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --rounds 3 --preset 7b --bf16 True
 
 Each mode runs in a process of its own and is compared with one mode: play with the first of --modes, training with
-`plain`. tools/engine/README.md explains the tables.
+`plain`. tools/README.md explains the tables.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from tools.flags import flag, parse_command  # isort: skip  (first: it imports utils, see train.py)
 import torch
 
 import train
@@ -34,7 +35,6 @@ from dataloaders import SPAGCollator
 from tools.engine.generate import now
 from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
-from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.selfplay.lineup import Lineup

@@ -8,11 +8,11 @@ GRADIENT_CHECKPOINTING, MAX_TURNS, and the DeepSpeed file.
 """
 
 import argparse
-import importlib
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 
 from tools.games.flags import GameFlags
@@ -154,10 +154,10 @@ def machine_problems(settings: Mapping[str, str], parameters: int | None) -> Ite
     packages = ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed
     try:
         for name in packages:
-            importlib.import_module(name)
+            import_module(name)
         if deepspeed and "offload_optimizer" in read_json(settings["DEEPSPEED"]).get("zero_optimization", {}):
             print("loads DeepSpeed's CPU Adam; its first compilation takes 3 minutes", flush=True)
-            importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
+            import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
     except Exception as error:
         yield (
             f"{sys.executable} cannot load {' and '.join(packages)} (for --lora_rank, --deepspeed): "

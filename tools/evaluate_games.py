@@ -4,10 +4,10 @@
         --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 \\
         --task_type sampling --output_dir DIR
 
-Writes DIR/games_results.json (every game), matches.json (points and rates with intervals), matches.txt and
-matches.svg; tools/matches/README.md describes them. Every pair of different players meets, or with --against every
-player meets that one; a single player meets itself. Finished games are stored at once: after a kill, the same command
-plays those that are missing. Under torchrun the games are dealt out to the processes.
+Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
+tools/matches/README.md describes. Every pair of players meets; with --against, every player meets that one; a single
+player meets itself. Finished games are stored at once: after a kill, the same command plays the missing ones. Under
+torchrun the games are dealt out to the processes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # of the files of the games
 GAMES_PER_WORD = 5  # where tokens are drawn
@@ -42,16 +42,18 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
+    """The flags of this program."""
+
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
-    against: str | None = flag("only matches with this player; unset: every pair", default=None, metavar="NAME")
+    against: str | None = flag("only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
-        "word lists; a file's own name is used if no name is given", type=named_words, metavar="NAME=FILE"
+        "word lists; without NAME= the file's name without its ending", type=named_words, metavar="NAME=FILE"
     )
     games_per_word: int | None = flag(
-        f"of each match and seed; unset: {GAMES_PER_WORD}, or 1 where play is greedy", default=None
+        f"in each match with each seed; unset: {GAMES_PER_WORD}, or 1 if play is greedy", default=None
     )
-    max_words: int | None = flag("take the first so many words of each list only", default=None)
-    seeds: list[int] = flag("of sampling; every match is played with each", default=[0])
+    max_words: int | None = flag("play only the first so many words of each list", default=None)
+    seeds: list[int] = flag("of sampling; every match is played with each seed", default=[0])
     output_dir: str = flag("folder of the results, shared by all processes")
 
     def __post_init__(self):
@@ -66,24 +68,24 @@ class Flags(PlayFlags):
             if repeated := sorted({value for value in values if values.count(value) > 1}):
                 problems.append(f"--{name} names {repeated[0]} twice")
         if odd := [name for name in (*names, *lists) if not name.isprintable()]:
-            problems.append(f"{odd[0]!r} is no name of a player or word list: it has characters that cannot be shown")
+            problems.append(f"{odd[0]!r} is no name of a player or word list: it has control characters")
         if HUMAN in paths:
             problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
         if ALL in lists:
-            problems.append(f"--words names a list {ALL!r}, the name of what pools the lists; call it otherwise")
+            problems.append(f"--words names a list {ALL!r}, the name of the rows that pool lists; use another")
         if self.against is not None and self.against not in names:
             problems.append(f"--against {self.against} is none of the --players {', '.join(names)}")
         if self.task_type == TESTING and (self.games_per_word > 1 or len(self.seeds) > 1):
             problems.append(
-                f"--task_type {TESTING} plays a word alike each time: leave out --games_per_word and --seeds"
+                f"--task_type {TESTING} plays a word the same way each time: leave out --games_per_word and --seeds"
             )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
     def pairing(self, match: Match, game: Game) -> Pairing:
-        """A match as it is played."""
+        """The players of a match and the seed of its draws."""
         paths, labels = dict(self.players), dict(zip(Match.keys(game), match, strict=True))
-        # The seed holds the names, so that a match does not depend on what was played before.
+        # The seed is made of the names too, so a match does not depend on those before it.
         return Pairing((paths[match.first], paths[match.second]), seed=json.dumps(match), labels=labels)
 
 

@@ -21,7 +21,7 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
   while [ $# -gt 0 ]; do
     case $1 in
-      --help | -h) sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"/  \1=\2/p' "$0"; exit ;;
+      --help | -h) show_help; exit ;;
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
       --*) [ $# -gt 1 ] || fail "$1 needs a value" ;;
       *) fail "'$1' belongs to no flag; several values of one flag go in quotes" ;;
@@ -31,6 +31,10 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
     printf -v "$name" %s "$2"
     shift 2
   done
+}
+
+show_help() { # the first comments of this file, and its settings
+  sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"\( *#\)/  \1=\2\3/p' "$0"
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -101,8 +105,8 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${REWARD_ARGS:=}"           # further flags of REWARDS
 : "${EVAL_ARGS:=}"             # further flags of tools/evaluate_games.py
 set_flags "$@" # again: flags with an empty value count too
-[ -z "$LORA_RANK" ] || : "${IMITATION_LR:=1e-4}" "${LEARNING_RATE:=1e-4}" # smaller updates are lost in merging to bf16
-: "${IMITATION_LR:=5e-6}" "${LEARNING_RATE:=2e-6}"
+lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
+IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
 
 if [ -z "$PYTHON$VIRTUAL_ENV" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] && [ -x "$root/.venv/bin/python" ]; then
   PYTHON=$root/.venv/bin/python

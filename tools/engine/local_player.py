@@ -1,7 +1,6 @@
 """Players with a model in this process: the prompts of many games are gathered for one device."""
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tools.engine.generate import BatchEngine
@@ -23,10 +22,9 @@ class Batcher:
     the same replies. Of two engines, the one with more open requests goes first.
     """
 
-    def __init__(self, batch_size: int, on_batch: Callable[[], None] = lambda: None):
-        self.batch_size, self.on_batch = batch_size, on_batch  # on_batch is called every batch_size replies
+    def __init__(self):
         self.open: dict[Engine, dict[int, asyncio.Future]] = {}
-        self.requests = self.replies = 0
+        self.requests = 0
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: str, *, game: int, limit: int | None = None) -> Reply:
@@ -69,9 +67,6 @@ class Batcher:
             future = futures.pop(request)
             if not future.done():
                 future.set_result(reply)
-        batches, self.replies = self.replies // self.batch_size, self.replies + len(finished)
-        for _ in range(self.replies // self.batch_size - batches):
-            self.on_batch()
 
 
 class LocalPlayer:

@@ -1,31 +1,33 @@
-"""Match play: who meets whom, and rates, points and their intervals, from finished games as they come.
+"""Match play: who meets whom, and points and rates with their intervals, from finished games one at a time.
 
-Games of the same target word are not independent, whoever plays them: standard errors count words, not games. Memory
-grows with matches and words, not with games. No torch, no files.
+Games of the same target word are not independent, so standard errors count words instead of games. Memory grows with
+the number of matches and words, but not with the number of games. No torch, no files.
 """
 
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import NormalDist
 from typing import NamedTuple
+
+from scipy import stats
 
 from tools.games.game import Game
 
 CONFIDENCE = 0.95
-ROUNDING = 1e-9  # a standard error below this is none
+ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists
 RATES = ("win", "loss", "tie", "breach")
 
 
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | None, list[float] | None]:
-    """A mean between 0 and 1 and its 95% interval, from clusters of dependent observations; None, None of none.
+    """Return the mean of values between 0 and 1 and its 95% interval; (None, None) without observations.
 
-    `sizes` are the observations per cluster, `totals` their sums. The interval is Wilson's, with as many observations
-    as would give the clustered standard error, and Student's quantile for the number of clusters. Where that error
-    says nothing (all observations alike, a single cluster), every cluster counts as one observation.
+    Observations of one cluster may depend on each other. `sizes` are the numbers of observations in each cluster,
+    `totals` the sums of their values. The interval is Wilson's with n_eff = p(1-p)/SE^2 observations, for the
+    clustered standard error SE, and with Student's quantile. Where SE is 0 (all observations are alike) or unknown
+    (a single cluster), every cluster counts as one observation.
     """
     observations = sum(sizes)
     if not observations:
@@ -34,26 +36,26 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | Non
     clusters = sum(size > 0 for size in sizes)
     error = clustered_standard_error(sizes, totals)
     if error is None or error < ROUNDING:
-        return mean, wilson(mean, clusters, NormalDist().inv_cdf((1 + CONFIDENCE) / 2))
+        return mean, wilson(mean, clusters, normal_quantile())
     return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
 
 
 def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
-    """A mean of differences, of any sign, and its 95% interval; clusters as in `estimate`, at least two."""
+    """The mean of differences of any sign and its 95% interval, from at least two clusters as in `estimate`."""
     mean = sum(totals) / sum(sizes)
     half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
     return mean, [mean - half, mean + half]
 
 
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
-    """Standard error of sum(totals) / sum(sizes), whatever the dependence within clusters; None of fewer than two.
+    """Standard error of sum(totals) / sum(sizes) for any dependence within clusters; None for fewer than two clusters.
 
     sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over the G clusters that are not empty.
     """
     clusters, observations, total = sum(size > 0 for size in sizes), sum(sizes), sum(totals)
     if clusters < 2:
         return None
-    # Times the observations, so that whole and half points stay exact and equal games give exactly 0.
+    # Residuals times `observations`: whole and half points stay exact, and equal games give exactly 0.
     squares = sum((part * observations - total * size) ** 2 for size, part in zip(sizes, totals, strict=True))
     return math.sqrt(clusters / (clusters - 1) * squares) / observations**2
 
@@ -66,11 +68,14 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
     return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
 
 
+def normal_quantile() -> float:
+    """The normal quantile of a two-sided interval with our CONFIDENCE."""
+    return float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+
+
 def t_quantile(freedom: int) -> float:
     """Student's quantile of a two-sided interval with our CONFIDENCE."""
-    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the second that importing it takes
-
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 class Match(NamedTuple):
@@ -83,12 +88,12 @@ class Match(NamedTuple):
 
     @staticmethod
     def keys(game: Game) -> tuple[str, str, str, str]:
-        """Under what an episode stores the fields: the players by the roles that they had."""
+        """The keys of an episode that hold these fields; the players are stored under their roles."""
         return (*game.roles, "words", "seed")
 
 
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
-    """The players in the first and the second role of every match; matches of the same two stand side by side."""
+    """The players of every match, in the first and the second role. The two matches of a pair follow each other."""
     if len(players) == 1:
         return [(players[0], players[0])]
     meetings = itertools.combinations(players, 2)
@@ -102,7 +107,7 @@ def schedule(
 ) -> list[tuple[Match, str]]:
     """The games of all pairs with each word list (by name) and each seed, match after match.
 
-    In each match every word of its list is played once, then all again.
+    A match plays all words of its list once, then all again, `games_per_word` times.
     """
     matches = (Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds)
     return [(match, word) for match in matches for word in [*lists[match.words]] * games_per_word]
@@ -112,7 +117,7 @@ Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and targ
 
 
 def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts]:
-    """Counts by match, of episodes that say who played them, with which word list and seed.
+    """Count episodes by match. They name their players, word list and seed.
 
     Raises ValueError for an outcome that the game does not have.
     """
@@ -126,7 +131,7 @@ def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts
 
 
 def _sums_of(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, float]]]:
-    """What one game adds to the sums of each role. Clean: decided without breach or empty reply."""
+    """What one game adds to the sums of each role. A game is clean if it was decided without breach or empty reply."""
     history, ended = episode["history"], game.outcome(episode["outcome"])
     decided = ended.name != game.outcomes[-1].name and not ended.breach
     clean = decided and all(message["content"].strip() for message in history)
@@ -144,10 +149,10 @@ def _sums_of(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, floa
 
 
 def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
-    """One row per player, opponent, word list, role and seed that played, and those that pool lists and seeds.
+    """Yield a row for each player, opponent, word list, role and seed, and rows that pool lists and seeds.
 
-    Everything is seen from the player's side. Of a player against itself there is no row for both roles: each game
-    would be in it twice.
+    All numbers are from the player's side. A player against itself has no row for both roles, which would count each
+    game twice.
     """
     pairs = dict.fromkeys(pair for match in counts for pair in (match[:2], match[1::-1]))
     lists = list(dict.fromkeys(match.words for match in counts))
@@ -168,7 +173,7 @@ def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
 
 
 def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
-    """The numbers of a row, from the player's sums by word in each of its matches."""
+    """The numbers of a row, from the player's sums by word in each match of the row."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)
     for side in sides:
         for word, sums in side.items():

@@ -15,9 +15,9 @@ HOW_COUNTED = (
 
 
 def shown_rows(results: dict) -> list[dict]:
-    """The rows over all seeds, of each two players once: the later one against the earlier, or against `against`.
+    """The rows that pool the seeds, each pair of players once: the later player against the earlier, or `against`.
 
-    Those that pool word lists and roles come first.
+    Rows that pool word lists and roles come first.
     """
     settings, rows = results["settings"], [row for row in results["results"] if row["seed"] is None]
     place = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}
@@ -31,12 +31,12 @@ def shown_rows(results: dict) -> list[dict]:
 
 
 def as_role(role: str) -> str:
-    """As it reads in a sentence."""
+    """The role as a phrase."""
     return "in both roles" if role == BOTH else f"as {role}"
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
-    """A number and its interval: 0.540 [0.512, 0.568]; by the form ".1%" 54.0% [51.2, 56.8]; "-" if there is none."""
+    """A number and its interval: 0.540 [0.512, 0.568], or with ".1%" 54.0% [51.2, 56.8]; "-" for None."""
     if value is None:
         return "-"
     if interval is None:
@@ -46,9 +46,9 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
 
 
 def points_line(rows: Sequence[dict]) -> str:
-    """The points of each pair of players among these rows, on one line."""
+    """The points of each pair of players in these rows, on one line."""
     first: dict[tuple[str, str], dict] = {}
-    for row in rows:  # those that pool come first
+    for row in rows:  # rows that pool come first
         first.setdefault((row["player"], row["opponent"]), row)
     return "; ".join(
         f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
@@ -58,7 +58,7 @@ def points_line(rows: Sequence[dict]) -> str:
 
 
 def cells(row: dict) -> list[str]:
-    """A row under HEAD."""
+    """The cells of a row, in the order of HEAD."""
     shares = [(rate["share"], rate["interval"]) for rate in (row["rates"][name] for name in HEAD[6:10])]
     clean, empty = row["clean"], row["empty_replies"] / row["messages"] if row["messages"] else None
     return [
@@ -74,7 +74,7 @@ def cells(row: dict) -> list[str]:
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """A line for each pair of players, word list and role, and last one with the points of all pairs."""
+    """A table of all pairs of players, word lists and roles, and a last line with the points of all pairs."""
     settings, rows = results["settings"], shown_rows(results)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
@@ -84,12 +84,12 @@ def matches_text(results: dict, game: Game) -> str:
 
 
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:
-    """In percent: 54.0 [51.2, 56.8]."""
+    """A share and its interval in percent: 54.0 [51.2, 56.8]."""
     return with_interval(share, interval, ".1%").replace("%", "")
 
 
 def _align(lines: Sequence[Sequence[str]]) -> str:
-    """Cells in columns, names on the left and numbers on the right."""
+    """Align cells in columns: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

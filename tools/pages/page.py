@@ -5,11 +5,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from statistics import NormalDist
 from string import Template
 
 from tools.games.game import Game
-from tools.matches.stats import BOTH, CONFIDENCE, wilson
+from tools.matches.stats import BOTH, normal_quantile, wilson
 from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, shown_rows, with_interval
 from tools.pages.contents import IMITATION, GameSample, Report, visible
 
@@ -203,7 +202,7 @@ def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
 
 def share_line(name: str, counts: Iterable[tuple[str, int, int]], **style) -> dict:
     """Shares with Wilson's intervals, as if the observations were independent; `counts` are (x, count, total)."""
-    quantile = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    quantile = normal_quantile()
     points = [(x, count / total, wilson(count / total, total, quantile)) for x, count, total in counts if total]
     return trace(name, points, **style)
 

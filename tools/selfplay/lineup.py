@@ -96,7 +96,7 @@ class Lineup:
             return self.flags.per_device_eval_batch_size or VLLM_GAMES
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
-        # Of so many games, one of the models always has a full batch waiting.
+        # A batch for each model: so many games keep one batch full.
         games = self.batch_size * len(self.loaded) if self.loaded else 1
         return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
 
@@ -113,7 +113,7 @@ class Lineup:
 
     def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         self._load(folders)
-        batcher, games = Batcher(self.batch_size), self._games_at_once(names)
+        batcher, games = Batcher(), self._games_at_once(names)
         players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
             engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))

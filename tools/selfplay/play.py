@@ -73,9 +73,9 @@ async def play_games(
     on_episode: Callable[[Episode], None],
     on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, so many at a time. Both callbacks may raise.
+    """Play (index, task) pairs, `concurrent_games` at a time. Both callbacks may raise, which ends all games.
 
-    `on_lost` is told of a game whose reply cannot be had; without it, that ends all games.
+    `on_lost` is called for a game that is lost because a reply cannot be had. Without it, such a game ends all games.
     """
     to_play = iter(tasks)
 
@@ -93,7 +93,7 @@ async def play_games(
     at_once = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
     try:
         await asyncio.gather(*at_once)
-    finally:  # asyncio would print what the others raise while they end, a server's words and all
+    finally:  # the first failure ends the other games, and what they raise then is not printed
         for each in at_once:
             each.cancel()
         await asyncio.gather(*at_once, return_exceptions=True)
@@ -110,7 +110,7 @@ class Pairing:
 
 @dataclass
 class Run:
-    """Games of one pairing after another, of this rank: those that are missing are played and stored as they end."""
+    """A run of play as one rank sees it: plays the missing games, pairing by pairing, and stores each as it ends."""
 
     flags: PlayFlags
     game: Game
@@ -189,7 +189,7 @@ class Run:
                 logger.info("the server has counted %d tokens in this start", lineup.use.tokens)
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
-        # Held no longer than their match: the next models need the room.
+        # Players go out of scope with their match: the next models need the memory.
         players, games_at_once = lineup.build_players(pairing.names, seed=pairing.seed)
         if pairing.labels:
             match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())

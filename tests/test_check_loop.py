@@ -1,0 +1,345 @@
+"""What the loop checks and chooses before its first stage; the GPUs are pretended."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from helpers import ROOT, call
+
+from tools import check_loop
+from tools.loop import fit
+
+GIB = 2**30
+HELP = subprocess.run([ROOT / "tools/run_spag.sh", "--help"], capture_output=True, text=True, check=True).stdout
+DEFAULTS = dict(re.findall(r"^  ([A-Z_]+)=(\S*)", HELP, flags=re.MULTILINE))
+DEFAULTS |= {"IMITATION_LR": "5e-6", "LEARNING_RATE": "2e-6"}
+SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
+
+
+@pytest.fixture
+def settings(tmp_path, tiny_model) -> dict[str, str]:
+    """Settings of a loop that need no look at the machine."""
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\n\n music\nbridge")
+    paths = {"MODEL": tiny_model, "WORDS": str(tmp_path / "words.txt"), "OUTPUT": str(tmp_path / "out")}
+    return DEFAULTS | SETTLED | paths
+
+
+@pytest.fixture
+def check(tmp_path, settings):
+    """Run the program with changed settings; what was said, its answers, and the stored settings."""
+
+    def run(status: int = 0, **changes):
+        words = [f"{name}={value}" for name, value in (settings | changes).items()]
+        done = call(check_loop.main, tmp_path / "answers", *words, status=status)
+        if status:
+            assert not (tmp_path / "answers").exists()
+            return done.errors
+        stored = json.loads((tmp_path / "out/settings.json").read_text())
+        assert stored.keys() == settings.keys()
+        answers = (tmp_path / "answers").read_text().splitlines()
+        (tmp_path / "answers").unlink()
+        return done.output, answers, stored
+
+    return run
+
+
+@pytest.fixture
+def pretend_gpus(monkeypatch):
+    """Give this machine so many GPUs."""
+
+    def pretend(number: int, gib: int = 80, *, bf16: bool = True, tf32: bool = True) -> None:
+        properties = types.SimpleNamespace(total_memory=gib * GIB)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: number > 0)
+        monkeypatch.setattr(transformers.utils, "is_torch_tf32_available", lambda: tf32)
+
+    return pretend
+
+
+@pytest.fixture
+def packages(monkeypatch) -> dict[str, list[str]]:
+    """Stand-ins for peft and DeepSpeed: what was imported, and what fails."""
+    found = {"loaded": [], "broken": []}
+
+    def load(name: str):
+        found["loaded"].append(name)
+        if name in found["broken"]:
+            raise OSError("no g++")
+        return types.SimpleNamespace(CPUAdamBuilder=lambda: types.SimpleNamespace(load=lambda: None))
+
+    monkeypatch.setattr(check_loop, "import_module", load)
+    return found
+
+
+@pytest.fixture
+def large_model(tmp_path, tiny_model) -> str:
+    """A folder of 6.7 billion parameters: headers without tensors, in two files, and a copy of another name."""
+    folder = tmp_path / "large"
+    shutil.copytree(tiny_model, folder)
+    (folder / "model.safetensors").unlink()
+    tensor = {"dtype": "F32", "shape": [33500, 100000], "data_offsets": [0, 0]}
+    header = json.dumps({"weight": tensor, "__metadata__": {"format": "pt"}}).encode()
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(len(header).to_bytes(8, "little") + header)
+    weights = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    return str(folder)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "wrong.sh").write_text(': "${KL:=0.2}"\n: "${EPOCS:=2}" # a slip\n')
+    wrong = {"WORDS": "none.txt", "EPOCHS": "0", "KL": "much", "TEMPERATURE": "0", "DEEPSPEED": "none.json"}
+    wrong |= {"ENGINE": "cloud", "SFT_DATA": f"{tmp_path}/empty.json", "FIRST_EPISODES": "none.json", "SEED": "08"}
+    wrong |= {
+        "UNTIL": "epoch1_rewards",
+        "MAX_TURNS": "-1",
+        "REPORT": "yes",
+        "DECAY_WEIGHT": "1.5",
+        "CLIP_RANGE": "inf",
+    }
+    wrong |= {"EVAL_SEEDS": "0,1", "SETTINGS": str(tmp_path / "wrong.sh"), "MODEL": ""}
+    errors = check(status=2, **wrong)
+    for name in wrong.keys() - {"WORDS", "SETTINGS"}:
+        assert f"--{name.lower()} " in errors, name
+    assert "none.txt: no such file" in errors and f"{tmp_path}/wrong.sh:2: unknown setting EPOCS" in errors
+    assert len(errors.splitlines()) == len(wrong) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"GAME": "chess"}, "--game chess"),
+        ({"GAME_OPTIONS": "speed=2"}, "--game_options speed"),
+        ({"MATCH": "fuzzy"}, "fuzzy"),
+        ({"PROMPTS": "none.json"}, "none.json: no such file"),
+        ({"EVAL_WORDS": "held=none.txt"}, "none.txt: no such file"),
+        ({"GLOBAL_BATCH": "30", "NPROC": "4"}, "--global_batch 30"),
+        ({"MAX_LENGTH": "256"}, "--max_length 256"),
+        ({"NNODES": "2"}, "--rdzv_endpoint"),
+        ({"TENSOR_PARALLEL_SIZE": "2", "NPROC": "4"}, "--engine vllm"),
+        ({"LOSERS": "0.5"}, "--detach_kl True"),
+        ({"TIES": "0.1"}, "--detach_kl True"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(check, tmp_path, changes, named):
+    assert named in check(status=2, **changes) and not (tmp_path / "out").exists()
+
+
+def test_losers_and_ties_are_accepted_with_a_detached_kl(check):
+    check(LOSERS="1", TIES="0.2", DETACH_KL="True")
+    check(LOSERS="1", TRAIN_ARGS="--allow_negative_rewards True")
+
+
+@pytest.mark.parametrize(
+    "package, changes",
+    [
+        ("peft", {"LORA_RANK": "4"}),
+        ("deepspeed", {"DEEPSPEED": str(ROOT / "configs/zero2.json")}),
+        ("deepspeed.ops.op_builder", {"DEEPSPEED": str(ROOT / "configs/default_offload_opt_param.json")}),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_before_any_work(check, packages, tmp_path, package, changes):
+    packages["broken"].append(package)
+    errors = check(status=2, **changes)
+    assert "OSError: no g++" in errors and package.split(".")[0] in errors and packages["loaded"][-1] == package
+    assert "nvcc" not in errors  # DeepSpeed compiles its CPU Adam without it
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_must_be_there(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM", "/nowhere/vllm")
+    assert "/nowhere/vllm" in check(status=2, ENGINE="vllm")
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("VLLM", str(tmp_path / "vllm"))
+    check(ENGINE="vllm")
+
+
+def test_a_large_model_is_trained_on_a_cpu_only_if_the_user_says_so(check, large_model, pretend_gpus):
+    pretend_gpus(0)
+    changes = {"MODEL": large_model, "CHECK_DISK": "False"}
+    assert "--train_args '--use_cpu True'" in check(status=2, **changes)
+    check(**changes, TRAIN_ARGS="--use_cpu True")
+    errors = check(status=2, **changes, TRAIN_ARGS="--use_cpu True", IMITATION_DATA="rows.json")
+    assert "--imitation_args '--use_cpu True'" in errors and "--train_args" not in errors
+    pretend_gpus(1)
+    check(**changes)
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+AUTO = dict.fromkeys(SETTLED, "auto")
+
+
+@pytest.mark.parametrize(
+    "gpus, expected",
+    [
+        ((0,), ["1", "", "False", "5", ""]),
+        ((1,), ["1", "--bf16 True --tf32 True", "True", "5", ""]),
+        ((8,), ["8", "--bf16 True --tf32 True", "True", "5", ""]),
+    ],
+)
+def test_automatic_choices_follow_the_gpus(check, pretend_gpus, gpus, expected):
+    pretend_gpus(*gpus)
+    assert check(**AUTO)[1] == expected
+
+
+def test_old_gpus_and_those_without_tf32_get_what_they_can_compute(check, pretend_gpus):
+    pretend_gpus(1, bf16=False, tf32=False)  # a V100 or T4, where PyTorch emulates bf16
+    assert check(**AUTO)[1][1] == "--fp16 True"
+    pretend_gpus(1, tf32=False)  # AMD
+    _, answers, stored = check(**AUTO)
+    assert answers[1] == "--bf16 True" and stored["PRECISION"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    "gpus, gib, changes, file",
+    [
+        (8, 80, {}, "zero2.json"),
+        (8, 24, {}, "zero3.json"),
+        (4, 24, {}, "default_offload_opt_param.json"),
+        (1, 141, {}, ""),
+        (1, 80, {}, "default_offload_opt_param.json"),
+        (8, 80, {"NNODES": "4", "RDZV_ENDPOINT": "a:1"}, "zero2.json"),
+        (1, 24, {"LORA_RANK": "4"}, ""),
+        (8, 40, {"TRAIN_BATCH": "16"}, "default_offload_opt_param.json"),
+        (8, 40, {"GRADIENT_CHECKPOINTING": "False"}, "default_offload_opt_param.json"),
+    ],
+)
+def test_deepspeed_is_chosen_by_what_fits(check, pretend_gpus, packages, large_model, gpus, gib, changes, file):
+    pretend_gpus(gpus, gib)
+    _, answers, stored = check(**AUTO | {"MODEL": large_model, "CHECK_DISK": "False"} | changes)
+    assert answers[4] == (str(ROOT / "configs" / file) if file else "")
+    assert stored["DEEPSPEED"] == (answers[4] or "none")
+
+
+def test_a_model_of_unknown_size_is_offloaded(check, pretend_gpus, packages):
+    pretend_gpus(1)
+    _, answers, _ = check(**AUTO, MODEL="meta-llama/Llama-2-7b-hf")  # offline
+    assert answers[4].endswith("default_offload_opt_param.json")
+    assert packages["loaded"] == ["deepspeed", "deepspeed.ops.op_builder"]
+
+
+def test_a_training_that_was_begun_keeps_its_deepspeed_file(check, pretend_gpus, packages, tmp_path):
+    (tmp_path / "out/epoch1/model/checkpoint-3").mkdir(parents=True)
+    begun = {"arguments": {"deepspeed": str(ROOT / "configs/zero3.json")}}
+    (tmp_path / "out/epoch1/model/settings.json").write_text(json.dumps(begun))
+    pretend_gpus(8)
+    assert check(**AUTO)[1][4] == str(ROOT / "configs/zero3.json")
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_those_of_the_files_that_transformers_loads(tiny_model, large_model, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    parameters = sum(each.numel() for each in model.parameters())
+    assert fit.count_parameters(tiny_model) == parameters
+    assert fit.count_parameters(large_model) == 6_700_000_000  # consolidated.safetensors is a copy
+    assert fit.count_parameters("meta-llama/Llama-2-7b-hf") is None  # offline
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: model.config)
+    assert fit.count_parameters("meta-llama/Llama-2-7b-hf") == parameters
+
+
+@pytest.mark.parametrize(
+    "way, changes, gib",
+    [
+        ("none", {}, 115),
+        ("zero2", {"NPROC": "8"}, 40),
+        ("zero3", {"NPROC": "8"}, 20),
+        ("none", {"LORA_RANK": "16"}, 16),
+        ("zero3", {"NPROC": "8", "TRAIN_BATCH": "4"}, 23),
+    ],
+)
+def test_the_memory_that_training_takes_of_a_gpu(settings, way, changes, gib):
+    """6.7 billion parameters, with gradient checkpointing: tools/loop/README.md names the first four."""
+    settings |= {"GRADIENT_CHECKPOINTING": "True"} | changes
+    assert round(fit.gpu_bytes(way, settings, 6.7e9) / GIB) == gib
+
+
+@pytest.mark.parametrize(
+    "changes, bytes_each",
+    [
+        ({"PRECISION": "bf16", "DEEPSPEED": "configs/zero3.json"}, 4 * 2 + 2 * 14),
+        ({"PRECISION": "bf16", "DEEPSPEED": "configs/zero2.json"}, 4 * 2 + 2 * 16),
+        ({"PRECISION": "bf16"}, 4 * 4 + 2 * 12),
+        ({"SAVE_STEPS": "0.0", "IMITATION_DATA": ""}, 3 * 4),
+        ({"PRECISION": "bf16", "LORA_RANK": "8"}, 4 * 2),
+    ],
+)
+def test_the_disk_space_of_models_and_two_checkpoints(settings, changes, bytes_each, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings |= {"EPOCHS": "3", "IMITATION_DATA": "rows.json"} | changes
+    assert fit.disk_bytes(settings, 10**9) == bytes_each * 10**9
+
+
+def test_a_loop_that_does_not_fit_on_the_disk_is_not_started(check, tmp_path, settings, monkeypatch):
+    """What is there already counts if it is a model or checkpoint of this loop, by the blocks that it takes."""
+    needed = fit.disk_bytes(settings, parameters := fit.count_parameters(settings["MODEL"]))
+    space = types.SimpleNamespace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: space)
+    errors = check(status=2)
+    assert "--save_steps 0" in errors and "--check_disk False" in errors and not (tmp_path / "out").exists()
+    assert parameters and check(CHECK_DISK="False")
+    (tmp_path / "out/epoch1/model").mkdir(parents=True)
+    with open(tmp_path / "out/epoch1/model/model.safetensors", "wb") as file:
+        file.truncate(10**9)  # sparse
+    (tmp_path / "out/mine.bin").write_bytes(os.urandom(8192))
+    check(status=2)
+    (tmp_path / "out/epoch1/model/checkpoint-1").mkdir()
+    (tmp_path / "out/epoch1/model/checkpoint-1/optimizer.pt").write_bytes(os.urandom(8192))
+    check()
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "art\nmusic\nbridge\n"),
+        ({"GAMES": "2"}, "art\nmusic\n"),
+        ({"GAMES": "9", "GAMES_PER_WORD": "2"}, 2 * "art\nmusic\nbridge\n"),
+    ],
+)
+def test_play_gets_the_first_words_so_many_times(check, tmp_path, changes, words):
+    _, answers, stored = check(**changes)
+    assert (tmp_path / "out/words.txt").read_text() == words
+    assert answers == ["1", "", "False", "5", ""] and stored["MAX_TURNS"] == "5"
+
+
+def test_other_words_of_a_loop_are_refused(check, tmp_path):
+    *_, before = check()
+    assert f"{tmp_path}/out/words.txt" in check(status=2, GAMES="1", TEMPERATURE="0.7")
+    assert (tmp_path / "out/words.txt").read_text() == "art\nmusic\nbridge\n"
+    assert json.loads((tmp_path / "out/settings.json").read_text()) == before
+    *_, after = check(EPOCHS="5")
+    assert after == before | {"EPOCHS": "5"}
+
+
+def test_other_machines_write_no_results(tmp_path, settings):
+    words = [f"{name}={value}" for name, value in (settings | {"NODE_RANK": "1"}).items()]
+    call(check_loop.main, tmp_path / "answers", *words)
+    assert (tmp_path / "answers").read_text() and not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_in_one_line(tmp_path, settings):
+    words = [f"{name}={value}" for name, value in (settings | {"NPROC": "auto"}).items()]
+    command = [sys.executable, "-S", ROOT / "tools/check_loop.py", tmp_path / "answers", *words]  # -S: without pip's
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "No module named 'torch'" in done.stderr and len(done.stderr.splitlines()) == 1
