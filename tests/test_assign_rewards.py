@@ -126,9 +126,8 @@ def test_a_decay_outside_its_bounds_or_too_small_to_compute_with_is_refused():
     for decay_weight in (0, -0.8, 1.25, float("nan")):
         with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
             rows_of(EPISODES, decay_weight=decay_weight)
-    for decay_weight in (1e-200, 1e-320):
-        with pytest.raises(ValueError, match="too small for a game with 3 messages"):
-            message_shares(3, decay_weight)
+    with pytest.raises(UserError, match="too small for a game with 3 messages"):
+        message_shares(3, 1e-320)
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
@@ -266,9 +265,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
-    assert printed["signs"] == {"positive": 4, "negative": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
-    assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
 
 
 def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
@@ -280,11 +277,10 @@ def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
 
 
-def test_rows_of_losers_and_ties_are_counted_by_sign(run, refuse):
+def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
     assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
     rows, printed = run(losers=0.5, ties=0.1, seed=3)
     assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
-    assert printed["signs"] == {"positive": 4, "negative": 6}
     assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
 
 
@@ -396,13 +392,11 @@ def test_an_input_is_never_written_over(refuse, tmp_path):
         assert "would be written over another file" in refuse(**flags)
 
 
-def test_too_few_rows_of_games_are_an_error_and_sft_rows_do_not_count(refuse, run, start, tmp_path):
+def test_too_few_rows_of_games_are_an_error_and_sft_rows_do_not_count(refuse, tmp_path):
     line = refuse(inputs=([TIED, TIED],))
-    assert "0 rows of games, fewer than --min_game_rows 1" in line and "tied game 2" in line
+    assert "0 rows of games, fewer than --min_game_rows 1" in line and "'tied game': 2" in line
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
     assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)
-    run(min_game_rows=4)  # rows that are there already are held to the number too
-    assert "4 rows of games, fewer than --min_game_rows 5" in start(min_game_rows=5, status=2).errors
 
 
 # --- finished work ---------------------------------------------------------------------------------------------------
