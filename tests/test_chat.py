@@ -188,7 +188,6 @@ def test_play_and_rewards_refuse_a_tokenizer_without_a_template(tiny_model, tmp_
         ({}, "--tokenizer"),
         ({"chat_template": False, "tokenizer": tiny_model}, "--chat_template"),
         ({"tokenizer": tiny_model}, "has no chat template"),
-        ({"tokenizer": "nowhere/at-all"}, "nowhere/at-all"),
     ):
         ended, rows = rewards(tmp_path, status=2, **flags)
         assert message in ended.errors and rows is None

@@ -38,12 +38,7 @@ CASES = {
         (
             [["Is it round?", "Is it `apple`?"]],
             "Yes, it is.",
-            [
-                "you are the answerer",
-                "The target word: apple",
-                "Begin each answer with",
-                "--- found - both win, after 3",
-            ],
+            ["The target word: apple", "Begin each answer with", "--- found - both win, after 3"],
         ),
     ),
     "guess_my_city": Case(
