@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tools.flags import flag, parse_command
 from tools.games.flags import GameChoice
 from tools.selfplay.rows import refuse_overwriting
-from utils import end_with_launcher, read_words, replacing, run_program, set_up_logging
+from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging
 
 
 @dataclass(kw_only=True)
@@ -30,6 +30,8 @@ class Split:
     def run(self) -> None:
         refuse_overwriting([self.input], [self.output, self.held_out])
         words = list(dict.fromkeys(read_words(self.input)))
+        if not 0 < self.number < len(words):
+            raise UserError(f"--number {self.number}: must be between 1 and {len(words) - 1}, for {len(words)} words")
         drawn = set(random.Random(self.seed).sample(words, self.number))
         write_words(self.held_out, [word for word in words if word in drawn])
         write_words(self.output, [word for word in words if word not in drawn])
