@@ -293,7 +293,6 @@ class TestAuto:
             ({"tensor_parallel_size": 0, "vllm_memory": 0}, "--tensor_parallel_size is 0; .*; --vllm_memory is 0.0"),
             ({"vllm_args": "a 'b"}, '--vllm_args "a \'b" cannot be split into words'),
             ({"vllm_args": "--x --port=1"}, "--vllm_args: --port=1 is set by this program"),
-            ({"device_map": "auto"}, "--device_map is not for --engine vllm"),
         ],
     )
     def test_bad_flags_end_with_one_line(
