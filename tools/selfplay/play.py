@@ -119,8 +119,7 @@ class Run:
     pairings: Sequence[Pairing]  # of each game; equal ones follow each other
 
     def __post_init__(self):
-        self.opponents = sorted({pairing.names for pairing in self.pairings})
-        self.names = set(itertools.chain(*self.opponents))
+        self.names = {name for pairing in self.pairings for name in pairing.names}
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; on rank 0 return the summary of all games, on the others None.
@@ -131,7 +130,7 @@ class Run:
         self.flags.set_precision()
         finished = self.files.start(settings)
         missing, games = finished.missing(), len(self.files.words)
-        if missing and len(missing) < games:
+        if 0 < len(missing) < games:
             logger.info("continues: %d of %d games are there", games - len(missing), games)
         own = [index for index in missing if index % world_size() == rank()]
         quiet = HUMAN in self.names or not own
@@ -166,7 +165,7 @@ class Run:
     def _play(self, own: list[int], before: GameCounts, progress: Progress) -> None:
         """Play these games of all pairings; `before` counts the games of earlier starts."""
         lineup = Lineup(self.flags, self.game)
-        for names in self.opponents:
+        for names in sorted({pairing.names for pairing in self.pairings}):
             lineup.check_openings(names, self.files.words, self.templates)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
