@@ -38,7 +38,12 @@ CASES = {
         (
             [["Is it round?", "Is it `apple`?"]],
             "Yes, it is.",
-            ["The target word: apple", "Begin each answer with", "--- found - both win, after 3"],
+            [
+                "you are the answerer",
+                "The target word: apple",
+                "Begin each answer with",
+                "--- found (",
+            ],
         ),
     ),
     "guess_my_city": Case(
@@ -53,7 +58,7 @@ CASES = {
         (
             [["What do you eat?", "Are you from `Lyon, France`?"]],
             "Quenelles.",
-            ["you are the answerer", "Lyon", "--- found - both win, after 3 messages"],
+            ["you are the answerer", "Lyon", "--- found ("],
         ),
     ),
     "bargain": Case(
