@@ -191,7 +191,7 @@ class SlotEngine:
                 self._clear(slot)
         if self.block_manager.num_used + more <= self.block_limit or len(slots) == 1:
             return True
-        self._preempt(min(slots, key=_recompute_cost))
+        self._preempt(min(slots, key=_num_blocks))
         return False
 
     def _preempt(self, slot: Slot) -> None:
@@ -216,7 +216,7 @@ class SlotEngine:
 
     def _shrink(self) -> None:
         """After the device ran out of memory: preempt an eighth of the slots, and free what the others do not need."""
-        busy = sorted(self._busy(), key=_recompute_cost)
+        busy = sorted(self._busy(), key=_num_blocks)
         preempted = busy[: 1 + len(busy) // 8]
         warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(preempted))
         for slot in preempted:
@@ -288,7 +288,8 @@ def _num_pending(slot: Slot) -> int:
     return len(slot.token_ids) - slot.num_cached_tokens
 
 
-def _recompute_cost(slot: Slot) -> int:
+def _num_blocks(slot: Slot) -> int:
+    """The blocks of a slot, which are what it costs to compute it again."""
     return len(slot.block_table)
 
 
