@@ -1,4 +1,4 @@
-"""A player of tests."""
+"""A player for tests, whose messages are given."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from tools.players.player import STOP, Reply, Turn
 
 
 class ScriptedPlayer:
-    """Says what it was told to: `lines[index][k]` is its k-th message in a game. Remembers what it saw."""
+    """Says `lines[index][k]` as its k-th message in game `index`, and keeps the turns that it saw."""
 
     def __init__(self, lines: Mapping[int, Sequence[str]] | Sequence[Sequence[str]]):
         self.lines = lines

@@ -64,17 +64,6 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in run["records"]]
 
 
-def test_a_recorded_row_stems_from_the_recorded_message():
-    golden = load_golden("rewards.json")
-    records = golden["runs"][0]["records"]
-    asked = []
-    rows = rows_by(lambda *game: asked.append(game) or "?", golden["episodes"])
-    for record, row, (history, target_word, max_turns) in zip(records, rows, asked, strict=True):
-        source = golden["episodes"][record["episode"]]
-        assert history == source["history"][: record["message"]] and row["query"] == "?"
-        assert (target_word, max_turns) == (source["target_word"], source["max_turns"])
-
-
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
     before = copy.deepcopy(EPISODES)
     rows = rows_by(lambda history, word, turns: f"{len(history)} {word} {turns}", EPISODES, 0.5)
@@ -126,9 +115,8 @@ def test_a_decay_outside_its_bounds_or_too_small_to_compute_with_is_refused():
     for decay_weight in (0, -0.8, 1.25, float("nan")):
         with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
             rows_of(EPISODES, decay_weight=decay_weight)
-    for decay_weight in (1e-200, 1e-320):
-        with pytest.raises(ValueError, match="too small for a game with 3 messages"):
-            message_shares(3, decay_weight)
+    with pytest.raises(UserError, match="too small for a game with 3 messages"):
+        message_shares(3, 1e-320)
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
@@ -237,22 +225,6 @@ def test_the_program_runs_as_a_file_and_as_a_module_without_torch_and_transforme
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_both_formats_hold_the_rows_that_the_function_gives_byte_for_byte_again(run, tmp_path, name):
-    output = tmp_path / name
-    rows, _ = run(seed=5, decay_weight=0.5, output_data_path=output)
-    assert rows == rows_of(EPISODES, seed=5, decay_weight=0.5)
-    written = output.read_bytes()
-    run(seed=5, decay_weight=0.5, output_data_path=output)
-    assert output.read_bytes() == written
-
-
-def test_several_inputs_make_one_set_of_rows(run):
-    rows, printed = run(inputs=([ATTACKER_WON, TIED], [DEFENDER_WON, DEFENDER_WON]))
-    assert rows == rows_of([ATTACKER_WON, TIED, DEFENDER_WON, DEFENDER_WON])
-    assert printed["games"]["episodes"] == 4
-
-
 def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
@@ -266,9 +238,14 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
-    assert printed["signs"] == {"positive": 4, "negative": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
-    assert printed["mean_rewards"] == {"attacker": 0.5, "defender": 0.5}
+
+
+def test_several_inputs_make_one_set_of_rows_in_either_format(run, tmp_path):
+    inputs = ([ATTACKER_WON, TIED], [DEFENDER_WON, DEFENDER_WON])
+    for name in ("rows.json", "rows.jsonl"):
+        rows, printed = run(inputs=inputs, seed=5, output_data_path=tmp_path / name)
+        assert rows == rows_of([*inputs[0], *inputs[1]], seed=5) and printed["games"]["episodes"] == 4
 
 
 def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
@@ -280,18 +257,11 @@ def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
 
 
-def test_rows_of_losers_and_ties_are_counted_by_sign(run, refuse):
+def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
     assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
     rows, printed = run(losers=0.5, ties=0.1, seed=3)
     assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
-    assert printed["signs"] == {"positive": 4, "negative": 6}
     assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
-
-
-def test_the_play_prompt_can_be_trained_on(run):
-    rows, _ = run(training_prompt="play")
-    expected = [prompts.play_prompt(GAME, game["history"][:index], WORD, 5) for game, index in PAID]
-    assert [row["query"] for row in rows] == expected
 
 
 def test_the_kind_of_match_can_be_chosen(run):
@@ -388,21 +358,14 @@ def test_missing_files_and_sft_examples_without_texts_are_named(refuse, tmp_path
     path = write(tmp_path / "sft.jsonl", [{"instruction": "Add.", "output": 3}])
     assert "sft.jsonl:1: 'output' is missing" in refuse(sft_data_path=path)
     assert "decay_weight is 1.5" in refuse(decay_weight=1.5)
+    assert "would be written over another file" in refuse(output_data_path=tmp_path / "episodes0.jsonl")
 
 
-def test_an_input_is_never_written_over(refuse, tmp_path):
-    sft = write(tmp_path / "sft.json", [{"query": "Q", "target": "T"}])
-    for flags in ({"output_data_path": tmp_path / "episodes0.jsonl"}, {"output_data_path": sft, "sft_data_path": sft}):
-        assert "would be written over another file" in refuse(**flags)
-
-
-def test_too_few_rows_of_games_are_an_error_and_sft_rows_do_not_count(refuse, run, start, tmp_path):
+def test_too_few_rows_of_games_are_an_error_and_sft_rows_do_not_count(refuse, tmp_path):
     line = refuse(inputs=([TIED, TIED],))
-    assert "0 rows of games, fewer than --min_game_rows 1" in line and "tied game 2" in line
+    assert "0 rows of games, fewer than --min_game_rows 1" in line and "'tied game': 2" in line
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
     assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)
-    run(min_game_rows=4)  # rows that are there already are held to the number too
-    assert "4 rows of games, fewer than --min_game_rows 5" in start(min_game_rows=5, status=2).errors
 
 
 # --- finished work ---------------------------------------------------------------------------------------------------

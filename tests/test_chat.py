@@ -18,7 +18,7 @@ from tools.engine.model import LocalModel
 from tools.games import prompts
 from tools.games.chat import DAY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
-from utils import read_json_or_jsonl
+from utils import UserError, read_json_or_jsonl
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 SPECIAL = {  # the tokens that a family brings along; the last one ends a reply
@@ -188,7 +188,6 @@ def test_play_and_rewards_refuse_a_tokenizer_without_a_template(tiny_model, tmp_
         ({}, "--tokenizer"),
         ({"chat_template": False, "tokenizer": tiny_model}, "--chat_template"),
         ({"tokenizer": tiny_model}, "has no chat template"),
-        ({"tokenizer": "nowhere/at-all"}, "no tokenizer that can be loaded"),
     ):
         ended, rows = rewards(tmp_path, status=2, **flags)
         assert message in ended.errors and rows is None
@@ -264,7 +263,8 @@ ANSWER = "{% if add_generation_prompt %}assistant: {% if enable_thinking is fals
 )  # fmt: skip
 def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(template, target):
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    assert chat.target(" Coats.\n") == target
+    (row,) = chat.rows([{"query": "", "target": " Coats.\n"}])
+    assert row["target"] == target
     assert target.endswith(chat.tokenizer.decode([chat.end_id]))
 
 
@@ -276,17 +276,9 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
     assert prompt.endswith("assistant: <none>")
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ messages[-1].content }}", "leaves out messages"),
-        ("{{ raise_exception('no games') }}", "refuses a conversation of the game .no games."),
-        ("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}", "too long"),
-    ],
-)
-def test_a_template_that_cannot_hold_a_game_is_refused(template, message):
-    with pytest.raises(ValueError, match=f"^m: its chat template .*{message}"):
-        ChatTemplate(chat_tokenizer("chatml", template), "m")
+def test_a_template_that_leaves_out_messages_is_refused():
+    with pytest.raises(UserError, match="^m: its chat template leaves out messages"):
+        ChatTemplate(chat_tokenizer("chatml", "{{ messages[-1].content }}"), "m")
 
 
 def test_complete_texts_need_a_mark_that_is_true_or_false_and_a_token_of_the_tokenizer(tokenizer):

@@ -122,7 +122,7 @@ def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
     "changes, named",
     [
         ({"GAME": "chess"}, "--game chess"),
-        ({"GAME_OPTIONS": "speed=2"}, "--game_options speed"),
+        ({"GAME_OPTIONS": "speed=2"}, "speed"),
         ({"MATCH": "fuzzy"}, "fuzzy"),
         ({"PROMPTS": "none.json"}, "none.json: no such file"),
         ({"EVAL_WORDS": "held=none.txt"}, "none.txt: no such file"),
@@ -166,6 +166,12 @@ def test_vllm_must_be_there(check, tmp_path, monkeypatch):
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("VLLM", str(tmp_path / "vllm"))
     check(ENGINE="vllm")
+
+
+def test_the_harness_of_the_benchmarks_must_be_there(check, monkeypatch):
+    monkeypatch.setattr(check_loop, "find_spec", lambda name: None)
+    assert "--eval_tasks needs lm-eval" in check(status=2, EVAL_TASKS="MMLU")
+    check(EVAL_TASKS="MMLU", REASONING_ARGS="--lm_eval /env/bin/lm_eval")
 
 
 def test_a_large_model_is_trained_on_a_cpu_only_if_the_user_says_so(check, large_model, pretend_gpus):
@@ -263,7 +269,7 @@ def test_parameters_are_those_of_the_files_that_transformers_loads(tiny_model, l
         ("zero2", {"NPROC": "8"}, 40),
         ("zero3", {"NPROC": "8"}, 20),
         ("none", {"LORA_RANK": "16"}, 16),
-        ("zero3", {"NPROC": "8", "TRAIN_BATCH": "4"}, 24),
+        ("zero3", {"NPROC": "8", "TRAIN_BATCH": "4"}, 23),
     ],
 )
 def test_the_memory_that_training_takes_of_a_gpu(settings, way, changes, gib):

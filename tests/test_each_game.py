@@ -42,7 +42,7 @@ CASES = {
                 "you are the answerer",
                 "The target word: apple",
                 "Begin each answer with",
-                "--- found - both win, after 3",
+                "--- found (",
             ],
         ),
     ),
@@ -58,7 +58,7 @@ CASES = {
         (
             [["What do you eat?", "Are you from `Lyon, France`?"]],
             "Quenelles.",
-            ["you are the answerer", "Lyon", "--- found - both win, after 3 messages"],
+            ["you are the answerer", "Lyon", "--- found ("],
         ),
     ),
     "bargain": Case(

@@ -14,12 +14,13 @@ from scripted import ScriptedPlayer
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.chat import chat_messages
-from tools.games.game import Game, Outcome, game_problems, game_setting, own_games
+from tools.games.game import Game, Outcome, game_setting, own_games
 from tools.games.twenty_questions import TwentyQuestions
 from tools.selfplay.play import play_game
 from utils import UserError
 
 QUESTIONS, CITY, BARGAIN = TwentyQuestions(), load_game("guess_my_city"), load_game("bargain")
+OWN_GAMES = [name for name in own_games() if name != "textarena"]  # which needs a package, and has its own tests
 
 
 def messages(game, *texts):
@@ -36,13 +37,13 @@ SAID += ["[I keep: 1 book]", "[I keep: 9 book]", "[accept]", ""]
 
 
 def test_games_of_this_project_are_found_by_name():
-    assert own_games() == ["bargain", "guess_my_city", "taboo", "twenty_questions"]
-    titles = ["A bargain", "Guess My City", "Adversarial Taboo", "20 Questions"]
-    assert [load_game(name).title for name in own_games()] == titles
+    assert own_games() == ["bargain", "guess_my_city", "taboo", "textarena", "twenty_questions"]
+    assert [load_game(name).name for name in OWN_GAMES] == OWN_GAMES
     assert load_game().name == "taboo" and load_game("taboo", match="word").match == "word"
 
 
 OWN = """
+from tools.games import Outcome
 from tools.games.twenty_questions import TwentyQuestions
 class Mine(TwentyQuestions):
     name = "mine"
@@ -61,14 +62,11 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
 @pytest.mark.parametrize(
     "name, options, complaint",
     [
-        ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, twenty_questions"),
-        ("../taboo", {}, "there is bargain"),
+        ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, textarena, twenty_questions"),
         ("game", {}, "there is bargain"),
-        ("none.py:Mine", {}, "none.py: FileNotFoundError"),
-        ("no_module:Mine", {}, "no_module: ModuleNotFoundError"),
         ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
         ("taboo", {"depth": "3"}, "--game_options of Adversarial Taboo: .*'depth'; it has match"),
-        ("twenty_questions", {"match": "word"}, "--game_options of 20 Questions: .*'match'; it has no options"),
+        ("twenty_questions", {"match": "word"}, "--game_options of 20 Questions: .*'match'; it has none"),
         ("taboo", {"match": "regex"}, "match is 'regex'; it must be one of substring, word"),
     ],
 )
@@ -80,50 +78,34 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("class Mine(", "mine.py: SyntaxError"),
-        ("import no_such_package", "mine.py: ModuleNotFoundError: No module named 'no_such_package'"),
-        (OWN.replace(' = "no"', ""), "--game_options of 20 Questions: missing a required argument: 'shout'"),
-        (OWN.replace('"mine"', '"taboo"'), "the name 'taboo' is taken"),
-        (OWN.replace("self.shout = shout", "raise ValueError('no shouting')"), "20 Questions: no shouting"),
+        ('name = "taboo"', "the name 'taboo' is taken"),
+        ("def __init__(self): raise ValueError('no shouting')", "20 Questions: no shouting"),
+        ('roles = ("one", "one")', "roles are"),
+        ('roles = ("history", "two")', "roles are"),
+        ('outcomes = (Outcome("a"), Outcome("a"))', "outcomes are called"),
+        ('outcomes = (Outcome("a", winner="judge"),)', "the winner of 'a' is 'judge'"),
     ],
 )
-def test_an_own_game_that_does_not_work_is_refused_in_one_line(tmp_path, text, complaint):
-    (tmp_path / "mine.py").write_text(text)
+def test_an_own_game_that_would_give_wrong_results_is_refused(tmp_path, text, complaint):
+    (tmp_path / "mine.py").write_text(OWN.split("    def")[0] + f"    {text}\n")
     with pytest.raises(UserError, match=complaint):
         load_game(f"{tmp_path}/mine.py:Mine")
 
 
-def test_all_that_an_incomplete_game_lacks_is_listed_at_once():
-    class Half(Game):
-        name, roles = "half", ("one", "two")
-
-    lacking = ("title", "max_turns", "prompt_file", "outcomes", "example_task", "secrets", "decide")
-    assert game_problems(Half) == [f"Half.{name} is missing" for name in lacking]
-
-
-@pytest.mark.parametrize(
-    "change, problem",
-    [
-        ({"max_turns": 0}, "max_turns is 0; it must be a whole number"),
-        ({"roles": ("one", "one")}, "roles are"),
-        ({"roles": ("history", "two")}, "roles are"),
-        ({"roles": ("one two", "three")}, "roles are"),
-        ({"outcomes": ()}, "outcomes are called"),
-        ({"outcomes": (Outcome("a"), Outcome("a"))}, "outcomes are called"),
-        ({"outcomes": (Outcome("a", winner="judge"),)}, "the winner of 'a' is 'judge'"),
-        ({"outcomes": (Outcome("a", points=(2.0, 0.0)),)}, "the points of 'a'"),
-        ({"likely_messages": 6}, None),  # an attribute that games once had
-    ],
-)
-def test_what_a_game_says_of_itself_is_checked(change, problem):
-    problems = game_problems(type("Odd", (TwentyQuestions,), change))
-    assert problems[0].startswith(problem) if problem else not problems
+def test_all_that_an_incomplete_game_lacks_is_listed_at_once(tmp_path):
+    (tmp_path / "half.py").write_text(
+        "from tools.games import Game\nclass Half(Game):\n    name, roles = 'half', ('one', 'two')\n"
+    )
+    with pytest.raises(UserError) as raised:
+        load_game(f"{tmp_path}/half.py:Half")
+    for name in ("title", "max_turns", "prompt_file", "outcomes", "example_task", "secrets", "decide"):
+        assert f"Half.{name} is missing" in str(raised.value)
 
 
 # --- what follows for every game -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", own_games())
+@pytest.mark.parametrize("name", OWN_GAMES)
 def test_shipped_prompt_files_fit_their_game(name):
     game = load_game(name)
     templates = prompts.load_templates(game.prompt_file, game)
@@ -138,7 +120,7 @@ def test_shipped_prompt_files_fit_their_game(name):
             assert told == [secret in game.secrets(speaks, task, history).values() for secret in known]
 
 
-@pytest.mark.parametrize("name", own_games())
+@pytest.mark.parametrize("name", OWN_GAMES)
 @given(st.lists(st.sampled_from(SAID)))
 def test_a_verdict_is_explained_and_its_points_are_shares(name, texts):
     game = load_game(name)
@@ -183,7 +165,6 @@ class Counting(Game):
 def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far():
     game, players = Counting(), {role: ScriptedPlayer([["a", "b"]] * 2) for role in Counting.roles}
     templates = {"rules": ["Count.\n"]} | {f"{role}_instruction": "You: {said}." for role in game.roles}
-    assert prompts.template_problems(templates, game) == []
     for task, opener in (("0", "left"), ("1", "right")):
         episode = asyncio.run(play_game(game, task, players, max_turns=2, templates=templates))
         order = [message["role"] for message in episode["history"]]
@@ -233,14 +214,13 @@ def test_points_follow_from_winner_breach_and_outcome():
         taboo.points("apple", [], "draw")
 
 
-# --- 20 Questions ----------------------------------------------------------------------------------------------------
+# --- 20 Questions and Guess My City ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "texts, outcome, length",
     [
-        (["Is it alive?", "Yes", "Is it `apple`?"], "found", 3),
-        (["Is it `Apple` ?"], "found", 1),
+        (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
         (["Is it `pear`?", "No, it is not"], "not found", 2),
         (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
         (["Is it red?", "Yes, like pineapples"], "not found", 2),
@@ -253,21 +233,16 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
     assert QUESTIONS.judge(messages(QUESTIONS, *texts), "apple", 3) == (outcome, length)
 
 
-# --- Guess My City ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "texts, outcome, length",
     [
-        (["Is it warm?", "Often.", "Are you from `Lyon`?"], "found", 3),
-        (["Are you from `lyon, FRANCE`?"], "found", 1),
+        (["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
         (["Are you from `Paris`? Are you from `Lyon` ?"], "found", 1),
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Are you from `Paris`?", "No, further south."], "not found", 2),
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
-        (["Which continent?", "Europe"], "not found", 2),
         (["a", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],
 )

@@ -1,25 +1,26 @@
-"""The house: which room may import which, read off the import statements."""
+"""The house: which room may import which, read from the import statements."""
 
 import ast
 import importlib.util
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
+# A room may import those before it. "flags" is tools/flags.py, "bench" the benchmark, "programs" all others in tools/.
 FLOORS = ["utils", "flags", "games", "players", "engine", "selfplay", "matches", "pages tiny", "programs", "bench"]
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games"}}  # what these may import
+ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games"}}  # all that these may import
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")]
+SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")])
 
 
 def room_of(module: str) -> str | None:
-    """The room of one of our modules, None for a library. "programs" are the files of tools/ but flags and bench."""
+    """The room of one of our modules, None for modules of others."""
     first, *rest = module.split(".")
     if first != "tools":
-        return first if first in TRAINING or first == "utils" else None
-    if rest and (rest[0] in ("flags", "bench") or (ROOT / "tools" / rest[0]).is_dir()):
+        return first if first in TRAINING | {"utils"} else None
+    if rest and (rest[0] in HEIGHT or (ROOT / "tools" / rest[0]).is_dir()):
         return rest[0]
     return "programs"
 
@@ -40,42 +41,42 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def arrows():
-    for path in SOURCES:
-        own = room_of(module_of(path))
-        for module in sorted(imports(path)):
-            other = room_of(module)
-            if other and not (own == other and own != "programs"):
-                yield pytest.param(own, other, id=f"{module_of(path)}->{module}")
+def may_import(own: str, other: str) -> bool:
+    if own == "utils" or own in TRAINING:
+        return other in TRAINING | {"utils"}  # the training side imports nothing of tools/
+    if own in ALONE:
+        return other in ALONE[own]
+    if other in TRAINING:
+        return own == "bench"  # tools/ imports only utils of the training side
+    if other in ALONE:
+        return own in ("programs", "bench")
+    return HEIGHT[other] < HEIGHT[own]
 
 
-@pytest.mark.parametrize("own, other", arrows())
-def test_imports_go_one_way(own, other):
-    if own in TRAINING or own == "utils":
-        assert other in TRAINING | {"utils"}, "the training side imports nothing of tools/"
-    elif own in ALONE:
-        assert other in ALONE[own]
-    elif other in TRAINING:
-        assert own == "bench", "tools/ imports only utils of the training side"
-    elif other in ALONE:
-        assert own in ("programs", "bench")
-    else:
-        assert HEIGHT[other] < HEIGHT[own], f"{own} stands below {other}" if own != other else "programs import rooms"
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_imports_go_one_way(path):
+    own = room_of(module_of(path))
+    others = {module: room_of(module) for module in imports(path)}
+    wrong = [module for module, room in others.items() if room and room != own and not may_import(own, room)]
+    assert not wrong
 
 
-def test_every_room_is_on_a_floor():
-    rooms = {path.parent.name for path in ROOT.glob("tools/*/*.py")}
-    assert rooms <= HEIGHT.keys() | ALONE.keys()
+def test_programs_do_not_import_each_other():
+    for path in ROOT.glob("tools/*.py"):
+        assert "programs" not in {room_of(module) for module in imports(path) if module.startswith("tools.")}, path
+
+
+def test_every_room_has_a_place():
+    assert {path.parent.name for path in ROOT.glob("tools/*/*.py")} <= HEIGHT.keys() | ALONE.keys()
 
 
 def test_no_room_is_called_like_a_package_or_a_program():
-    """`python tools/x.py` puts tools/ on the import path."""
+    """`python tools/x.py` puts tools/ first on the import path."""
     rooms = {path.parent.name for path in ROOT.glob("tools/*/*.py")}
     assert not rooms & {path.stem for path in ROOT.glob("tools/*.py")}
     assert [room for room in sorted(rooms) if importlib.util.find_spec(room)] == []
 
 
-def test_games_know_no_torch():
+def test_games_import_no_torch():
     for path in ROOT.glob("tools/games/*.py"):
-        heavy = {module.split(".")[0] for module in imports(path)} & {"torch", "numpy", "datasets"}
-        assert not heavy, path
+        assert not {module.split(".")[0] for module in imports(path)} & {"torch", "numpy", "datasets"}, path

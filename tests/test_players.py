@@ -193,15 +193,18 @@ def ask(batcher, engine, lengths):
 
 
 class TestBatcher:
-    def test_an_engine_runs_when_every_live_game_waits(self):
-        engine = EchoEngine()
-        assert ask(Batcher(), engine, [2, 1, 3]) == [["0.0", "0.1"], ["1.0"], ["2.0", "2.1", "2.2"]]
-        assert engine.runs == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
-
-    def test_the_place_of_a_finished_reply_is_taken_before_the_next_run(self):
-        engine = EchoEngine(at_once=1)
-        ask(Batcher(), engine, [2, 2, 1])
-        assert engine.runs == [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]
+    @pytest.mark.parametrize(
+        "at_once, lengths, runs",
+        [
+            (8, [2, 1, 3], [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]),
+            (1, [2, 2, 1], [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]),
+        ],
+    )
+    def test_an_engine_runs_when_every_live_game_waits(self, at_once, lengths, runs):
+        engine = EchoEngine(at_once)
+        expected = [[f"{game}.{turn}" for turn in range(length)] for game, length in enumerate(lengths)]
+        assert ask(Batcher(), engine, lengths) == expected
+        assert engine.runs == runs
 
     def test_of_two_engines_the_one_with_more_open_requests_goes_first(self):
         one, two, order = EchoEngine(), EchoEngine(), []
@@ -270,6 +273,9 @@ class TestBatchEngine:
                 raise torch.OutOfMemoryError
             return expected[: len(prompts)] if prompts == ["a", "b"] else [None] * len(prompts)
 
+        def no_memory(prompts, limits):
+            raise torch.OutOfMemoryError
+
         engine.generate = answer
         for number, prompt in enumerate("abcdefgh"):
             engine.start(number, prompt, game=number)
@@ -278,14 +284,7 @@ class TestBatchEngine:
         assert sizes == [8, 4, 2, 2]
         assert "out of memory with 8 prompts at once; going on with half as many" in caplog.text
 
-    def test_memory_that_does_not_suffice_for_one_prompt_is_an_error(self, tiny_model):
-        local = load(tiny_model)
-
-        def answer(prompts, limits):
-            raise torch.OutOfMemoryError
-
-        engine = BatchEngine(local, 1)
-        engine.generate = answer
-        engine.start(0, "a", game=0)
-        with pytest.raises(torch.OutOfMemoryError):
+        engine.start(9, "i", game=9)
+        engine.generate = no_memory
+        with pytest.raises(torch.OutOfMemoryError):  # not even one prompt
             engine.run()

@@ -106,9 +106,9 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
 
 @functools.cache
 def loop_flags() -> set[str]:
-    """The settings of the loop, as flags: those that its --help names as flags or as variables."""
+    """The settings that the loop's --help lists as variables, as flags."""
     usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {f"--{name.lower()}" for name in re.findall(r"--(\w+)|\b([A-Z][A-Z_]+)\b", usage) for name in name if name}
+    return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage, flags=re.MULTILINE)} | {"--help"}
 
 
 PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
@@ -180,13 +180,11 @@ def test_every_file_and_function_that_is_named_is_there(name):
         assert re.search(rf"(def|class) {function}\b", (ROOT / f"{module}.py").read_text()), function
 
 
-def test_the_map_of_tools_lists_its_rooms_and_programs():
-    text = TEXTS["tools/README.md"]
+def test_the_top_readme_names_every_room_and_program():
     rooms = [path.name for path in (ROOT / "tools").iterdir() if (path / "__init__.py").is_file()]
-    programs = [path.name for path in (ROOT / "tools").glob("*.sh")]
-    programs += [path.name for path in (ROOT / "tools").glob("*.py") if '"__main__"' in path.read_text()]
-    assert [room for room in rooms if f"]({room})" not in text] == []
-    assert [program for program in programs if f"`{program}`" not in text] == []
+    programs = [path for path in (ROOT / "tools").glob("*.py") if '"__main__"' in path.read_text(encoding="utf-8")]
+    assert [room for room in rooms if f"](tools/{room}/README.md)" not in TOP] == []
+    assert [path.name for path in programs if not re.search(rf"tools[./]{path.stem}\b", "".join(TEXTS.values()))] == []
 
 
 # Python code.

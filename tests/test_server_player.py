@@ -6,7 +6,6 @@ Against two servers on loopback: a stub that misbehaves as it is told, and the o
 import contextlib
 import json
 import os
-import random
 import re
 import socket
 import sys
@@ -17,11 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, build_llama, build_tokenizer
+from conftest import build_llama, build_tokenizer
 from helpers import TORCHRUN, call, flags_of, start
 
-from dataloaders import encode_example, normalize_row
-from tools import assign_rewards, evaluate_games, play_llm_game
+from tools import evaluate_games, play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players import server_flags
@@ -204,10 +202,6 @@ class TestRequests:
                 {"openai_extra_sampling": True, "min_new_tokens": 2},
                 {"temperature": 1.2, "top_p": 1.0, "top_k": 50, "min_tokens": 2},
             ),
-            (
-                {"openai_extra_sampling": True, "top_k": 0},
-                {"temperature": 1.2, "top_p": 1.0, "top_k": -1, "min_tokens": 0},
-            ),
             ({"openai_extra_sampling": True, "task_type": "testing"}, {"temperature": 0, "min_tokens": 0}),
         ],
     )
@@ -361,22 +355,6 @@ class TestFaults:
         run(*flags(place, tmp_path, server.url, openai_api=api, max_games=2), status=status)
         assert len(stored(tmp_path)) == (2 if status == 0 else 1)
 
-    def test_a_server_that_misbehaves_now_and_then_costs_no_game_and_adds_none(self, stub, place, tmp_path):
-        rng, errors = random.Random(0), ""
-
-        def behave(number, body):
-            ill = number and rng.random() < 0.1
-            return rng.choice(list(FAULTS.values())) if ill else (200, {}, said(rng.choice(["Nö.", "Hm."])))
-
-        arguments = flags(place, tmp_path, stub(behave).url)
-        while not (tmp_path / f"{STEM}_results.json").exists():
-            with contextlib.suppress(AssertionError):  # status 0 at last
-                errors += run(*arguments, status=UNFINISHED).errors
-        games = results(tmp_path)
-        assert [game["target_word"] for game in games] == WORDS
-        assert {message["content"] for game in games for message in game["history"]} == {"Nö.", "Hm."}
-        assert "left unfinished" in errors and "Traceback" not in errors
-
     def test_a_request_without_an_answer_in_time_is_asked_again(self, stub, place, tmp_path):
         server = stub(lambda number, body: time.sleep(2 * (number == 1)) or (200, {}, said()))
         run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
@@ -413,13 +391,6 @@ class TestFaults:
         left = run(*flags(place, tmp_path, server.url, openai_retries=1, max_concurrency=2), status=UNFINISHED)
         assert "20 games in a row had to be left unfinished" in left.errors
         assert len(server.requests) <= 8 + 2 * 22
-
-    def test_a_server_that_is_down_from_the_start_ends_the_run_too(self, place, tmp_path):
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-            left = run(*flags(place, tmp_path, url, openai_retries=1), status=UNFINISHED)
-        assert "40 games are missing" in last_line(left)
 
     def test_under_torchrun_other_ranks_end_their_games_before_the_launch_fails(self, stub, place, tmp_path):
         last_of_rank_1 = [time.monotonic()]
@@ -493,11 +464,8 @@ def test_servers_may_move_but_not_change_their_api(stub, place, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"attacker_model_name_or_path": "openai:"}, "'openai:' names no model"),
         ({"max_concurrency": 0, "openai_retries": -1}, "--openai_retries is -1; .*; --max_concurrency is 0"),
-        ({"openai_timeout": 0, "max_total_tokens": 0}, "--max_total_tokens is 0; .*; --openai_timeout is 0.0"),
         ({"min_new_tokens": 2}, "--min_new_tokens needs a server"),
-        ({"url": "localhost:8000"}, "--openai_base_url must look like"),
         ({"url": "http://a host/v1"}, "--openai_base_url must look like"),
         ({"url": "http://me:hush@host/v1"}, "^(?!.*hush).*without user and password"),
         ({"openai_api": "responses"}, "--openai_api"),
@@ -513,14 +481,6 @@ def test_bad_flags_end_with_one_line(changes, message, place, tmp_path, monkeypa
     refused = run(*flags(place, tmp_path / "out", **changes), status=2)
     assert re.search(message, last_line(refused))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_package_is_named_with_its_command(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_flags, "find_spec", lambda name: None)
-    line = last_line(run(*flags(place, tmp_path / "out", "http://h/v1"), status=2))
-    command = re.search('openai:MODEL needs a package: pip install "(.*?)"', line)[1]
-    assert command in (ROOT / "requirements.txt").read_text()
-    assert command in (ROOT / "tests" / "requirements.txt").read_text()
 
 
 def test_a_server_may_be_one_of_the_players_of_a_match(stub, place, tiny_model, tmp_path):
@@ -540,25 +500,6 @@ def test_a_server_may_be_one_of_the_players_of_a_match(stub, place, tiny_model, 
     run(*arguments, program=evaluate_games)
     rows = json.loads((tmp_path / "matches.json").read_text())["results"]
     assert {(row["player"], row["opponent"]) for row in rows} == {("api", "local"), ("local", "api")}
-
-
-def test_games_of_a_strong_model_become_rows_to_imitate(stub, place, tokenizer, tmp_path):
-    """The README's way: chat games on the first words, rewards, rows that the trainer reads."""
-
-    def behave(number, body):
-        if "Hide `" in body["messages"][0]["content"]:
-            return 200, {}, said("It has four letters and a number.")
-        return 200, {}, said("I know the word! It is `word105`!")  # right once, wrong otherwise
-
-    run(*flags(place, tmp_path, stub(behave).url, openai_api="chat", max_games=10, temperature=1.0))
-    files = {"input_data_path": tmp_path / f"{STEM}_results.json", "output_data_path": tmp_path / "rows.json"}
-    run(*flags_of(files | {"prompt_templates": place / "prompts.json"}), program=assign_rewards)
-    rows = [normalize_row(row) for row in read_json_or_jsonl(tmp_path / "rows.json")]
-    assert [row["target"].startswith("I know") for row in rows] == [index == 5 for index in range(10)]
-    assert sum(row["weight"] for row in rows) == 10
-    for row in rows:
-        encoded = encode_example(row, tokenizer)
-        assert tokenizer.decode(encoded["input_ids"]).endswith(row["target"] + tokenizer.eos_token)
 
 
 # --- an independent server -----------------------------------------------------------------------------------------

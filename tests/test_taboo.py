@@ -1,4 +1,3 @@
-import copy
 import re
 
 import pytest
@@ -133,11 +132,6 @@ def test_an_invalid_game_is_refused_by_naming_what_is_wrong(change):
         GAME.judge(*({"history": [], "target_word": "apple", "max_turns": 3} | change).values())
 
 
-def test_a_blank_word_has_no_derivatives():
-    with pytest.raises(ValueError, match="blank"):
-        taboo.derivatives(" ")
-
-
 # --- judge: properties -----------------------------------------------------------------------------------------------
 
 PIECES = [
@@ -181,15 +175,6 @@ def test_what_follows_the_decisive_message_does_not_count(history, more, word, m
         assert judge(history[:length] + more, word, max_turns, match=match) == (outcome, length)
 
 
-@given(histories, words, turns, st.sampled_from(taboo.MATCHES))
-def test_case_does_not_matter_and_nothing_is_modified(history, word, max_turns, match):
-    before = copy.deepcopy(history)
-    loud = [{"role": message["role"], "content": message["content"].upper()} for message in history]
-    quiet = judge(history, word, max_turns, match=match)
-    assert judge(loud, word.upper(), max_turns, match=match) == quiet
-    assert history == before
-
-
 # --- play ------------------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +182,6 @@ def test_case_does_not_matter_and_nothing_is_modified(history, word, max_turns, 
     "texts, over",
     [
         ([], False),
-        (["Hello"], False),
-        (["Hello", "Hi"], False),
         (["An apple"], True),  # broken rules
         (["Hello", "Apple"], True),  # decided
         (["Hello", "I know the word! It is `pear`!"], True),

@@ -22,9 +22,10 @@ from tools.matches.stats import count_matches, result_rows
 from tools.selfplay import rewards
 from tools.tiny import controls, questions
 from tools.tiny import reproduce as tiny_reproduce
+from tools.tiny.arms import ARMS, Arm
 from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
-from tools.tiny.table import Arm, difference_lines, over_seeds
+from tools.tiny.table import Answers, difference_lines, over_seeds
 from utils import UserError, read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
@@ -124,6 +125,12 @@ class Programs:
             raise UserError(f"{log}: ended with exit status 1")
         if "build" in command:
             return
+        if "players" in flags:
+            one, other = (player.partition("=")[0] for player in command[command.index("--players") + 1 :][:2])
+            results = list(result_rows(count_matches(match(one, world.seed, other), Taboo())))
+            return write_json(world.folder / flags["output_dir"] / "matches.json", {"results": results})
+        names = ("MAX_TURNS", "MAX_LENGTH", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_K", "EVAL_GAMES_PER_WORD")
+        write_json(world.folder / flags["output"] / "settings.json", dict.fromkeys(names, "5"))
         for epoch in range(1, int(flags["epochs"]) + 1):
             played = load_game(flags.get("game", "taboo"))
             outcomes = dict.fromkeys((outcome.name for outcome in played.outcomes), 1)
@@ -152,6 +159,7 @@ def match(player: str, seed: int, other: str = "imitation") -> list[dict]:
     return [
         {"attacker": attacker, "defender": defender, "words": words, "seed": seed, "target_word": word}
         | {"history": [{"role": "attacker", "content": "Hm."}], "outcome": outcome, "length": 1}
+        | {"max_turns": 3}
         for attacker, defender, outcome in ((player, other, taboo.ATTACKER_WINS), (other, player, outcome))
         for words, word in (("played", "cat"), ("held_out", "cow"))
     ]
@@ -159,11 +167,12 @@ def match(player: str, seed: int, other: str = "imitation") -> list[dict]:
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Half of the questions are answered right by every model but the base model, which answers none."""
+    """Half of the questions are answered right by every model; base answers one more, forms all of them."""
     programs, number = Programs(), len(questions.make_questions())
-    asked = partial(map, lambda name: (name, [0 if name == "base" else place % 2 for place in range(number)]))
+    answers = {"base": [1, *(place % 2 for place in range(1, number))], "forms": [1] * number}
+    half = [place % 2 for place in range(number)]
     monkeypatch.setattr(tiny_reproduce.World, "program", lambda world, *args: programs(world, *args))
-    monkeypatch.setattr(tiny_reproduce, "ask", lambda models, path: dict(asked(models)))
+    monkeypatch.setattr(tiny_reproduce, "ask", lambda models, path: {name: answers.get(name, half) for name in models})
     return programs
 
 
@@ -174,32 +183,38 @@ def reproduce(folder: Path, status: int = 0, **flags):
 
 def tables_of(folder: Path) -> list[list[list[str]]]:
     """The cells of each table, without the line under its head."""
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in (folder / "table.md").read_text().split("\n")
-    ]
+    text = (folder / "table.md").read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
     tables = [list(part) for key, part in groupby(lines, key=bool) if key]
     return [[table[0], *table[2:]] for table in tables]
 
 
-def test_all_arms_of_all_seeds_run_and_come_into_the_tables(programs, tmp_path):
-    printed = reproduce(tmp_path, arms=["detached", "coin", "questions"], games=["taboo", "twenty_questions"]).output
-    assert (tmp_path / "table.md").read_text() in printed
-    titles = {name: arm.title for name, arm in tiny_reproduce.ARMS.items()}
-    points, differences, self_play, own, asked = tables_of(tmp_path)
-    assert [line[:2] for line in points[1:]] == [
-        [titles[name], epoch] for name in ("released", "detached") for epoch in "12"
-    ] + [[titles[name], "2"] for name in ("coin", "questions")]
+def titles(*names: str) -> list[str]:
+    return [ARMS[name].title for name in names]
+
+
+def test_the_study_runs_its_arms_on_all_seeds_and_shows_them(programs, tmp_path):
+    printed = reproduce(tmp_path, reasoning_seeds=[7]).output
+    text = (tmp_path / "table.md").read_text()
+    assert text in printed
+    of_seed = {seed: {name for name, _ in programs.calls if name.startswith(f"seed{seed}/")} for seed in (3, 4, 7)}
+    study = {name for name, arm in ARMS.items() if arm.game == "taboo"} | {"world", "losers_against_released"}
+    assert of_seed[3] == {f"seed3/{name}" for name in study}
+    assert of_seed[7] == {f"seed7/{name}" for name in ("world", "released", "losers", "sft", "silent", "forms")}
+    points, differences, meeting, self_play, asked, gains = tables_of(tmp_path)
+    shown = [line[:2] for line in points[1:]]
+    assert [*titles("losers_released"), "2"] in shown and [*titles("sft"), "2"] in shown
+    assert not {line[0] for line in shown} & set(titles("silent", "forms"))
     # 1/2 point as defender in seed 4 and 0 in seed 3: 0.75 and 0.5 points, standard error 0.125, t(1) = 12.706.
     assert points[1][2:4] == ["0.625 [-0.963, 2.213]", "0.500, 0.750"]
     assert points[1][4] == "1.000 [1.000, 1.000]" and points[1][9:] == ["0.000", "0.250"]
-    pairs = [("detached", "released"), ("released", "coin"), ("released", "questions")]
-    assert [line[:2] for line in differences[1:]] == [[titles[name] for name in pair] for pair in pairs]
+    assert titles("losers", "cloning_all") in [line[:2] for line in differences[1:]]
     assert {line[2] for line in differences[1:]} == {"+0.000 [+0.000, +0.000]"}
-    assert self_play[-1] == [titles["detached"], "epoch 2", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.50"]
-    assert own[1] == [titles["questions"], "imitation", "0.250", "2.50"]
-    arms = list(dict.fromkeys(line[0] for line in points[1:]))
-    assert [line[0] for line in asked[1:]] == ["base", "imitation", *arms]
-    assert asked[3][-1] == "+0.000 [+0.000, +0.000]" and asked[1][-1] == ""
+    assert meeting[1] == [*titles("losers", "released"), "0.625 [-0.963, 2.213]", "0.500, 0.750"]
+    assert self_play[1] == [*titles("released"), "imitation", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.50"]
+    assert [line[0] for line in asked[1:3]] == ["base", "imitation"] and len(asked) == 3 + 12
+    assert gains[1][2:] == ["+0.000 [+0.000, +0.000]"] * 3 and gains[4][2] == "+0.500 [+0.500, +0.500]"
+    assert text.count("misses the gate") == 0 and "it is the attacker: Hm. (attacker wins)" in text
 
 
 def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_their_own_settings(programs, tmp_path):
@@ -211,24 +226,23 @@ def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_the
     assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
     released = loops["seed3/released"]
     assert released == first | {"until": "epoch3_play"}
-    own = {"model", "first_episodes", "output", "epochs", "until", "eval_every"}
-    for name, arm in tiny_reproduce.ARMS.items():
+    shared = {"settings", "words", "sft_data", "seed", "eval_seeds", "save_steps", "report", "play_args", "eval_args"}
+    for name, arm in ARMS.items():
         if arm.game == "taboo" and name != "released":
             settings = loops[f"seed3/{name}"]
             assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
             assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
-            assert (settings["output"], settings["seed"], settings["eval_seeds"]) == (name, "300", "3")
-            changed = {key for key in settings if settings[key] != released.get(key)} - own
-            assert changed <= arm.settings.keys() and {key: settings[key] for key in arm.settings} == {
-                key: str(value) for key, value in arm.settings.items()
-            }
+            assert settings["output"] == name and {settings[key] == released[key] for key in shared} == {True}
+            assert settings["eval_words"] == (released["eval_words"] if arm.matches else "")
+            own = {key: value for key, value in settings.items() if key not in released}
+            assert own == {key: str(value) for key, value in arm.settings.items()}
 
 
 def test_every_setting_of_an_arm_is_one_of_the_loop(programs, tmp_path):
-    reproduce(tmp_path, arms=list(tiny_reproduce.ARMS), games=["taboo", "twenty_questions", "guess_my_city"])
+    reproduce(tmp_path, arms=list(ARMS), games=["taboo", "twenty_questions", "guess_my_city"])
     usage = subprocess.run(["bash", ROOT / "tools/run_spag.sh", "--help"], capture_output=True, text=True, check=True)
-    used = {name for _, flags in programs.calls if "output" in flags for name in flags}
-    assert {name for name in used if f"--{name}" not in usage.stdout} == set()
+    used = {name.upper() for _, flags in programs.calls if "output" in flags for name in flags}
+    assert used <= set(re.findall(r"\b[A-Z_]+\b", usage.stdout))
 
 
 def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_taboo(programs, tmp_path):
@@ -239,6 +253,7 @@ def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_ta
     assert settings["first_episodes"] == "" and settings["eval_words"] == loops["seed4/released"]["eval_words"]
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
     flags = settings["eval_args"].split()
+    assert tables_of(tmp_path)[3][1] == [*titles("cities"), "imitation", "0.250", "2.50"]
     assert flags[-2:] == ["--max_turns", "3"] and flags[flags.index("--game") + 1] == "taboo"
     prompt_file = tmp_path / "seed4" / flags[flags.index("--prompt_templates") + 1]
     assert prompt_file.samefile(ROOT / "data" / "tiny" / "prompts.json")
@@ -294,6 +309,16 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
     process.kill()
     process.wait()
     asleep[0].wait(timeout=10)
+
+
+def test_a_seed_whose_questions_cannot_show_a_gain_is_named_with_its_numbers():
+    number = len(questions.make_questions())
+    right = {name: [1] * (number // 2) + [0] * (number - number // 2) for name in ("base", "imitation", "silent")}
+    forgot = Answers(5, right | {"imitation": [0] * number, "forms": [1] * number}).refusal()
+    assert forgot.startswith("Seed 5 ") and "imitation 0.000" in forgot
+    half = {name: [place % 2 for place in range(number)] for name in right}
+    assert "+0.000 [+0.000, +0.000]" in Answers(6, half | {"forms": half["silent"]}).refusal()
+    assert Answers(6, half | {"forms": [1] * number}).refusal() is None
 
 
 # --- differences ---------------------------------------------------------------------------------------------------

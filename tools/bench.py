@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from tools.flags import flag, parse_command  # isort: skip  (first: it imports utils, see train.py)
 import torch
 
 import train
@@ -34,7 +35,6 @@ from dataloaders import SPAGCollator
 from tools.engine.generate import now
 from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
-from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.selfplay.lineup import Lineup

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.games.flags import GameFlags
@@ -150,6 +151,8 @@ def machine_problems(settings: Mapping[str, str], parameters: int | None) -> Ite
         from tools.engine.vllm import VLLMFlags
 
         yield from (f"--engine vllm: {why}" for why in [VLLMFlags().vllm_missing()] if why)
+    if settings["EVAL_TASKS"] and "--lm_eval" not in settings["REASONING_ARGS"] and not find_spec("lm_eval"):
+        yield "--eval_tasks needs lm-eval (requirements.txt), or --reasoning_args '--lm_eval COMMAND'"
     deepspeed = settings["DEEPSPEED"] != "none"
     packages = ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed
     try:

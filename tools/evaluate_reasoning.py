@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip  (first: it imports utils, see train.py)
 import torch
 
-from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.reasoning.jobs import Job, folder_digest, run_jobs, task_folder
 from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
 from utils import (

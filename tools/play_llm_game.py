@@ -11,19 +11,27 @@ command plays those that are missing. Without a launcher (python -m tools.play_l
 
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_flags
-from tools.players.human import HUMAN, human_problems
-from tools.selfplay.counts import result_line
+from tools.players.human import HUMAN
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from utils import (
+    UserError,
+    await_inputs,
+    end_with_launcher,
+    read_words,
+    run_program,
+    set_up_logging,
+    too_small,
+    world_size,
+)
 
-MOST_TIED = 0.5  # share of the games
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +54,8 @@ class Flags(PlayFlags):
 
     def check(self) -> None:
         problems = too_small(self, max_games=1) + self.problems(list(self.names))
-        problems += human_problems(self.names, self.concurrent_games)
+        if HUMAN in self.names and (world_size() > 1 or not sys.stdin.isatty()):
+            problems.append(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
         for name in ("model_prefix", "data_suffix"):
             value = getattr(self, name)
             if not value or Path(value).name != value:
@@ -76,9 +85,7 @@ def main() -> None:
         "seed": flags.seed,
     }
     if summary := run.play(settings):
-        logger.info("%s: %s", files.results_path, result_line(summary))
-        if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
-            logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
+        logger.info("%s: %d games", files.results_path, summary["games"])
         print(json.dumps(summary))
 
 

@@ -46,8 +46,6 @@ class Tasks(GameChoice):
     seed: int = flag("seed of the draws", default=0)
 
     def run(self) -> None:
-        if self.number < 1:
-            raise UserError(f"--number is {self.number}; it must be at least 1")
         write_words(self.output, self.load_game().tasks(self.number, random.Random(self.seed)))
 
 

@@ -14,8 +14,8 @@ names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA EPOCHS UNTIL GAME GAM
   GAMES_PER_WORD FIRST_EPISODES MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE TENSOR_PARALLEL_SIZE PLAY_BATCH
   REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF
   CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK
-  RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION REPORT
-  CHECK_DISK IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS)
+  RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS
+  REPORT CHECK_DISK IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS)
 
 set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
@@ -97,6 +97,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${EVAL_GAMES_PER_WORD:=1}"  # games of each word, role and seed of the match
 : "${EVAL_EVERY:=1}"           # a match after every so many epochs
 : "${EVAL_IMITATION:=False}"   # True: imitation plays a match against itself too, which shows the spread
+: "${EVAL_TASKS:=}"            # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
 : "${REPORT:=True}"            # False: no report.html
 : "${CHECK_DISK:=True}"        # False: start although the disk space may not suffice
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
@@ -104,6 +105,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py
 : "${REWARD_ARGS:=}"           # further flags of REWARDS
 : "${EVAL_ARGS:=}"             # further flags of tools/evaluate_games.py
+: "${REASONING_ARGS:=}"        # further flags of tools/evaluate_reasoning.py
 set_flags "$@" # again: flags with an empty value count too
 lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
 IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
@@ -162,11 +164,12 @@ rewards=(--decay_weight "$DECAY_WEIGHT" --min_game_rows "$GLOBAL_BATCH" ${SFT_DA
 case $LOSERS in *[1-9]*) rewards+=(--losers "$LOSERS") ;; esac
 case $TIES in *[1-9]*) rewards+=(--ties "$TIES") ;; esac
 
-model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE))
+model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
 [ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL \
   --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" \
   --seed "$SEED" $IMITATION_ARGS
 imitation=$model
+[ -z "$IMITATION_DATA" ] || models+=("imitation=$model")
 [ -z "$EVAL_WORDS" ] || [ "$EVAL_IMITATION" = False ] || match imitation "imitation=$imitation"
 
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
@@ -186,12 +189,15 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
     --learning_rate "$LEARNING_RATE" --seed "$seed" $TRAIN_ARGS
-  player=epoch$epoch
+  player=epoch$epoch models+=("epoch$epoch=$model")
   [ -z "$EVAL_WORDS" ] || [ $((epoch % EVAL_EVERY)) -gt 0 ] || match "$player" "imitation=$imitation" "$player=$model"
   say "epoch $epoch of $EPOCHS is done, $((SECONDS / 60)) minutes after the start"
   [ "$NODE_RANK" -gt 0 ] || [ "$REPORT" = False ] ||
     run report "$PYTHON" "$root/tools/report.py" "$OUTPUT" "${game[@]}"
 done
+[ -z "$EVAL_TASKS" ] || [ "$NODE_RANK" -gt 0 ] ||
+  run reasoning "$PYTHON" "$root/tools/evaluate_reasoning.py" --models "${models[@]}" --tasks $EVAL_TASKS \
+    --output_dir "$OUTPUT/reasoning" $REASONING_ARGS
 say "finished; everything is in $OUTPUT"
 exit
 }

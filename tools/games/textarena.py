@@ -138,17 +138,14 @@ class TextArena(Game):
 
 def _hides_moves(env) -> bool:
     """Whether the source of an environment tells a move (PLAYER_ACTION) to one player only, or to none."""
+    source = textwrap.dedent(inspect.getsource(type(env)))
     calls = [
-        node for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(type(env))))) if _tells_a_move(node)
+        {each.arg: ast.unparse(each.value) for each in node.keywords}
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_observation"
     ]
-    return not calls or any(
-        each.arg == "to_id" and ast.unparse(each.value) != "-1" for c in calls for each in c.keywords
-    )
-
-
-def _tells_a_move(node: ast.AST) -> bool:
-    is_call = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_observation"
-    return is_call and any(ast.unparse(each.value).endswith(".PLAYER_ACTION") for each in node.keywords)
+    moves = [call for call in calls if any(value.endswith(".PLAYER_ACTION") for value in call.values())]
+    return not moves or any(call.get("to_id", "-1") != "-1" for call in moves)
 
 
 # TicTacToe's scripted players. A board is nine characters, O for player zero, X for player one, and "." for free.

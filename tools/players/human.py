@@ -5,12 +5,11 @@ Nothing else is written to the terminal while a game is on. No torch.
 
 import contextlib
 import signal
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tools.games.game import LONE_SURROGATE, Game, History
 from tools.players.player import STOP, Reply, Turn
-from utils import shown, world_size
+from utils import shown
 
 with contextlib.suppress(ImportError):  # with it, `input` lets one edit the line
     import readline  # noqa: F401
@@ -40,16 +39,9 @@ class HumanPlayer:
     def end(self, episode: Mapping) -> None:
         """Show what was said last, the verdict and the rule that decided."""
         self._show_answer(episode["history"])
-        task, outcome, length = episode["target_word"], episode["outcome"], episode["length"]
-        decisive = episode["history"][:length]
-        own, other = self.game.checked_points(task, decisive, outcome)
-        if self.role == self.game.roles[1]:
-            own, other = other, own
-        together = {1.0: " - both win", 0.0: " - both lose"}
-        result = f" - you {'win' if own > other else 'lose'}" if own != other else together.get(own, "")
-        why = self.game.explain(task, decisive, outcome)
-        after = f"after {length} message{'s' * (length != 1)}"
-        print(f"\n--- {outcome}{result}, {after}{f' ({why})' if why else ''}; the target word was `{shown(task)}` ---")
+        task, outcome = episode["target_word"], episode["outcome"]
+        why = self.game.explain(task, episode["history"][: episode["length"]], outcome)
+        print(f"\n--- {outcome}{f' ({why})' if why else ''}; the target word was `{shown(task)}` ---")
 
     def _introduce(self, turn: Turn) -> None:
         print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves; finished games are stored) ---\n")
@@ -84,17 +76,3 @@ def read_line(prompt: str) -> str:
         raise HumanQuit from None
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def human_problems(names: tuple[str, str], concurrent_games: int | None) -> Iterator[str]:
-    """What keeps a person from playing, a phrase each; `names` are the players of both roles."""
-    if HUMAN not in names:
-        return
-    if names[0] == names[1]:
-        yield f"{HUMAN} can play one side: on one screen the other one's secrets would be read"
-    if world_size() > 1:
-        yield f"{HUMAN} plays in one process: start it with python -m tools.play_llm_game, without torchrun"
-    if (concurrent_games or 1) > 1:
-        yield f"--concurrent_games is {concurrent_games}; {HUMAN} plays one game at a time"
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield f"{HUMAN} needs a terminal, for input and for output"

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from tools.flags import flag
 from utils import too_small
@@ -14,7 +13,6 @@ PREFIX = "openai:"
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
-FOR_SERVERS_ONLY = ("openai_base_url", "openai_tokenizer", "max_total_tokens")
 
 
 @dataclass(kw_only=True)
@@ -42,16 +40,11 @@ class ServerFlags:
 
     def server_problems(self, names: Sequence[str], *, chat_template: bool, min_new_tokens: int) -> list[str]:
         """What is wrong with these flags for players of these names, a phrase each."""
-        servers = [name for name in names if is_server(name)]
-        if not servers:
-            given = [f"--{name}" for name in FOR_SERVERS_ONLY if getattr(self, name)]
-            return [f"{', '.join(given)}: only for players {PREFIX}MODEL, and there is none"] if given else []
-        problems = [f"{name!r} names no model; expected {PREFIX}MODEL" for name in servers if not model_of(name)]
-        problems += too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
+        if not any(map(is_server, names)):
+            return []
+        problems = too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
         url = self.openai_base_url or os.environ.get(URL_VARIABLE, "")
         ids, key = self.openai_tokenizer, os.environ.get(KEY_VARIABLE, "")
-        if not self.openai_timeout > 0:
-            problems.append(f"--openai_timeout is {self.openai_timeout}; it must be above 0")
         if ids and self.openai_api == CHAT:
             problems.append(f"--openai_tokenizer sends token ids, which --openai_api {CHAT} does not take")
         if chat_template and not ids:
@@ -64,8 +57,6 @@ class ServerFlags:
             problems.append(f"{KEY_VARIABLE} holds a blank, a line end or a character that is not ASCII: set it again")
         if not (url or key):
             problems.append(f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
-        if not find_spec("openai"):
-            problems.append(f"{PREFIX}MODEL needs a package: {INSTALL}")
         return problems
 
     def server_setting(self, name: str) -> dict:

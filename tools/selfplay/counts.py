@@ -97,13 +97,3 @@ class GameCounts:
             "new_tokens": self.tokens["new_tokens"],
             **{key: self.tokens[key] for key in SERVER_COUNTS if key in self.tokens},
         }
-
-
-def result_line(summary: Mapping) -> str:
-    """One line for people: games by outcome, and what is wrong with replies."""
-    games, messages = summary["games"], summary["messages"]
-    ended = ", ".join(f"{name} {number / games:.0%}" for name, number in summary["outcomes"].items() if number)
-    faults = {"empty": "empty_replies", "cut off at --max_new_tokens": "cut_off_replies"}
-    faults["to a prompt cut to --max_length"] = "cut_prompts"
-    said = [f"{summary[key] / messages:.0%} {fault}" for fault, key in faults.items() if summary[key]]
-    return f"{games:,} games: {ended or 'none'}; replies: {', '.join(said) or 'no faults'}"

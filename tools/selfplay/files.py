@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,29 +41,29 @@ class Episode(TypedDict):
 
 
 class GameIndex:
-    """Where each finished game stands in the rank files, some bytes for each of a million, and the games' counts."""
+    """Where each finished game stands in the rank files, and the games' counts."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
         self.game, self.words, self.paths = game, words, paths
-        self.offsets = array("q", [-1]) * len(words)  # of the game's line in its file; -1: not played
-        self.file_numbers = array("l", [0]) * len(words)
+        self.places: dict[int, tuple[Path, int]] = {}  # by index: the file, and the offset of the game's line in it
         self.counts = GameCounts(game)
-        for number, path in enumerate(paths):
+        for path in paths:
             for where, offset, episode in _whole_lines(path):
-                self._add(where, number, offset, episode)
+                self._add(where, (path, offset), episode)
 
     def missing(self) -> list[int]:
-        return [index for index, offset in enumerate(self.offsets) if offset < 0]
+        return [index for index in range(len(self.words)) if index not in self.places]
 
     def __iter__(self) -> Iterator[Episode]:
         """The games in the order of the word list; none may be missing."""
         with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "rb")) for path in self.paths]
-            for file, offset in zip(self.file_numbers, self.offsets, strict=True):
-                files[file].seek(offset)
-                yield json.loads(files[file].readline())
+            files = {path: stack.enter_context(open(path, "rb")) for path in self.paths}
+            for index in range(len(self.words)):
+                path, offset = self.places[index]
+                files[path].seek(offset)
+                yield json.loads(files[path].readline())
 
-    def _add(self, where: str, file_number: int, offset: int, episode: dict) -> None:
+    def _add(self, where: str, place: tuple[Path, int], episode: dict) -> None:
         try:
             self.game.check_episode(episode)
             self.game.outcome(episode["outcome"])
@@ -77,11 +76,11 @@ class GameIndex:
             raise UserError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
             ) from None
-        if index >= len(self.words) or self.offsets[index] >= 0:  # of a run with more games, or played twice
+        if index >= len(self.words) or index in self.places:  # of a run with more games, or played twice
             return
         if word != self.words[index]:
             raise UserError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
-        self.offsets[index], self.file_numbers[index] = offset, file_number
+        self.places[index] = place
         self.counts.add(episode)
 
 
@@ -111,7 +110,16 @@ class EpisodeFiles:
         """
         if world_size() > 1 and "MASTER_ADDR" not in os.environ:
             raise UserError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
-        claimed = utils.from_rank_0(lambda: self._claim(settings))
+
+        def claim() -> dict:  # for all ranks of this launch
+            locks = f".{glob.escape(self.stem)}_rank*.lock"
+            for path in filter(utils.is_locked, self.folder.glob(locks)):  # of a launch whose rank 0 has ended
+                raise UserError(utils.LOCKED.format(path))
+            self.settings.claim(settings)
+            self.settings.write(settings)
+            return settings
+
+        claimed = utils.from_rank_0(claim)
         if different := utils.differences(claimed, settings):
             raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
         utils.lock(_lock_of(self.own_path))
@@ -122,14 +130,6 @@ class EpisodeFiles:
             for path in self.made_of_results:  # of fewer games
                 path.unlink(missing_ok=True)
         return finished
-
-    def _claim(self, settings: dict) -> dict:
-        """Claim the folder for all ranks of this launch, as its rank 0."""
-        for path in filter(utils.is_locked, self._rank_locks()):  # of a launch whose rank 0 has ended
-            raise UserError(utils.LOCKED.format(path))
-        self.settings.claim(settings)
-        self.settings.write(settings)
-        return settings
 
     def append(self, episode: Mapping) -> None:
         """Store a finished game; when this returns, it outlives the process and the machine."""
@@ -175,12 +175,9 @@ class EpisodeFiles:
         return summary
 
     def _existing_games(self) -> Path | None:
-        """A file with games in it, or the lock of a rank at work. A launch that failed before leaves neither."""
-        files = (path for path in (*self._rank_paths(), self.results_path) if path.is_file() and path.stat().st_size)
-        return next(files, next(filter(utils.is_locked, self._rank_locks()), None))
-
-    def _rank_locks(self) -> list[Path]:
-        return sorted(self.folder.glob(f".{glob.escape(self.stem)}_rank*.lock"))
+        """A file with games in it. A launch that failed before leaves none."""
+        files = (*self._rank_paths(), self.results_path)
+        return next((path for path in files if path.is_file() and path.stat().st_size), None)
 
     def _rank_path(self, number: int) -> Path:
         return self.folder / f"{self.stem}_rank{number}.jsonl"

@@ -2,14 +2,14 @@
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import ENGINE_THREAD, Batcher, Engine, LocalPlayer
+from tools.engine.local_player import ENGINE_THREAD, Batcher, LocalPlayer
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
 from tools.engine.vllm import AUTO, VLLM, VLLMServer
@@ -24,7 +24,6 @@ from utils import UserError, model_fingerprint, warn_on_rank_0
 VLLM_GAMES = 256  # at once, unless a flag says otherwise
 MOST_CUT = 0.5  # of the opening prompts
 LOOKED_AT = 200  # tasks at most, spread over the list
-ENGINES: dict[str, Callable[..., Engine]] = {SLOTS: SlotEngine, GENERATE: BatchEngine}
 logger = logging.getLogger(__name__)
 
 
@@ -38,8 +37,6 @@ class Lineup:
         self.tokens: dict[str, models.ModelTokens] = {}  # of models behind servers
         self.batch_size = flags.per_device_eval_batch_size
         self.use = ServerUse()
-        if self.batch_size == 1:
-            logger.info("--per_device_eval_batch_size 1 is slow; leave it out to have it chosen from the free memory")
 
     def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once; models of earlier players leave memory.
@@ -47,8 +44,7 @@ class Lineup:
         `names` are those of roles[0] and roles[1]. `seed` is that of draws on servers; those of this process come from
         torch's generator.
         """
-        local = list(filter(is_local, names))
-        folders = {name: models.model_folder(name).resolve() for name in local}
+        folders = {name: models.model_folder(name).resolve() for name in names if is_local(name)}
         if self.flags.engine == VLLM:
             of_folder = self._vllm_players(set(folders.values()), seed)
         else:
@@ -88,10 +84,10 @@ class Lineup:
             self.vllms.popitem()[1].end()
 
     def _games_at_once(self, names: Sequence[str]) -> int:
-        if self.flags.concurrent_games:
-            return self.flags.concurrent_games
         if HUMAN in names:
             return 1
+        if self.flags.concurrent_games:
+            return self.flags.concurrent_games
         if self.vllms:
             return self.flags.per_device_eval_batch_size or VLLM_GAMES
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
@@ -116,8 +112,8 @@ class Lineup:
         batcher, games = Batcher(), self._games_at_once(names)
         players: dict[Path, Player] = {}
         for folder, local in self.loaded.items():
-            engine = ENGINES[self._engine(local)](local, min(self.batch_size, games))
-            players[folder] = LocalPlayer(engine, batcher, local.chat)
+            engine = SlotEngine if self._engine(local) == SLOTS else BatchEngine
+            players[folder] = LocalPlayer(engine(local, min(self.batch_size, games)), batcher, local.chat)
         return players
 
     def _vllm_players(self, folders: set[Path], seed: int | str) -> dict[Path, Player]:
@@ -145,10 +141,11 @@ class Lineup:
 
     def _tokens_of(self, name: str) -> models.ModelTokens | None:
         """The tokenizer of a player; None for one without, and for a server's where --openai_tokenizer is not set."""
-        own = self.flags.openai_tokenizer if is_server(name) else None
         if is_local(name):
-            own = str(models.model_folder(name).resolve())
-        return self._tokens(own) if own else None
+            return self._tokens(str(models.model_folder(name).resolve()))
+        if is_server(name) and self.flags.openai_tokenizer:
+            return self._tokens(self.flags.openai_tokenizer)
+        return None
 
     def _tokens(self, name: str) -> models.ModelTokens:
         if name not in self.tokens:
@@ -174,17 +171,16 @@ class Lineup:
             )
             if self.flags.chat_template:
                 self.loaded[folder].use_chat_template(str(folder))
-        fitting = [self._batch_size(local) for local in self.loaded.values()]
+        fitting = []
+        for local in self.loaded.values():
+            if self._engine(local) == SLOTS:
+                slots, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
+                fitting.append(slots)
+            else:
+                fitting.append(batch_size_for_memory(local.model, self.flags.max_length))
         if self.flags.per_device_eval_batch_size is None and self.loaded:
             self.batch_size = min(fitting)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
-
-    def _batch_size(self, local: models.LocalModel) -> int:
-        """Prompts at once; an engine of slots is told how many tokens it may keep."""
-        if self._engine(local) != SLOTS:
-            return batch_size_for_memory(local.model, self.flags.max_length)
-        slots, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
-        return slots
 
     def _engine(self, local: models.LocalModel) -> str:
         able = can_hold(local.model, self.flags.max_length)

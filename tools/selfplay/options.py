@@ -13,7 +13,7 @@ from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server_flags import ServerFlags
-from utils import too_small, warn_on_rank_0
+from utils import too_small
 
 SLOTS, GENERATE = "slots", "generate"
 DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling
@@ -74,8 +74,6 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             problems.append(f"--top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.bf16 and self.fp16:
             problems.append("--bf16 and --fp16 exclude each other")
-        if self.engine == VLLM and self.device_map:
-            problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
         problems += self.vllm_problems(self.engine)
         return problems + self.server_problems(
             names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
@@ -95,8 +93,6 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         return self.game_settings(game, templates) | {"max_turns": self.turns(game)} | own
 
     def set_precision(self) -> None:
-        if self.tf32 and not torch.cuda.is_available():
-            warn_on_rank_0("--tf32 True has no effect: there is no GPU")
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
 
 

@@ -21,7 +21,7 @@ from tools.selfplay.counts import SERVER_COUNTS, GameCounts
 from tools.selfplay.files import Episode, EpisodeFiles
 from tools.selfplay.lineup import Lineup, is_local
 from tools.selfplay.options import PlayFlags
-from tools.selfplay.progress import GivenUpError, Progress
+from tools.selfplay.progress import Progress
 from utils import UserError, from_rank_0, rank, world_size
 
 UNFINISHED = 3  # exit status: games are missing, and the same command can play them
@@ -119,8 +119,7 @@ class Run:
     pairings: Sequence[Pairing]  # of each game; equal ones follow each other
 
     def __post_init__(self):
-        self.opponents = sorted({pairing.names for pairing in self.pairings})
-        self.names = set(itertools.chain(*self.opponents))
+        self.names = {name for pairing in self.pairings for name in pairing.names}
 
     def play(self, settings: dict) -> dict | None:
         """Play what is missing; on rank 0 return the summary of all games, on the others None.
@@ -131,16 +130,19 @@ class Run:
         self.flags.set_precision()
         finished = self.files.start(settings)
         missing, games = finished.missing(), len(self.files.words)
-        if missing and len(missing) < games:
+        if 0 < len(missing) < games:
             logger.info("continues: %d of %d games are there", games - len(missing), games)
         own = [index for index in missing if index % world_size() == rank()]
         quiet = HUMAN in self.names or not own
-        progress = Progress(GameCounts(self.game), len(own), logging_steps=self.flags.logging_steps, quiet=quiet)
+        progress = Progress(self.game, len(own), logging_steps=self.flags.logging_steps, quiet=quiet)
         if own:
             self._play(own, finished.counts, progress)
         self.files.meet()
         if progress.missing:
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: {progress.missing} games are missing; {self._remedy()}\n")
+            cap = self.flags.max_total_tokens
+            more = f", or with a larger --max_total_tokens if {cap} are used up" if cap else ""
+            program, missing = Path(sys.argv[0]).name, f"{progress.missing} games are missing"
+            sys.stderr.write(f"{program}: {missing}; the same command plays them{more}\n")
             sys.exit(UNFINISHED)
         if rank() > 0:
             return None
@@ -163,30 +165,25 @@ class Run:
     def _play(self, own: list[int], before: GameCounts, progress: Progress) -> None:
         """Play these games of all pairings; `before` counts the games of earlier starts."""
         lineup = Lineup(self.flags, self.game)
-        for names in self.opponents:
+        for names in sorted({pairing.names for pairing in self.pairings}):
             lineup.check_openings(names, self.files.words, self.templates)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
             lineup.use.limit = left / world_size()
         try:
             for pairing, indices in itertools.groupby(own, key=self.pairings.__getitem__):
-                if not lineup.use.used_up:
+                if not (lineup.use.used_up or progress.given_up):
                     self._play_pairing(pairing, list(indices), lineup, progress)
-        except GivenUpError as error:
-            logger.error("%s", error)
         except PlayerUnusable as error:
             raise UserError(f"{error}; the games played so far are safe") from None
         except (HumanQuit, KeyboardInterrupt):
             if HUMAN not in self.names:
                 raise
-            stored, games = self.files.finished().counts.games, len(self.files.words)
-            print(f"\nYou have left. {stored} of {games} games are stored; the same command goes on with the others.")
+            print("\nYou have left. The same command plays the games that are missing.")
             sys.exit(0)
         finally:
             lineup.end()
             progress.bar.close()
-            if lineup.use.tokens:
-                logger.info("the server has counted %d tokens in this start", lineup.use.tokens)
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
         # Players go out of scope with their match: the next models need the memory.
@@ -199,7 +196,7 @@ class Run:
 
         def tasks() -> Iterator[tuple[int, str]]:
             for index in indices:
-                if lineup.use.used_up:
+                if lineup.use.used_up or progress.given_up:
                     return
                 yield index, self.files.words[index]
 
@@ -222,11 +219,6 @@ class Run:
                 on_lost=progress.lost,
             )
         )
-
-    def _remedy(self) -> str:
-        cap = self.flags.max_total_tokens
-        more = f", or with a larger --max_total_tokens if {cap} are used up" if cap else ""
-        return f"the same command plays them{more}"
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:

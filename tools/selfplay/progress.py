@@ -6,6 +6,7 @@ import time
 
 from tqdm import tqdm
 
+from tools.games.game import Game
 from tools.players.player import ReplyUnavailable
 from tools.selfplay.counts import GameCounts
 from tools.selfplay.files import Episode
@@ -15,18 +16,14 @@ LOST_IN_A_ROW = 20  # so many games lost, with none that ended between them, end
 logger = logging.getLogger(__name__)
 
 
-class GivenUpError(Exception):
-    """So many games in a row were lost that the others are not begun."""
-
-
 class Progress:
     """Counts the games of this rank. On rank 0: a bar, and now and then a finished game to read.
 
     With `quiet` nothing is shown: the terminal is a person's.
     """
 
-    def __init__(self, counts: GameCounts, games: int, *, logging_steps: int, quiet: bool):
-        self.counts, self.games, self.logging_steps = counts, games, logging_steps
+    def __init__(self, game: Game, games: int, *, logging_steps: int, quiet: bool):
+        self.counts, self.games, self.logging_steps = GameCounts(game), games, logging_steps
         self.shows = rank() == 0 and not quiet
         self.lost_in_a_row = self.shown_at = 0  # messages when a game was shown last
         self.began = time.monotonic()
@@ -37,6 +34,11 @@ class Progress:
     @property
     def missing(self) -> int:
         return self.games - self.counts.games
+
+    @property
+    def given_up(self) -> bool:
+        """Whether so many games were lost that no other one is to begin."""
+        return self.lost_in_a_row >= LOST_IN_A_ROW
 
     def begin(self, games_at_once: int) -> None:
         """Note how many games are played at once; the clock starts here, not with the loading of the first models."""
@@ -58,11 +60,11 @@ class Progress:
             self.shown_at = messages
 
     def lost(self, index: int, task: str, error: ReplyUnavailable) -> None:
-        """Note that a game is left unfinished; GivenUpError if many were and none has ended since."""
+        """Note that a game is left unfinished."""
         logger.warning("%s: left unfinished: %s", task, error)
         self.lost_in_a_row += 1
         if self.lost_in_a_row == LOST_IN_A_ROW:
-            raise GivenUpError(f"{LOST_IN_A_ROW} games in a row had to be left unfinished, the last one by {error}")
+            logger.error("%d games in a row had to be left unfinished; no other game begins", LOST_IN_A_ROW)
 
 
 def describe(episode: Episode) -> str:

@@ -37,17 +37,13 @@ class JudgedGames:
                 self._skip(f"{where}: {error}")
                 self._verdicts.append(None)
                 continue
-            verdict = self._judge(where, record)
+            try:
+                verdict = game.verdict(*(record[key] for key in EPISODE_KEYS))
+                self.paid.update(rewards_of(game, record, verdict).keys())
+            except Exception:
+                logger.error("%s: the rules of %s raised an error", where, game.title)
+                raise
             self._verdicts.append(known.setdefault(verdict, verdict))
-
-    def _judge(self, where: str, episode: dict) -> Verdict:
-        try:
-            verdict = self.game.verdict(*(episode[key] for key in EPISODE_KEYS))
-            self.paid.update(rewards_of(self.game, episode, verdict).keys())
-            return verdict
-        except Exception:
-            logger.error("%s: the rules of %s raised an error", where, self.game.title)
-            raise
 
     def _skip(self, message: str) -> None:
         log_skipped(message)
@@ -174,11 +170,8 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
 
     Both sides of the fraction are divided by gamma^(T-1), which gives the released numbers to the last digit.
     """
-    try:
-        shares = [(1 / decay_weight) ** k for k in range(count)]
-        total = sum(shares)
-    except OverflowError:
-        total = math.inf
+    shares = [(1 / decay_weight) ** k for k in range(count)]
+    total = sum(shares)
     if not math.isfinite(total):
         raise UserError(f"decay_weight {decay_weight} is too small for a game with {count} messages of a role")
     return [share / total for share in shares]

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 WINNER, ALL = "winner", "all"  # whose messages become rows
 RANDOM, PLAY = "random", "play"  # layouts of queries
 SFT = "sft"  # the type of SFT rows, and their name in counts
-RESULTS = ("games", "rows", "signs", "weights", "mean_rewards")  # what stands beside the settings in their file
+RESULTS = ("games", "rows", "weights")  # what stands beside the settings in their file
 logger = logging.getLogger(__name__)
 
 
@@ -85,10 +85,6 @@ class RowFlags(GameFlags):
             return partial(prompts.training_prompt, game, rng=rng, templates=templates)
         return partial(prompts.play_prompt, game, templates=templates)
 
-    def read_games(self, game: Game, paths: list[str]) -> JudgedGames:
-        """The episodes of these files, judged."""
-        return JudgedGames(game, partial(read_records, paths, skip_bad=self.skip_bad), skip_bad=self.skip_bad)
-
     def game_rows(self, games: JudgedGames, prompt_fn: PromptFn) -> Iterator[dict]:
         """Rows of the messages that pay; with --messages all, a row of reward and weight 1 for every message."""
         if self.messages == WINNER:
@@ -104,7 +100,7 @@ class RowFlags(GameFlags):
 def read_records(
     paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
 ) -> Iterator[tuple[str, dict]]:
-    """Yield (file, line and index for messages, record) of several files; `on_skip` is as in `iter_records`."""
+    """Yield (file, line and index for messages, record) of several files; with `skip_bad`, `on_skip` gets bad ones."""
     for path in paths:
         for index, (where, record) in enumerate(iter_records(path, on_skip=on_skip if skip_bad else None)):
             yield f"{where}: episode {index} of the file, counted from 0", record
@@ -123,8 +119,8 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
 def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None) -> dict:
     """Write the rows of episodes, then the SFT rows, to `output`, and OUTPUT_rewards_settings.json beside it.
 
-    Returns the counts of games and rows, the weights and mean rewards of roles. An existing output of the same
-    settings and inputs stays as it is. Raises UserError for one of others, and for too few rows of games.
+    Returns the counts of games and rows, and the weights of roles. An existing output of the same settings and
+    inputs stays as it is. Raises UserError for one of others, and for too few rows of games.
     """
     check_pay(flags.decay_weight, flags.losers, flags.ties)
     if flags.messages == ALL and (flags.losers or flags.ties):
@@ -144,75 +140,36 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
     }
     with made_with.claimed(settings):
         if os.path.exists(output):
-            results = {name: made_with.read(name) for name in RESULTS}
-            check_number(flags, game, results)
-            logger.info("%s: all is there: %s", output, rows_line(game, results))
-            return results
-        games, counts = flags.read_games(game, inputs), RowCounts(game)
+            logger.info("%s: all is there", output)
+            return {name: made_with.read(name) for name in RESULTS}
+        games = JudgedGames(game, partial(read_records, inputs, skip_bad=flags.skip_bad), skip_bad=flags.skip_bad)
         game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        rows = counts.counted(chain(game_rows, sft_rows), drop_empty=flags.drop_empty_targets)
+        counts = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
+        rows = counted(chain(game_rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
         with replacing(output) as file:
             put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
-            results = {"games": games.counts(), "weights": games.role_weights(), **counts.as_dict()}
-            check_number(flags, game, results)
+            results = {"games": games.counts(), "rows": dict(counts), "weights": games.role_weights()}
+            if (number := sum(counts[role] for role in game.roles)) < flags.min_game_rows:
+                raise UserError(
+                    f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({results['games']})."
+                    " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the"
+                    " rules by imitation, one that never ends a reply. --min_game_rows 0 allows any number"
+                )
             made_with.write(settings, **results)  # before the rows are in place: rows never lie beside other settings
-        logger.info("%s: %s", output, rows_line(game, results))
         return results
 
 
-class RowCounts:
-    """Counts of rows while they are written."""
-
-    def __init__(self, game: Game):
-        self.game = game
-        self.rows = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
-        self.signs = Counter({"positive": 0, "negative": 0})  # rows of games by the sign of their reward
-        self.rewards: Counter[str] = Counter()  # sums by role
-
-    def counted(self, rows: Iterable[dict], *, drop_empty: bool) -> Iterator[dict]:
-        """Yield the rows and count them; with `drop_empty`, leave out those without a target text."""
-        for row in rows:
-            empty = not row["target"].strip()
-            if empty and drop_empty:
-                self.rows["dropped"] += 1
-                continue
-            role = row.get("role", SFT)
-            self.rows["empty"] += empty
-            self.rows[role] += 1
-            if role != SFT:
-                self.signs["positive" if row["reward"] > 0 else "negative"] += 1
-                self.rewards[role] += row["reward"]
-            yield row
-
-    def as_dict(self) -> dict:
-        means = {role: self.rewards[role] / self.rows[role] for role in self.game.roles if self.rows[role]}
-        return {"rows": dict(self.rows), "signs": dict(self.signs), "mean_rewards": means}
-
-
-def check_number(flags: RowFlags, game: Game, results: Mapping) -> None:
-    """Raise UserError, with the outcomes and likely causes, for fewer game rows than --min_game_rows."""
-    if (number := sum(results["rows"][role] for role in game.roles)) >= flags.min_game_rows:
-        return
-    games = ", ".join(f"{name} {count:,}" for name, count in results["games"].items())
-    raise UserError(
-        f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({games}). Likely causes: a"
-        " --max_length of play that cuts the rules, a model that has not learned the rules by imitation, one that"
-        " never ends a reply. --min_game_rows 0 allows any number"
-    )
-
-
-def rows_line(game: Game, results: Mapping) -> str:
-    """One line for people: rows by role."""
-    rows, weights, means = results["rows"], results["weights"], results["mean_rewards"]
-    of_role = [
-        f"{rows[role]:,} of the {role} (mean reward {means[role]:.3f}, weight {weights[role]:.3f})"
-        for role in game.roles
-        if rows[role]
-    ]
-    if negative := results["signs"]["negative"]:
-        of_role.append(f"{negative:,} of them with a reward below 0")
-    return f"rows of {results['games']['episodes']:,} games: {', '.join(of_role) or 'none'}; {rows[SFT]:,} SFT rows"
+def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:
+    """Yield the rows and count them by role; with `drop_empty`, leave out those without a target text."""
+    for row in rows:
+        empty = not row["target"].strip()
+        if empty and drop_empty:
+            counts["dropped"] += 1
+            continue
+        counts["empty"] += empty
+        counts[row.get("role", SFT)] += 1
+        yield row
 
 
 def settings_path(output: str) -> Path:

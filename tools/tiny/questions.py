@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.flags import flag
 from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
+from tools.tiny.arms import BASE, IMITATION
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
-from tools.tiny.table import BASE, IMITATION
 from utils import UserError, model_fingerprint, read_json, write_json
 
 DRAWS = 2  # questions about the same clues of a word, with other wrong choices
@@ -93,10 +93,11 @@ def odd(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) 
 KINDS: dict[str, Callable[..., Iterator[Asked]]] = {"meet": meet, "common": common, "shared": shared, "odd": odd}
 COLUMNS: dict[str, Callable[[Question], bool]] = {  # of tables of answers: the questions that count
     **{name: lambda question, name=name: question.kind == name for name in KINDS},
+    "all": lambda question: True,
     "meet + common": lambda question: question.kind in ("meet", "common"),
     "meet + common, held-out words": lambda question: question.kind in ("meet", "common") and question.held_out,
 }
-PRIMARY, PRIMARY_HELD_OUT = list(COLUMNS)[-2:]
+ALL_KINDS, PRIMARY, PRIMARY_HELD_OUT = list(COLUMNS)[-3:]
 
 
 @functools.cache
@@ -181,14 +182,13 @@ class Reason:
         answers = ask(models, folder / "questions.json")
         print("\nQuestions outside the game: share of right answers among four choices (chance 0.25), with 95%")
         print("intervals over words for these single models:\n")
-        lines = [["model", *KINDS, PRIMARY, PRIMARY_HELD_OUT, f"{PRIMARY} minus imitation"]]
+        lines = [["model", *COLUMNS, f"{PRIMARY} minus imitation"]]
         for name, right in answers.items():
             shares = [estimate(*by_word(right, column)) for column in COLUMNS]
             minus = [one - other for one, other in zip(right, answers[IMITATION], strict=True)]
-            cells = [f"{share:.3f}" for share, _ in shares[: len(KINDS)]]
-            cells += [with_interval(*share) for share in shares[len(KINDS) :]]
+            cells = [f"{share:.3f}" for share, _ in shares[:-2]] + [with_interval(*share) for share in shares[-2:]]
             cells.append(with_interval(*mean_difference(*by_word(minus, PRIMARY)), "+.3f"))
             lines.append([name, *cells])
         for line in lines:
-            widths = (11, *[8] * len(KINDS), 22, 31, 0)
+            widths = (11, *[8] * (len(COLUMNS) - 2), 22, 31, 0)
             print("".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -18,54 +18,35 @@ from pathlib import Path
 from tools.flags import flag
 from tools.games.game import DEFAULT_GAME
 from tools.games.taboo import DEFENDER_WINS
+from tools.tiny.arms import ARMS, BASE, CONTROL, IMITATION, MEETING, PAIRS, REASONING, RELEASED, Arm
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
-from tools.tiny.questions import COLUMNS, PRIMARY, ask, by_word
+from tools.tiny.questions import ask
 from tools.tiny.table import (
-    BASE,
     FIRST_GAMES,
-    IMITATION,
     OWN_GAME,
-    RELEASED,
     SELF_PLAY,
-    Arm,
-    Lines,
+    Answers,
     difference_lines,
+    example_games,
+    gain_lines,
     markdown,
     match_lines,
     match_rows,
-    over_seeds,
+    meeting,
+    meeting_lines,
+    question_lines,
     self_play,
     self_play_lines,
 )
-from utils import RunSettings, UserError, end_with_parent, files_setting, replacing, too_small, write_json
+from utils import RunSettings, UserError, end_with_parent, files_setting, read_json, replacing, too_small, write_json
 
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
-CONTROL = "-m tools.tiny.controls --control"
 LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
 IMITATION_MODEL = f"{RELEASED}/imitation/model"
+ANSWERS = "questions.json"
 WORDS = "played=data/words.txt held_out=data/held_out.txt"
 KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_WAIT_POLICY")
-NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
-LIKE_RELEASED = {"games": 1, "games_per_word": 1, **NO_GAME_ROWS}  # no rows of its games, so it plays one
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
-        Arm("detached", "SPAG, `--detach_kl True`", {"detach_kl": True}, every_epoch=True),
-        Arm("cloning", "cloning of the winners", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}),
-        Arm("coin", "control: winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
-        Arm(
-            "sft",
-            "control: SFT rows only, as many steps",
-            {"rewards": f"{CONTROL} sft --like {RELEASED}", **LIKE_RELEASED},
-            after_released=True,
-        ),
-        Arm("questions", "SP-20Q: self-play of 20 Questions", game="twenty_questions", after_released=True),
-        Arm("cities", "SP-GuessCity: self-play of Guess My City", game="guess_my_city", after_released=True),
-    )
-}
-PAIRS = [("detached", RELEASED), (RELEASED, "coin"), (RELEASED, "sft"), (RELEASED, "questions"), (RELEASED, "cities")]
 
 
 @dataclass(frozen=True)
@@ -75,6 +56,8 @@ class World:
     folder: Path
     seed: int
     study: "Reproduce"
+    arms: Sequence[Arm] = ()
+    matches: bool = True  # False: this seed is there for the questions outside the game alone
 
     def prepare(self) -> None:
         """Make the world, its imitation model, and that model's games, which are the first of every arm."""
@@ -120,7 +103,8 @@ class World:
 
     def loop(self, arm: Arm, until: str = "") -> list:
         """The command of an arm's loop; paths are relative to the seed's folder."""
-        epochs = self.study.epochs
+        epochs, matches = self.epochs(arm), self.matches and arm.matches
+        plays_on = matches and arm.plays_on
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
@@ -128,12 +112,12 @@ class World:
             "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
-            "eval_words": WORDS,
+            "eval_words": WORDS if matches else "",
             "eval_seeds": self.seed,
             "eval_every": 1 if arm.every_epoch else epochs,
             "seed": 100 * self.seed,
-            "epochs": epochs + arm.plays_on,
-            "until": until or (f"epoch{epochs + 1}_play" if arm.plays_on else ""),
+            "epochs": epochs + plays_on,
+            "until": until or (f"epoch{epochs + 1}_play" if plays_on else ""),
             "save_steps": 0,
             "report": False,
             "play_args": "--logging_steps 0",
@@ -153,13 +137,28 @@ class World:
             settings["eval_args"] += f" {at_taboo}"  # the last flags win
         return [LOOP, *(word for name in settings for word in (f"--{name}", settings[name]))]
 
+    def epochs(self, arm: Arm) -> int:
+        return min(arm.epochs or self.study.epochs, self.study.epochs)
+
+    def last_model(self, arm: Arm) -> Path:
+        """Relative to the seed's folder."""
+        return Path(arm.name, f"epoch{self.epochs(arm)}", "model")
+
+    def meet(self, one: Arm, other: Arm) -> None:
+        """Let the last models of two arms play each other, as the matches of the loop are played."""
+        settings = read_json(self.folder / RELEASED / "settings.json")
+        names = ("MAX_TURNS", "MAX_LENGTH", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_K")
+        command = [sys.executable, ROOT / "tools" / "evaluate_games.py", "--output_dir", meeting(one, other)]
+        command += ["--players", *(f"{arm.name}={self.last_model(arm)}" for arm in (one, other))]
+        command += ["--words", *WORDS.split(), "--seeds", self.seed, "--prompt_templates", TABOO.prompts]
+        command += ["--games_per_word", settings["EVAL_GAMES_PER_WORD"], "--logging_steps", 0]
+        command += [word for name in names for word in (f"--{name.lower()}", settings[name] or TABOO.max_turns)]
+        self.once(meeting(one, other), command)
+
     def answers(self) -> dict[str, list[int]]:
-        """The answers of all models to the questions outside the game, by name: base, imitation, released1, ..."""
+        """The answers of base, imitation and each arm's last model to the questions outside the game."""
         models = {BASE: self.folder / "base", IMITATION: self.folder / IMITATION_MODEL}
-        for arm in self.study.chosen:
-            for epoch in range(1, self.study.epochs + 1):
-                models[f"{arm.name}{epoch}"] = self.folder / arm.name / f"epoch{epoch}" / "model"
-        return ask(models, self.folder / "questions.json")
+        return ask(models | {arm.name: self.folder / self.last_model(arm) for arm in self.arms}, self.folder / ANSWERS)
 
 
 def run_all(runs: Iterable[Callable[[], object]], workers: int) -> list:
@@ -174,28 +173,13 @@ def run_all(runs: Iterable[Callable[[], object]], workers: int) -> list:
     return [future.result() for future in futures]
 
 
-def question_lines(answers: Sequence[dict[str, list[int]]], arms: Iterable[Arm], epochs: int) -> Lines:
-    """A line for base, imitation and each arm's last model, with shares of right answers; `answers` are by seed."""
-
-    def share(right: Sequence[float], column: str) -> float:
-        sizes, totals = by_word(right, column)
-        return sum(totals) / sum(sizes)
-
-    yield ["model", *COLUMNS, f"{PRIMARY} minus imitation"]
-    for title, model in ((BASE, BASE), (IMITATION, IMITATION), *((arm.title, f"{arm.name}{epochs}") for arm in arms)):
-        shares = {column: [share(of_seed[model], column) for of_seed in answers] for column in COLUMNS}
-        cells = [f"{sum(values) / len(values):.3f}" for values in shares.values()]
-        before = [share(of_seed[IMITATION], PRIMARY) for of_seed in answers]
-        minus = [now - then for now, then in zip(shares[PRIMARY], before, strict=True)]
-        yield [title, *cells, over_seeds(minus, "+.3f") if model not in (BASE, IMITATION) else ""]
-
-
 @dataclass(kw_only=True)
 class Reproduce:
     """Run the study and make its tables, OUTPUT_DIR/table.md."""
 
     output_dir: str = flag("folder to write to", default="outputs/tiny_world")
-    seeds: list[int] = flag("seeds, each a world of its own", default=[0, 1, 2, 3, 4])
+    seeds: list[int] = flag("seeds of all arms, each a world of its own", default=[0, 1, 2, 3, 4])
+    reasoning_seeds: list[int] = flag("further seeds for the questions outside the game, without matches", default=[])
     arms: list[str] = flag(
         "ways of learning; released is always one", default=[name for name in ARMS if ARMS[name].game == DEFAULT_GAME]
     )
@@ -215,6 +199,16 @@ class Reproduce:
     def chosen(self) -> list[Arm]:
         return [arm for arm in ARMS.values() if arm.name in (RELEASED, *self.arms)]
 
+    def worlds(self) -> Iterator[World]:
+        """The worlds of all seeds."""
+        folder = Path(self.output_dir)
+        for number, seed in enumerate(self.seeds):
+            arms = [arm for arm in self.chosen if arm.most_seeds is None or number < arm.most_seeds]
+            yield World(folder / f"seed{seed}", seed, self, arms)
+        for seed in self.reasoning_seeds:
+            arms = [arm for arm in self.chosen if arm.name in REASONING]
+            yield World(folder / f"seed{seed}", seed, self, arms, matches=False)
+
     def run(self) -> None:
         """Run what is missing, and write the tables."""
         folder = Path(self.output_dir)
@@ -229,31 +223,57 @@ class Reproduce:
             results=lambda: next(folder.glob("seed*"), None),
             remedy="use another --output_dir",
         )
-        worlds = [World(folder / f"seed{seed}", seed, self) for seed in self.seeds]
         with settings.claimed(made_with):
             settings.write(made_with)
+            worlds = list(self.worlds())
             run_all([world.prepare for world in worlds], self.workers)
             refusals = list(filter(None, [world.refusal() for world in worlds]))
             worlds = [world for world in worlds if not world.refusal()]
             for after in (False, True):
-                arms = [arm for arm in self.chosen if arm.after_released == after]
-                run_all([partial(world.learn, arm) for world in worlds for arm in arms], self.workers)
+                run_all(
+                    [
+                        partial(world.learn, arm)
+                        for world in worlds
+                        for arm in world.arms
+                        if arm.after_released == after
+                    ],
+                    self.workers,
+                )
+            if self.meets:
+                meet = [partial(world.meet, *self.meets) for world in worlds if world.matches]
+                run_all(meet, self.workers)
             with replacing(folder / "table.md") as file:
-                file.write("\n".join([*self.tables(worlds), *refusals]))
+                file.write("\n".join([*self.tables(worlds), *refusals]) + "\n")
         print((folder / "table.md").read_text(encoding="utf-8"))
+
+    @property
+    def meets(self) -> list[Arm]:
+        """The two arms whose last models meet; none if not both are chosen."""
+        arms = [ARMS[name] for name in MEETING]
+        return arms if all(arm in self.chosen for arm in arms) else []
 
     def tables(self, worlds: Sequence[World]) -> Iterator[str]:
         """The tables, in Markdown."""
-        if not worlds:
-            return
-        folders = {world.seed: world.folder for world in worlds}
-        rows = match_rows(folders, self.chosen)
-        yield markdown(match_lines(rows, self.chosen, self.epochs))
-        pairs = [(ARMS[one], ARMS[other]) for one, other in PAIRS if {one, other} <= {arm.name for arm in self.chosen}]
-        yield markdown(difference_lines(rows, pairs, self.epochs))
-        played = [arm for arm in self.chosen if arm.every_epoch]
-        yield markdown(self_play_lines(list(folders.values()), played, self.epochs, SELF_PLAY))
-        if partners := [arm for arm in self.chosen if arm.game != DEFAULT_GAME]:
-            yield markdown(self_play_lines(list(folders.values()), partners, self.epochs, OWN_GAME))
-        answers = run_all([world.answers for world in worlds], 1)
-        yield markdown(question_lines(answers, self.chosen, self.epochs))
+        folders = {world.seed: world.folder for world in worlds if world.matches}
+        if folders:
+            rows = match_rows(folders, self.chosen)
+            yield markdown(match_lines(rows, self.chosen, self.epochs))
+            names = {arm.name for arm in self.chosen}
+            pairs = [(ARMS[one], ARMS[other]) for one, other in PAIRS if {one, other} <= names]
+            yield markdown(difference_lines(rows, pairs, self.epochs))
+            if self.meets:
+                yield markdown(meeting_lines(folders, *self.meets))
+            played = [arm for arm in self.chosen if arm.every_epoch]
+            yield markdown(self_play_lines(list(folders.values()), played, self.epochs, SELF_PLAY))
+            if partners := [arm for arm in self.chosen if arm.game != DEFAULT_GAME]:
+                yield markdown(self_play_lines(list(folders.values()), partners, self.epochs, OWN_GAME))
+            yield f"Games of last models against the imitation model, seed {min(folders)}:\n"
+            yield example_games(folders[min(folders)], self.chosen)
+        if worlds:
+            answers = [Answers(world.seed, world.answers()) for world in worlds]
+            yield markdown(question_lines(answers, self.chosen))
+            if set(REASONING) <= {arm.name for arm in self.chosen}:
+                passed = [each for each in answers if not each.refusal()]
+                if passed:
+                    yield markdown(gain_lines(passed))
+                yield from filter(None, [each.refusal() for each in answers])

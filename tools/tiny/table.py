@@ -1,12 +1,13 @@
-"""The tables of the study: points against imitation, differences, self-play, questions outside the game. No torch.
+"""The tables of the study: points against imitation, differences, self-play, questions outside the game.
 
 A seed is a world of its own and counts as one observation: every interval is Student's t over seeds, and differences
 are taken seed by seed.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.games.game import DEFAULT_GAME, load_game
@@ -14,10 +15,10 @@ from tools.games.guess_my_city import FOUND
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED, Taboo
 from tools.matches.stats import ALL, BOTH, count_matches, mean_difference, result_rows
 from tools.matches.text import with_interval
+from tools.tiny.arms import ARMS, BASE, IMITATION, REASONING_PAIRS, RELEASED, Arm
+from tools.tiny.questions import ALL_KINDS, COLUMNS, KINDS, PRIMARY, PRIMARY_HELD_OUT, by_word
 from utils import iter_records, read_json
 
-BASE, IMITATION = "base", "imitation"
-RELEASED = "released"
 FIRST_GAMES = f"{RELEASED}/epoch1/episodes"  # of the imitation model, shared by all arms of a seed
 EMPTY = "empty replies"
 POINTS = ["learning", "epoch", "points", "of each seed", "as attacker", "as defender", "played words"]
@@ -27,23 +28,7 @@ SELF_PLAY = {"attacker wins": ATTACKER_WINS, "defender wins": DEFENDER_WINS, "br
 SELF_PLAY |= {EMPTY: EMPTY} | {name: name for name in (f"about {role}" for role in Taboo.roles)}
 OWN_GAME = {"both win": FOUND}
 Lines = Iterator[list[str]]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way of learning from self-play."""
-
-    name: str
-    title: str
-    settings: Mapping[str, object] = field(default_factory=dict)  # of tools/run_spag.sh
-    every_epoch: bool = False  # whether the models of all epochs have matches, not only the last
-    game: str = DEFAULT_GAME  # of its self-play; matches are at Taboo
-    after_released: bool = False  # its rows depend on those of RELEASED
-
-    @property
-    def plays_on(self) -> bool:
-        """Whether the last model's games against itself are wanted too."""
-        return self.every_epoch or self.game != DEFAULT_GAME
+LOST, LEAST_KNOWN, LEAST_LEARNED = 0.05, 0.35, 0.1  # the gate of the questions, see `Answers.refusal`
 
 
 def over_seeds(values: Sequence[float], form: str = ".3f") -> str:
@@ -110,6 +95,36 @@ def difference_lines(rows: Sequence[Mapping], pairs: Iterable[tuple[Arm, Arm]], 
         yield [arm.title, other.title, over_seeds(values, "+.3f"), ", ".join(f"{each:+.3f}" for each in values)]
 
 
+def meeting_lines(worlds: Mapping[int, Path], one: Arm, other: Arm) -> Lines:
+    """The points of an arm's last model against another's."""
+    yield ["last model", "against", "points", "of each seed"]
+    wanted = {"player": one.name, "opponent": other.name, "words": ALL, "role": BOTH, "seed": None}
+    results = [read_json(world / meeting(one, other) / "matches.json")["results"] for world in worlds.values()]
+    values = [row["points"] for rows in results for row in rows if all(row[key] == wanted[key] for key in wanted)]
+    yield [one.title, other.title, over_seeds(values), ", ".join(f"{each:.3f}" for each in values)]
+
+
+def meeting(one: Arm, other: Arm) -> str:
+    """The folder of two arms' match, in that of a seed."""
+    return f"{one.name}_against_{other.name}"
+
+
+def example_games(world: Path, arms: Iterable[Arm], number: int = 5) -> str:
+    """Games of each arm's last model against the imitation model, drawn at random."""
+    text = ""
+    for arm in arms:
+        paths = list((world / arm.name).glob("epoch*/eval/games_results.json"))
+        if paths:
+            last = max(paths, key=lambda path: int(path.parts[-3].removeprefix("epoch")))
+            games = [episode for _, episode in iter_records(last)]
+            text += f"\n{arm.title}:\n\n"
+            for episode in random.Random(0).sample(games, min(number, len(games))):
+                said = " / ".join(message["content"] for message in episode["history"][: episode["length"]])
+                own = next(role for role in Taboo.roles if episode[role] != IMITATION)
+                text += f"- {episode['target_word']}, it is the {own}: {said} ({episode['outcome']})\n"
+    return text
+
+
 # Self-play.
 
 
@@ -137,6 +152,58 @@ def self_play_lines(worlds: Sequence[Path], arms: Iterable[Arm], epochs: int, sh
     for arm, epoch in ((arm, epoch) for arm in arms for epoch in range(epochs + 1)):
         first = arm.game == DEFAULT_GAME and epoch == 0
         place = FIRST_GAMES if first else f"{arm.name}/epoch{epoch + 1}/episodes"
-        shares = self_play([world / place for world in worlds], arm.game)
+        if not (folders := [world / place for world in worlds if (world / place).is_dir()]):
+            continue
+        shares = self_play(folders, arm.game)
         model = f"epoch {epoch}" if epoch else IMITATION
         yield [arm.title, model, *(f"{shares[name]:.3f}" for name in shown.values()), f"{shares['length']:.2f}"]
+
+
+# Questions outside the game.
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A seed's answers to the questions outside the game, by model."""
+
+    seed: int
+    right: dict[str, list[int]]
+
+    def share(self, model: str, column: str) -> float:
+        """The share of right answers."""
+        sizes, totals = by_word(self.right[model], column)
+        return sum(totals) / sum(sizes)
+
+    def refusal(self) -> str | None:
+        """Why this seed's test cannot show a gain, if it cannot; fixed before the study.
+
+        Imitation must not have forgotten more than LOST of what base knows, and must be above LEAST_KNOWN in each
+        kind. The positive control must gain LEAST_LEARNED on held-out words, with an interval over words above 0.
+        """
+        base, imitation = (self.share(model, ALL_KINDS) for model in (BASE, IMITATION))
+        lowest = min(self.share(IMITATION, kind) for kind in KINDS)
+        gains = [one - other for one, other in zip(self.right["forms"], self.right["silent"], strict=True)]
+        gain, interval = mean_difference(*by_word(gains, PRIMARY_HELD_OUT))
+        if abs(base - imitation) <= LOST and lowest > LEAST_KNOWN and gain >= LEAST_LEARNED and interval[0] > 0:
+            return None
+        return (
+            f"Seed {self.seed} misses the gate of the questions: base {base:.3f}, imitation {imitation:.3f} (lowest "
+            f"kind {lowest:.3f}), forms minus silent on held-out words {with_interval(gain, interval, '+.3f')}."
+        )
+
+
+def question_lines(answers: Sequence[Answers], arms: Iterable[Arm]) -> Lines:
+    """A line for base, imitation and each arm's last model: shares of right answers, means over the seeds."""
+    yield ["model", *COLUMNS]
+    for title, model in ((BASE, BASE), (IMITATION, IMITATION), *((arm.title, arm.name) for arm in arms)):
+        own = [each for each in answers if model in each.right]
+        yield [title, *(f"{sum(each.share(model, column) for each in own) / len(own):.3f}" for column in COLUMNS)]
+
+
+def gain_lines(answers: Sequence[Answers]) -> Lines:
+    """A line for each pair of REASONING_PAIRS: differences in right answers, by seed."""
+    yield ["last model", "minus", *(ALL_KINDS, PRIMARY, PRIMARY_HELD_OUT)]
+    for one, other in REASONING_PAIRS:
+        columns = (ALL_KINDS, PRIMARY, PRIMARY_HELD_OUT)
+        gains = [[each.share(one, name) - each.share(other, name) for each in answers] for name in columns]
+        yield [ARMS[one].title, ARMS[other].title if other in ARMS else other, *(over_seeds(g, "+.3f") for g in gains)]

@@ -1,0 +1,9 @@
+# shellcheck shell=bash
+# The paper's run: Llama-2-7B on 8 GPUs of 80 GB (computed to fit under ZeRO-2, not run here). With your own OUTPUT:
+#   tools/run_spag.sh --settings configs/llama2_7b.sh --output outputs/spag
+: "${MODEL:=meta-llama/Llama-2-7b-hf}" # gated: hf auth login
+: "${IMITATION_DATA:=data/train_imitation_gpt4.json}"
+: "${SFT_DATA:=data/alpaca_train.json}"
+: "${WORDS:=data/played.txt}" # made by prepare_data split, as the README shows
+: "${EVAL_WORDS:=data/held_out.txt}"
+: "${EVAL_TASKS:=MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA}"

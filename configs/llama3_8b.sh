@@ -1,0 +1,9 @@
+# shellcheck shell=bash
+# Llama-3-8B on 8 GPUs of 80 GB (computed to fit under ZeRO-2, not run here): the paper's settings, another model.
+#   tools/run_spag.sh --settings configs/llama3_8b.sh --output outputs/spag_llama3
+: "${MODEL:=meta-llama/Meta-Llama-3-8B}" # gated: hf auth login
+: "${IMITATION_DATA:=data/train_imitation_gpt4.json}"
+: "${SFT_DATA:=data/alpaca_train.json}"
+: "${WORDS:=data/played.txt}" # made by prepare_data split, as the README shows
+: "${EVAL_WORDS:=data/held_out.txt}"
+: "${EVAL_TASKS:=MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA}"

@@ -1,0 +1,100 @@
+"""The arms of the study: ways of learning, all from the same imitation model and its games. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tools.games.game import DEFAULT_GAME
+
+BASE, IMITATION, RELEASED = "base", "imitation", "released"
+CONTROL = "-m tools.tiny.controls --control"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of learning from self-play."""
+
+    name: str
+    title: str
+    settings: Mapping[str, object] = field(default_factory=dict)  # of tools/run_spag.sh
+    every_epoch: bool = False  # whether the models of all epochs have matches, not only the last
+    game: str = DEFAULT_GAME  # of its self-play; matches are at Taboo
+    after_released: bool = False  # its rows depend on those of RELEASED
+    matches: bool = True  # False: it is there for the questions outside the game alone
+    epochs: int | None = None  # None: as many as the study has
+    most_seeds: int | None = None  # None: all seeds
+
+    @property
+    def plays_on(self) -> bool:
+        """Whether the last model's games against itself are wanted too."""
+        return self.every_epoch or self.game != DEFAULT_GAME
+
+
+NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
+LIKE_RELEASED = {"games": 1, "games_per_word": 1, **NO_GAME_ROWS}  # no rows of its games, so it plays one
+SHARE, COST = 1, 0.5  # of --losers and --ties; to be chosen on a seed that is not in the study
+DETACHED = {"detach_kl": True}
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
+        Arm("detached", "SPAG, KL detached", DETACHED, every_epoch=True),
+        Arm("detached_twice", "SPAG, KL detached, two passes", {**DETACHED, "train_args": "--num_train_epochs 2"}),
+        Arm("losers", "losers' rows too, KL detached", {**DETACHED, "losers": SHARE}, every_epoch=True),
+        Arm(
+            "losers_ties",
+            "losers' rows too, KL detached, ties cost",
+            {**DETACHED, "losers": SHARE, "ties": COST},
+            every_epoch=True,
+        ),
+        Arm(
+            "cloning_all",
+            "cloning of all messages of both roles",
+            {
+                "rewards": f"{CONTROL} cloning",
+                "reward_args": "--training_prompt play --messages all",
+                **NO_GAME_ROWS,
+            },
+        ),
+        Arm("coin", "winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
+        Arm(
+            "sft",
+            "SFT rows only, as many steps",
+            {"rewards": f"{CONTROL} sft --like {RELEASED}", **LIKE_RELEASED},
+            after_released=True,
+        ),
+        Arm(
+            "losers_released",
+            "losers' rows too, loss as released",
+            {"losers": SHARE, "train_args": "--allow_negative_rewards True"},
+            every_epoch=True,
+            epochs=2,
+            most_seeds=2,
+        ),
+        Arm("cloning", "cloning of the winners", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}, most_seeds=2),
+        Arm(
+            "silent",
+            "SPAG, game rows of weight 0",
+            {"rewards": f"{CONTROL} silent --like {RELEASED}", "games": 1, "games_per_word": 1},
+            after_released=True,
+            matches=False,
+        ),
+        Arm(
+            "forms",
+            "answered questions in place of game rows",
+            {"rewards": f"{CONTROL} forms --like {RELEASED}", **LIKE_RELEASED},
+            after_released=True,
+            matches=False,
+        ),
+        Arm("questions", "SP-20Q: self-play of 20 Questions", game="twenty_questions", after_released=True),
+        Arm("cities", "SP-GuessCity: self-play of Guess My City", game="guess_my_city", after_released=True),
+    )
+}
+PAIRS = [
+    *(("detached", RELEASED), ("losers", RELEASED), ("losers", "detached"), ("losers", "detached_twice")),
+    *(("losers_ties", "losers"), ("losers_ties", RELEASED), ("losers", "cloning_all"), ("losers", "coin")),
+    *((RELEASED, "cloning_all"), (RELEASED, "coin"), (RELEASED, "sft"), (RELEASED, "questions"), (RELEASED, "cities")),
+]
+MEETING = ("losers", RELEASED)  # whose last models meet each other
+# The test of reasoning: its arms, and the differences in right answers that are shown.
+REASONING = (RELEASED, "losers", "sft", "silent", "forms")
+REASONING_PAIRS = [(RELEASED, "silent"), (RELEASED, IMITATION), ("losers", "silent"), ("forms", "silent")]
