@@ -41,10 +41,10 @@ def third_model(tmp_path_factory, other_model) -> str:
     return str(shutil.copytree(other_model, tmp_path_factory.mktemp("third") / "model"))
 
 
-def flags(place, players, output, **changes):
+def flags(place, named, output, **changes):
     """A command line with short games."""
     values = {
-        "players": [f"{name}={folder}" for name, folder in players.items()],
+        "players": [f"{name}={folder}" for name, folder in named.items()],
         "words": [place / "played.txt", f"held_out={place / 'more.txt'}"],
         "output_dir": output,
         "seeds": [0, 1],

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
@@ -105,9 +105,6 @@ def test_matches_of_another_game_are_written_under_its_roles(tmp_path):
 
 def test_the_documentation_names_every_field_of_a_row():
     section = (ROOT / "tools/matches/README.md").read_text(encoding="utf-8").partition("## Files")[2]
-    example = json.loads(re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)[1])
-    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
+    table = set(re.findall(r"`(\w+)`", "; ".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
     for row in results_of(ROUND_ROBIN)["results"]:
-        assert list(row) == list(example)
         assert set(row) <= table
-        assert list(row["rates"]) == list(example["rates"]) and list(row["clean"]) == list(example["clean"])

@@ -1,6 +1,6 @@
 """Reads what a report shows: a run of the loop, one of its folders, or files of episodes. No torch.
 
-All games are counted and a bounded random sample is kept to be read, so memory does not grow with the number of games.
+All games are counted, and a random sample of bounded size is kept to be read. Counting takes about 0.1 KiB a game.
 """
 
 import math

@@ -17,6 +17,7 @@ from tools.reasoning.table import Benchmark
 from utils import (
     RunSettings,
     UserError,
+    end_with_parent,
     file_digest,
     iter_records,
     plain_environment,
@@ -55,7 +56,7 @@ class Job(NamedTuple):
             file.write(f"{shlex.join(words)}\n")
             file.flush()
             how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": plain_environment()}
-            status = subprocess.run(words, **how).returncode
+            status = subprocess.run(words, preexec_fn=end_with_parent, **how).returncode  # never outlives this process
         if status:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
             raise UserError(f"{self.model} on {self.benchmark.name}: status {status}: {last} ({log})")
