@@ -93,8 +93,10 @@ class Lineup:
         if self.loaded and all(self._engine(local) == SLOTS for local in self.loaded.values()):
             return self.batch_size  # every game has its slot, in each engine
         # A batch for each model: so many games keep one batch full.
-        games = self.batch_size * len(self.loaded) if self.loaded else 1
-        return games + (self.flags.max_concurrency if any(map(is_server, names)) else 0)
+        games = self.batch_size * len(self.loaded) if self.loaded else 0
+        if any(map(is_server, names)):
+            games += self.flags.max_concurrency
+        return max(games, 1)  # none of either: scripted players alone
 
     def _server_players(self, names: Sequence[str], seed: int | str) -> dict[str, Player]:
         if not names:
