@@ -74,6 +74,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             problems.append(f"--top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.bf16 and self.fp16:
             problems.append("--bf16 and --fp16 exclude each other")
+        if self.engine == VLLM and self.device_map:
+            problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
         problems += self.vllm_problems(self.engine)
         return problems + self.server_problems(
             names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
