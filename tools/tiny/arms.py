@@ -33,17 +33,21 @@ NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
 LIKE_RELEASED = {"games": 1, "games_per_word": 1, **NO_GAME_ROWS}  # no rows of its games, so it plays one
 SHARE, COST = 1, 0.5  # of --losers and --ties; to be chosen on a seed that is not in the study
 DETACHED = {"detach_kl": True}
+FEW_ROWS = {  # where most games come to tie, few rows are left
+    "reward_args": "--training_prompt play --min_game_rows 0",
+    "train_args": "--allow_no_game_rows True",
+}
 ARMS = {
     arm.name: arm
     for arm in (
         Arm(RELEASED, "SPAG, loss as released", every_epoch=True),
         Arm("detached", "SPAG, KL detached", DETACHED, every_epoch=True),
         Arm("detached_twice", "SPAG, KL detached, two passes", {**DETACHED, "train_args": "--num_train_epochs 2"}),
-        Arm("losers", "losers' rows too, KL detached", {**DETACHED, "losers": SHARE}, every_epoch=True),
+        Arm("losers", "losers' rows too, KL detached", {**DETACHED, **FEW_ROWS, "losers": SHARE}, every_epoch=True),
         Arm(
             "losers_ties",
             "losers' rows too, KL detached, ties cost",
-            {**DETACHED, "losers": SHARE, "ties": COST},
+            {**DETACHED, **FEW_ROWS, "losers": SHARE, "ties": COST},
             every_epoch=True,
         ),
         Arm(
@@ -65,7 +69,11 @@ ARMS = {
         Arm(
             "losers_released",
             "losers' rows too, loss as released",
-            {"losers": SHARE, "train_args": "--allow_negative_rewards True"},
+            {
+                **FEW_ROWS,
+                "losers": SHARE,
+                "train_args": f"{FEW_ROWS['train_args']} --allow_negative_rewards True",
+            },
             every_epoch=True,
             epochs=2,
             most_seeds=2,
