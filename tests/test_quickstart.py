@@ -92,7 +92,7 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
         assert not any(line.startswith(part) for line in requirements.splitlines())
     build, loop, *rest = [call for call in project.calls() if call.startswith(("loop", "-m tools"))]
     assert build.startswith(f"-m tools.tiny_world build --output_dir {out}") and ("--facts" in build) == (quick == "1")
-    assert rest[-1] == f"-m tools.tiny_world show --output_dir {out}"
+    assert rest[-1] == f"-m tools.tiny_world reason --output_dir {out}"
     assert loop.startswith(
         f"loop {project.folder}/.venv/bin/python --settings configs/tiny.sh --model {out}/base --output {out} "
         f"--imitation_data {out}/data/imitation.json --sft_data {out}/data/facts.json --words {out}/data/words.txt "
@@ -172,7 +172,7 @@ def test_a_failing_world_or_loop_ends_it(project):
     assert not any(call.startswith("loop") for call in project.calls())
     project.program("../checkout/tools/run_spag.sh", "#!/bin/sh\nexit 3\n")
     project.run(status=3)
-    assert not project.calls()[-1].startswith("-m tools.tiny_world show")
+    assert not project.calls()[-1].startswith("-m tools.tiny_world reason")
 
 
 def living(session: int) -> list[str]:

@@ -39,8 +39,8 @@ main() {
   in_foreground tools/run_spag.sh --settings configs/tiny.sh --model "$OUTPUT/base" --output "$OUTPUT" \
     --imitation_data "$data/imitation.json" --sft_data "$data/facts.json" --words "$data/words.txt" \
     --eval_words "played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
-  in_foreground "$venv" -m tools.tiny_world reason --output_dir "$OUTPUT"
   in_foreground "$venv" -m tools.tiny_world show --output_dir "$OUTPUT"
+  in_foreground "$venv" -m tools.tiny_world reason --output_dir "$OUTPUT"
   say "all of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 
