@@ -122,7 +122,7 @@ def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
     "changes, named",
     [
         ({"GAME": "chess"}, "--game chess"),
-        ({"GAME_OPTIONS": "speed=2"}, "--game_options speed"),
+        ({"GAME_OPTIONS": "speed=2"}, "speed"),
         ({"MATCH": "fuzzy"}, "fuzzy"),
         ({"PROMPTS": "none.json"}, "none.json: no such file"),
         ({"EVAL_WORDS": "held=none.txt"}, "none.txt: no such file"),
