@@ -16,6 +16,9 @@ install_rest() { # and DeepSpeed's operators for a CPU, which take two minutes o
   pip_install -r tests/requirements.txt || return
   PATH="$root/.venv/bin:$PATH" in_foreground "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
     say "DeepSpeed's operators could not be compiled: its tests will fail; log: $log"
+  # A wheel that is read, not installed: published tokenizers for tests/test_real_tokenizers.py.
+  in_foreground "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
+    say "no wheel of mistral-common: tests with published tokenizers are skipped; log: $log"
 }
 
 set_up tests tests/requirements.txt
