@@ -121,9 +121,9 @@ class Game:
     def scripted(self, name: str) -> Callable[[Any], str]:
         """How `scripted:NAME`, a player of matches without a model, chooses its message for a players.player.Turn.
 
-        Raises ValueError for a name that the game does not have.
+        Raises UserError for a name that the game does not have.
         """
-        raise ValueError(f"{self.title} has no scripted player {name!r}")
+        raise UserError(f"{self.title} has no scripted player {name!r}")
 
     # What follows from these.
 
