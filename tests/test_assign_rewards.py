@@ -237,7 +237,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     assert printed == {name: value for name, value in saved.items() if name != "settings"}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
-    assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "empty": 0, "dropped": 0}
+    assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "negative": 0, "empty": 0, "dropped": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
 
 
@@ -261,7 +261,9 @@ def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
     assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
     rows, printed = run(losers=0.5, ties=0.1, seed=3)
     assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
-    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "empty": 0, "dropped": 0}
+    negative = sum(row["reward"] < 0 for row in rows)
+    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "negative": negative, "empty": 0, "dropped": 0}
+    assert 0 < negative < len(rows)
 
 
 def test_the_kind_of_match_can_be_chosen(run):
@@ -276,7 +278,14 @@ def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
     rows, printed = run(inputs=inputs)
     assert [row["target"] for row in rows] == ["", "So?", "Yes", GUESS] and printed["rows"]["empty"] == 1
     kept, printed = run(inputs=inputs, drop_empty_targets=True)
-    assert kept == rows[1:] and printed["rows"] == {"attacker": 1, "defender": 2, "sft": 0, "empty": 0, "dropped": 1}
+    assert kept == rows[1:] and printed["rows"] == {
+        "attacker": 1,
+        "defender": 2,
+        "sft": 0,
+        "negative": 0,
+        "empty": 0,
+        "dropped": 1,
+    }
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):

@@ -518,6 +518,7 @@ class TestOneProcess:
     ):
         errors = run(*flags(place, tiny_model, tmp_path, max_games=3)).errors
         assert "_results.json: 3 games" in errors and "continues" not in errors
+        assert "100% of the games end without a decision" in errors
         before = results(tmp_path)
         (tmp_path / f"{STEM}_results.json").unlink()
         with monkeypatch.context() as patch:

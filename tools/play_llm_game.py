@@ -32,6 +32,7 @@ from utils import (
     world_size,
 )
 
+MOST_TIED = 0.5  # share of undecided games above which the summary has a warning
 logger = logging.getLogger(__name__)
 
 
@@ -86,6 +87,8 @@ def main() -> None:
     }
     if summary := run.play(settings):
         logger.info("%s: %d games", files.results_path, summary["games"])
+        if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
+            logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
         print(json.dumps(summary))
 
 

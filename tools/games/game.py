@@ -204,7 +204,7 @@ DEFAULT_GAME = "taboo"  # the game of episodes without the key "game"
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "secrets", "decide")
 # Roles are keys beside these in results and counts, so no role may be called like one of them.
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
-TAKEN |= {"both", "sft", "empty", "dropped", "skipped"}
+TAKEN |= {"both", "sft", "negative", "empty", "dropped", "skipped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:

@@ -145,7 +145,8 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
         games = JudgedGames(game, partial(read_records, inputs, skip_bad=flags.skip_bad), skip_bad=flags.skip_bad)
         game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        counts = Counter(dict.fromkeys((*game.roles, SFT, "empty", "dropped"), 0))  # the latter two: of targets
+        # Rows by role; of these, rows with a reward below 0 and with an empty target; rows left out.
+        counts = Counter(dict.fromkeys((*game.roles, SFT, "negative", "empty", "dropped"), 0))
         rows = counted(chain(game_rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
         with replacing(output) as file:
             put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
@@ -168,6 +169,7 @@ def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Itera
             counts["dropped"] += 1
             continue
         counts["empty"] += empty
+        counts["negative"] += row.get("reward", 0.0) < 0
         counts[row.get("role", SFT)] += 1
         yield row
 
