@@ -8,18 +8,15 @@ PLAY = {"preset": "tiny", "turns": 2, "games": 6, "slow_games": 3, "release_game
 
 
 def test_every_mode_of_play_plays_its_games_to_the_same_lengths():
-    settings = Play(**PLAY, mean_tokens=6, most_tokens=20)
-    lines = {(line["lengths"], line["mode"]): line for line in settings.lines()}
-    assert {mode: lines["forced", mode]["games"] for mode in settings.modes} == {
-        "release": 2,
-        "batched": 3,
-        "default": 6,
-    }
-    for (lengths, mode), line in lines.items():
+    settings = Play(**PLAY, lengths=["drawn"], mean_tokens=6, most_tokens=20)
+    lines = {line["mode"]: line for line in settings.lines()}
+    assert {mode: line["games"] for mode, line in lines.items()} == {"release": 2, "batched": 3, "default": 6}
+    for mode, line in lines.items():
         games = range(settings.num_games(mode))
-        expected = [settings.reply_tokens(lengths, game, message) for game in games for message in range(4)]
-        assert sorted(line["reply_tokens"]) == sorted(expected), (lengths, mode)
-    assert lines["forced", "release"]["at once"] == 1 and lines["drawn", "release"]["ratio"] == "1.00"
+        expected = [settings.reply_tokens("drawn", game, message) for game in games for message in range(4)]
+        assert sorted(line["reply_tokens"]) == sorted(expected), mode
+    assert lines["release"]["at once"] == 1 and lines["release"]["ratio"] == "1.00"
+    assert settings.reply_tokens("forced", 0, 0) == 4
 
 
 def test_every_mode_of_training_has_the_losses_of_the_usual_recipe():
