@@ -146,10 +146,11 @@ class Report:
         if not path.is_file():
             return {}
         try:
-            return read_json(path)
+            found = read_json(path)
         except UserError as error:
             self.missing.append(str(error))
             return {}
+        return found if isinstance(found, dict) else {}
 
     def read_play(self, name: str, folder: Path) -> None:
         """The games of self-play, finished or under way."""
@@ -179,7 +180,7 @@ class Report:
         players = [*self.matches["settings"]["players"], *results["settings"]["players"]]
         settings = {"players": list(dict.fromkeys(players)), "against": results["settings"]["against"]}
         self.matches = {"settings": settings, "results": self.matches["results"] + results["results"]}
-        games = folder / Path(results["games_path"]).name
+        games = folder / Path(str(results["games_path"])).name
         if games.is_file():
             self.count(f"{name}, match", [games])
         else:
