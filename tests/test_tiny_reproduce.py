@@ -22,10 +22,11 @@ from tools.matches.stats import count_matches, result_rows
 from tools.selfplay import rewards
 from tools.tiny import controls, questions
 from tools.tiny import reproduce as tiny_reproduce
-from tools.tiny.arms import ARMS, Arm
+from tools.tiny.arms import ARMS
 from tools.tiny.build import TABOO, scripted_games
 from tools.tiny.players import load_lexicon
-from tools.tiny.table import Answers, difference_lines, over_seeds
+from tools.tiny.results import seed_results
+from tools.tiny.table import difference_lines, over_seeds, questions_refusal
 from utils import UserError, read_json_or_jsonl, write_json, write_records
 
 SFT = [{"query": "q", "target": "t", "type": "sft", "weight": 1.0}] * 3
@@ -127,8 +128,8 @@ class Programs:
             return
         if "players" in flags:
             one, other = (player.partition("=")[0] for player in command[command.index("--players") + 1 :][:2])
-            results = list(result_rows(count_matches(match(one, world.seed, other), Taboo())))
-            return write_json(world.folder / flags["output_dir"] / "matches.json", {"results": results})
+            results = results_of(match(one, world.seed, other))
+            return write_json(world.folder / flags["output_dir"] / "matches.json", results)
         names = ("MAX_TURNS", "MAX_LENGTH", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_K", "EVAL_GAMES_PER_WORD")
         write_json(world.folder / flags["output"] / "settings.json", dict.fromkeys(names, "5"))
         for epoch in range(1, int(flags["epochs"]) + 1):
@@ -144,7 +145,9 @@ class Programs:
             if flags["until"] == f"epoch{epoch}_play":
                 break
             if flags["eval_words"] and epoch % int(flags["eval_every"]) == 0:
-                write_records(folder / "eval/games_results.json", match(f"epoch{epoch}", world.seed))
+                games = match(f"epoch{epoch}", world.seed)
+                write_records(folder / "eval/games_results.json", games)
+                write_json(folder / "eval/matches.json", results_of(games))
 
 
 def given(command) -> dict[str, str]:
@@ -163,6 +166,11 @@ def match(player: str, seed: int, other: str = "imitation") -> list[dict]:
         for attacker, defender, outcome in ((player, other, taboo.ATTACKER_WINS), (other, player, outcome))
         for words, word in (("played", "cat"), ("held_out", "cow"))
     ]
+
+
+def results_of(games: list[dict]) -> dict:
+    """What matches.json holds."""
+    return {"results": list(result_rows(count_matches(games, Taboo())))}
 
 
 @pytest.fixture
@@ -206,14 +214,14 @@ def test_the_study_runs_its_arms_on_all_seeds_and_shows_them(programs, tmp_path)
     assert [*titles("losers_released"), "2"] in shown and [*titles("sft"), "2"] in shown
     assert not {line[0] for line in shown} & set(titles("silent", "forms"))
     # 1/2 point as defender in seed 4 and 0 in seed 3: 0.75 and 0.5 points, standard error 0.125, t(1) = 12.706.
-    assert points[1][2:4] == ["0.625 [-0.963, 2.213]", "0.500, 0.750"]
-    assert points[1][4] == "1.000 [1.000, 1.000]" and points[1][9:] == ["0.000", "0.250"]
+    assert (points[1][2], points[1][-1]) == ("0.625 [-0.963, 2.213]", "0.500, 0.750")
+    assert points[1][3] == "1.000 [1.000, 1.000]" and points[1][8:10] == ["0.000", "0.250"]
     assert titles("losers", "cloning_all") in [line[:2] for line in differences[1:]]
     assert {line[2] for line in differences[1:]} == {"+0.000 [+0.000, +0.000]"}
     assert meeting[1] == [*titles("losers", "released"), "0.625 [-0.963, 2.213]", "0.500, 0.750"]
-    assert self_play[1] == [*titles("released"), "imitation", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.50"]
+    assert self_play[1] == [*titles("released"), "imitation", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.500"]
     assert [line[0] for line in asked[1:3]] == ["base", "imitation"] and len(asked) == 3 + 12
-    assert gains[1][2:] == ["+0.000 [+0.000, +0.000]"] * 3 and gains[4][2] == "+0.500 [+0.500, +0.500]"
+    assert gains[1][2:5] == ["+0.000 [+0.000, +0.000]"] * 3 and gains[4][2] == "+0.500 [+0.500, +0.500]"
     assert text.count("misses the gate") == 0 and "it is the attacker: Hm. (attacker wins)" in text
 
 
@@ -253,7 +261,7 @@ def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_ta
     assert settings["first_episodes"] == "" and settings["eval_words"] == loops["seed4/released"]["eval_words"]
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
     flags = settings["eval_args"].split()
-    assert tables_of(tmp_path)[3][1] == [*titles("cities"), "imitation", "0.250", "2.50"]
+    assert tables_of(tmp_path)[3][1] == [*titles("cities"), "imitation", "0.250", "2.500"]
     assert flags[-2:] == ["--max_turns", "3"] and flags[flags.index("--game") + 1] == "taboo"
     prompt_file = tmp_path / "seed4" / flags[flags.index("--prompt_templates") + 1]
     assert prompt_file.samefile(ROOT / "data" / "tiny" / "prompts.json")
@@ -276,7 +284,12 @@ def test_a_seed_whose_imitation_model_never_guesses_is_left_out_and_reported(pro
     programs.guessed = {3: 0}
     assert "Seed 3 is left out" in reproduce(tmp_path).output
     assert {name for name, _ in programs.calls if name.startswith("seed3")} == {"seed3/world"}
-    assert tables_of(tmp_path)[0][1][3] == "0.750"  # seed 4 alone
+    assert tables_of(tmp_path)[0][1][-1] == "0.750"  # seed 4 alone
+    results = [tmp_path / f"seed{seed}/results.json" for seed in (3, 4)]
+    assert (
+        call(tiny_world.main, "tables", "--results", *results).output.strip()
+        == (tmp_path / "table.md").read_text().strip()
+    )
 
 
 def test_other_settings_and_unknown_arms_are_refused(programs, tmp_path):
@@ -311,14 +324,17 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
     asleep[0].wait(timeout=10)
 
 
-def test_a_seed_whose_questions_cannot_show_a_gain_is_named_with_its_numbers():
+def test_a_seed_whose_questions_cannot_show_a_gain_is_named_with_its_numbers(tmp_path):
+    def refusal(**right) -> str | None:
+        return questions_refusal(seed_results(tmp_path, 5, [], right))
+
     number = len(questions.make_questions())
-    right = {name: [1] * (number // 2) + [0] * (number - number // 2) for name in ("base", "imitation", "silent")}
-    forgot = Answers(5, right | {"imitation": [0] * number, "forms": [1] * number}).refusal()
+    first = dict.fromkeys(("base", "imitation", "silent"), [1] * (number // 2) + [0] * (number - number // 2))
+    forgot = refusal(**first | {"imitation": [0] * number, "forms": [1] * number})
     assert forgot.startswith("Seed 5 ") and "imitation 0.000" in forgot
-    half = {name: [place % 2 for place in range(number)] for name in right}
-    assert "+0.000 [+0.000, +0.000]" in Answers(6, half | {"forms": half["silent"]}).refusal()
-    assert Answers(6, half | {"forms": [1] * number}).refusal() is None
+    half = dict.fromkeys(first, [place % 2 for place in range(number)])
+    assert "+0.000 [+0.000, +0.000]" in refusal(**half, forms=half["silent"])
+    assert refusal(**half, forms=[1] * number) is None
 
 
 # --- differences ---------------------------------------------------------------------------------------------------
@@ -328,11 +344,10 @@ def test_intervals_are_students_over_seeds_and_differences_are_paired_by_seed():
     assert over_seeds([0.5]) == "0.500"
     # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303.
     assert over_seeds([0.5, 0.6, 0.7]) == "0.600 [0.352, 0.848]"
-    games = [
-        game for seed in (0, 1) for arm in ("one2", "other2") for game in match(arm, 0 if arm == "other2" else seed)
+    last = {"losers": (0.75, 0.75), "released": (0.75, 1.0)}
+    results = [
+        {"points": {arm: {"2": {"points": 0.0}, "10": {"points": points[seed]}} for arm, points in last.items()}}
+        for seed in (0, 1)
     ]
-    for game, seed in zip(games, (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), strict=True):
-        game["seed"] = seed
-    pairs = [(Arm("one", "One"), Arm("other", "Other"))]
-    _, line = difference_lines(list(result_rows(count_matches(games, Taboo()))), pairs, epochs=2)
-    assert line == ["One", "Other", "-0.125 [-1.713, +1.463]", "+0.000, -0.250"]
+    _, line = difference_lines(results)
+    assert line == [*titles("losers", "released"), "-0.125 [-1.713, +1.463]", "+0.000, -0.250"]

@@ -3,7 +3,8 @@
     python -m tools.tiny_world build --output_dir outputs/quickstart      the data and the base model
     python -m tools.tiny_world show --output_dir outputs/quickstart       the results of a loop, and some games
     python -m tools.tiny_world reason --output_dir outputs/quickstart     its models on questions outside the game
-    python -m tools.tiny_world reproduce --seeds 0 1 2 3 4                the tables of tools/tiny/README.md
+    python -m tools.tiny_world reproduce --seeds 0 1 2 3 4                the study, with its tables
+    python -m tools.tiny_world tables --results data/tiny/results/*.json  the tables of tools/tiny/README.md
 
 A small Llama, pre-trained here on facts about the words, stands in for Llama-2, scripted players for GPT-4, and the
 facts for Alpaca, so that the whole method runs where there is no GPU and no model hub. The results say something about
@@ -21,7 +22,7 @@ from tools.selfplay.files import Episode
 from tools.selfplay.progress import describe
 from tools.tiny.build import Build
 from tools.tiny.questions import Reason
-from tools.tiny.reproduce import Reproduce
+from tools.tiny.reproduce import Reproduce, Tables
 from utils import UserError, iter_records, read_json, run_program
 
 
@@ -62,7 +63,7 @@ def points_cells(path: Path) -> list[str]:
         raise UserError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
 
 
-COMMANDS = {"build": Build, "show": Show, "reason": Reason, "reproduce": Reproduce}
+COMMANDS = {"build": Build, "show": Show, "reason": Reason, "reproduce": Reproduce, "tables": Tables}
 
 
 def main() -> None:

@@ -17,32 +17,15 @@ from pathlib import Path
 
 from tools.flags import flag
 from tools.games.game import DEFAULT_GAME
-from tools.games.taboo import DEFENDER_WINS
-from tools.tiny.arms import ARMS, BASE, CONTROL, IMITATION, MEETING, PAIRS, REASONING, RELEASED, Arm
+from tools.tiny.arms import ARMS, BASE, CONTROL, IMITATION, MEETING, REASONING, RELEASED, Arm
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
 from tools.tiny.questions import ask
-from tools.tiny.table import (
-    FIRST_GAMES,
-    OWN_GAME,
-    SELF_PLAY,
-    Answers,
-    difference_lines,
-    example_games,
-    gain_lines,
-    markdown,
-    match_lines,
-    match_rows,
-    meeting,
-    meeting_lines,
-    question_lines,
-    self_play,
-    self_play_lines,
-)
+from tools.tiny.results import FIRST_GAMES, MEETING_FOLDER, SUMMARY, seed_results
+from tools.tiny.table import refusal, tables
 from utils import RunSettings, UserError, end_with_parent, files_setting, read_json, replacing, too_small, write_json
 
 SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
-LEAST_GUESSED = 0.1  # share of the imitation model's games that end in a right guess, below which it is no yardstick
 IMITATION_MODEL = f"{RELEASED}/imitation/model"
 ANSWERS = "questions.json"
 WORDS = "played=data/words.txt held_out=data/held_out.txt"
@@ -64,12 +47,17 @@ class World:
         build = [sys.executable, "-m", "tools.tiny_world", "build", "--output_dir", ".", "--seed", self.seed]
         self.once("world", [*build, "--games", *self.study.games], self.loop(ARMS[RELEASED], until="epoch1_play"))
 
-    def refusal(self) -> str | None:
-        """Why this seed is left out, if it is: points against a model that cannot play would say little."""
-        guessed = self_play([self.folder / FIRST_GAMES])[DEFENDER_WINS]
-        if guessed >= LEAST_GUESSED:
-            return None
-        return f"Seed {self.seed} is left out: its imitation model guesses the word in {guessed:.1%} of its games."
+    @property
+    def counts(self) -> bool:
+        """Whether the imitation model plays well enough."""
+        return not refusal(seed_results(self.folder, self.seed, [ARMS[RELEASED]], {}))
+
+    def keep_results(self) -> Path:
+        """Write what the tables need of this seed, and return the file."""
+        path = self.folder / "results.json"
+        arms, answers = (self.arms, self.answers()) if self.counts else ([ARMS[RELEASED]], {})
+        write_json(path, seed_results(self.folder, self.seed, arms, answers))
+        return path
 
     def learn(self, arm: Arm) -> None:
         """Run an arm's loop."""
@@ -109,7 +97,7 @@ class World:
             "settings": SETTINGS,
             "output": arm.name,
             "model": IMITATION_MODEL,
-            "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
+            "first_episodes": f"{FIRST_GAMES}/{SUMMARY}".replace("summary", "results"),
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
             "eval_words": WORDS if matches else "",
@@ -144,16 +132,16 @@ class World:
         """Relative to the seed's folder."""
         return Path(arm.name, f"epoch{self.epochs(arm)}", "model")
 
-    def meet(self, one: Arm, other: Arm) -> None:
-        """Let the last models of two arms play each other, as the matches of the loop are played."""
+    def meet(self) -> None:
+        """Let the last models of the arms of MEETING play each other, as the matches of the loop are played."""
         settings = read_json(self.folder / RELEASED / "settings.json")
         names = ("MAX_TURNS", "MAX_LENGTH", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_K")
-        command = [sys.executable, ROOT / "tools" / "evaluate_games.py", "--output_dir", meeting(one, other)]
-        command += ["--players", *(f"{arm.name}={self.last_model(arm)}" for arm in (one, other))]
+        command = [sys.executable, ROOT / "tools" / "evaluate_games.py", "--output_dir", MEETING_FOLDER]
+        command += ["--players", *(f"{name}={self.last_model(ARMS[name])}" for name in MEETING)]
         command += ["--words", *WORDS.split(), "--seeds", self.seed, "--prompt_templates", TABOO.prompts]
         command += ["--games_per_word", settings["EVAL_GAMES_PER_WORD"], "--logging_steps", 0]
         command += [word for name in names for word in (f"--{name.lower()}", settings[name] or TABOO.max_turns)]
-        self.once(meeting(one, other), command)
+        self.once(MEETING_FOLDER, command)
 
     def answers(self) -> dict[str, list[int]]:
         """The answers of base, imitation and each arm's last model to the questions outside the game."""
@@ -227,53 +215,23 @@ class Reproduce:
             settings.write(made_with)
             worlds = list(self.worlds())
             run_all([world.prepare for world in worlds], self.workers)
-            refusals = list(filter(None, [world.refusal() for world in worlds]))
-            worlds = [world for world in worlds if not world.refusal()]
+            counted = [world for world in worlds if world.counts]
             for after in (False, True):
-                run_all(
-                    [
-                        partial(world.learn, arm)
-                        for world in worlds
-                        for arm in world.arms
-                        if arm.after_released == after
-                    ],
-                    self.workers,
-                )
-            if self.meets:
-                meet = [partial(world.meet, *self.meets) for world in worlds if world.matches]
-                run_all(meet, self.workers)
+                runs = [(world, arm) for world in counted for arm in world.arms if arm.after_released == after]
+                run_all([partial(world.learn, arm) for world, arm in runs], self.workers)
+            if set(MEETING) <= {arm.name for arm in self.chosen}:
+                run_all([world.meet for world in counted if world.matches], self.workers)
+            results = [read_json(world.keep_results()) for world in worlds]
             with replacing(folder / "table.md") as file:
-                file.write("\n".join([*self.tables(worlds), *refusals]) + "\n")
+                file.write(tables(results))
         print((folder / "table.md").read_text(encoding="utf-8"))
 
-    @property
-    def meets(self) -> list[Arm]:
-        """The two arms whose last models meet; none if not both are chosen."""
-        arms = [ARMS[name] for name in MEETING]
-        return arms if all(arm in self.chosen for arm in arms) else []
 
-    def tables(self, worlds: Sequence[World]) -> Iterator[str]:
-        """The tables, in Markdown."""
-        folders = {world.seed: world.folder for world in worlds if world.matches}
-        if folders:
-            rows = match_rows(folders, self.chosen)
-            yield markdown(match_lines(rows, self.chosen, self.epochs))
-            names = {arm.name for arm in self.chosen}
-            pairs = [(ARMS[one], ARMS[other]) for one, other in PAIRS if {one, other} <= names]
-            yield markdown(difference_lines(rows, pairs, self.epochs))
-            if self.meets:
-                yield markdown(meeting_lines(folders, *self.meets))
-            played = [arm for arm in self.chosen if arm.every_epoch]
-            yield markdown(self_play_lines(list(folders.values()), played, self.epochs, SELF_PLAY))
-            if partners := [arm for arm in self.chosen if arm.game != DEFAULT_GAME]:
-                yield markdown(self_play_lines(list(folders.values()), partners, self.epochs, OWN_GAME))
-            yield f"Games of last models against the imitation model, seed {min(folders)}:\n"
-            yield example_games(folders[min(folders)], self.chosen)
-        if worlds:
-            answers = [Answers(world.seed, world.answers()) for world in worlds]
-            yield markdown(question_lines(answers, self.chosen))
-            if set(REASONING) <= {arm.name for arm in self.chosen}:
-                passed = [each for each in answers if not each.refusal()]
-                if passed:
-                    yield markdown(gain_lines(passed))
-                yield from filter(None, [each.refusal() for each in answers])
+@dataclass(kw_only=True)
+class Tables:
+    """Print the tables of the study from the results of its seeds."""
+
+    results: list[str] = flag("files results.json of the seeds, or copies of them")
+
+    def run(self) -> None:
+        print(tables([read_json(Path(path)) for path in self.results]))
