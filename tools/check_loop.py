@@ -9,10 +9,8 @@ GRADIENT_CHECKPOINTING, MAX_TURNS, and the DeepSpeed file.
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +37,7 @@ KINDS = {  # what settings must be: their names, and its pattern
     ),
     "a number above 0": ("TEMPERATURE", f"(?=[0.]*[1-9]){NUMBER}"),
     "a number above 0 and at most 1": ("DECAY_WEIGHT", r"1(\.0*)?|0?(?=\.0*[1-9])\.\d+"),
-    "True or False": ("DETACH_KL EVAL_IMITATION REPORT CHECK_DISK", "True|False"),
+    "True or False": ("DETACH_KL EVAL_IMITATION REPORT", "True|False"),
     "True, False or auto": ("GRADIENT_CHECKPOINTING", "True|False|auto"),
     "bf16, fp16, fp32 or auto": ("PRECISION", "bf16|fp16|fp32|auto"),
     "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
@@ -153,32 +151,8 @@ def machine_problems(settings: Mapping[str, str], parameters: int | None) -> Ite
         yield from (f"--engine vllm: {why}" for why in [VLLMFlags().vllm_missing()] if why)
     if settings["EVAL_TASKS"] and "--lm_eval" not in settings["REASONING_ARGS"] and not find_spec("lm_eval"):
         yield "--eval_tasks needs lm-eval (requirements.txt), or --reasoning_args '--lm_eval COMMAND'"
-    deepspeed = settings["DEEPSPEED"] != "none"
-    packages = ["peft"] * bool(settings["LORA_RANK"]) + ["deepspeed"] * deepspeed
-    try:
-        for name in packages:
-            import_module(name)
-        if deepspeed and "offload_optimizer" in read_json(settings["DEEPSPEED"]).get("zero_optimization", {}):
-            print("loads DeepSpeed's CPU Adam; its first compilation takes 3 minutes", flush=True)
-            import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
-    except Exception as error:
-        yield (
-            f"{sys.executable} cannot load {' and '.join(packages)} (for --lora_rank, --deepspeed): "
-            f"{type(error).__name__}: {error}; offload to the CPU needs g++ and ninja too"
-        )
-
-
-def check_disk(settings: Mapping[str, str], parameters: int) -> None:
-    """UserError if the loop's models and checkpoints do not fit on the disk."""
-    output = Path(settings["OUTPUT"]).absolute()
-    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
-    missing = max(0, fit.disk_bytes(settings, parameters) - fit.bytes_there(output))
-    print(f"disk: models and checkpoints still take {missing / 1e9:.1f} GB at most, {free / 1e9:.1f} GB are free")
-    if missing > free and settings["CHECK_DISK"] == "True":
-        raise UserError(
-            f"{output}: models and checkpoints still take {missing / 1e9:.1f} GB at most, and {free / 1e9:.1f} GB are "
-            "free; --save_steps 0 keeps no checkpoints, --check_disk False starts all the same"
-        )
+    needed = {"peft": bool(settings["LORA_RANK"]), "deepspeed": settings["DEEPSPEED"] != "none"}
+    yield from (f"{sys.executable} has no {name}" for name in needed if needed[name] and not find_spec(name))
 
 
 def write_results(settings: Mapping[str, str], words: list[str], answers: str) -> None:
@@ -221,8 +195,6 @@ def main() -> None:
     parameters = fit.count_parameters(settings["MODEL"])
     choose(settings, parameters)
     refuse([*joint_problems(settings), *machine_problems(settings, parameters)])
-    if parameters and settings["NODE_RANK"] == "0":
-        check_disk(settings, parameters)
     write_results(settings, words, given.answers)
 
 

@@ -15,7 +15,7 @@ names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA EPOCHS UNTIL GAME GAM
   REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF
   CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK
   RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS
-  REPORT CHECK_DISK IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS)
+  REPORT IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS)
 
 set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
@@ -99,7 +99,6 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${EVAL_IMITATION:=False}"   # True: imitation plays a match against itself too, which shows the spread
 : "${EVAL_TASKS:=}"            # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
 : "${REPORT:=True}"            # False: no report.html
-: "${CHECK_DISK:=True}"        # False: start although the disk space may not suffice
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
 : "${TRAIN_ARGS:=}"            # further flags of train.py in self-play
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py

@@ -1,4 +1,4 @@
-"""What fits on the GPUs (DEEPSPEED=auto of tools/run_spag.sh) and on the disk. Computed, not measured on a GPU.
+"""Which way of training fits the GPUs (DEEPSPEED=auto of tools/run_spag.sh). Computed, not measured on a GPU.
 
 Bytes of GPU memory for each parameter, in half precision, on N GPUs:
 
@@ -12,12 +12,7 @@ Activations are those of a Llama of this size (hidden size = 128 layers): 54 byt
 every layer that keeps them (one layer with gradient checkpointing), 2 in the others; and 256 scored tokens a row.
 """
 
-import json
-import math
 from collections.abc import Mapping
-from pathlib import Path
-
-from utils import read_json
 
 WAYS = {  # of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
     "none": "none",
@@ -51,15 +46,7 @@ def choose(settings: Mapping[str, str], parameters: float, memory: int) -> str:
 
 
 def count_parameters(model: str) -> int | None:
-    """Parameters of a model, by the headers of its safetensors files, else by its configuration; None without either.
-
-    Counts the files that transformers loads; Mistral's consolidated.safetensors, for example, is a copy of them.
-    """
-    whole, index = Path(model, "model.safetensors"), Path(model, "model.safetensors.index.json")
-    if index.is_file() or whole.is_file():
-        names = set(read_json(index)["weight_map"].values()) if index.is_file() else {whole.name}
-        tensors = [tensor for name in names for tensor in _tensors(Path(model, name))]
-        return sum(math.prod(tensor["shape"]) for tensor in tensors)
+    """Parameters of a model, a folder or a name on the hub, by its configuration; None where there is none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,30 +56,3 @@ def count_parameters(model: str) -> int | None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
     except (OSError, ValueError):
         return None
-
-
-def _tensors(path: Path) -> list[dict]:
-    """What the header of a safetensors file says of each tensor; its first 8 bytes are the header's length."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return [tensor for name, tensor in header.items() if name != "__metadata__"]
-
-
-def disk_bytes(settings: Mapping[str, str], parameters: int) -> int:
-    """Bytes that the loop's models, and its checkpoints to resume from, take at most."""
-    deepspeed, lora = settings["DEEPSPEED"] != "none", bool(settings["LORA_RANK"])
-    weights = 2 if settings["PRECISION"] != "fp32" and (deepspeed or lora) else 4  # 4: autocast keeps fp32 weights
-    checkpoint = weights + (12 if deepspeed else 8)  # Adam's two moments; with DeepSpeed the fp32 weights too
-    if deepspeed and read_json(settings["DEEPSPEED"]).get("zero_optimization", {}).get("stage", 0) < 3:
-        checkpoint += weights  # its own copy
-    checkpoints = 0 if lora or float(settings["SAVE_STEPS"]) == 0 else 2  # the old one goes after the new one is there
-    models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
-    return (models * weights + checkpoints * checkpoint) * parameters
-
-
-def bytes_there(output: Path) -> int:
-    """Bytes that models and checkpoints of a loop have on the disk already; sparse files have few."""
-    folders = [output / "imitation" / "model", *output.glob("epoch*/model")]
-    patterns = ("*.safetensors", "merged/*.safetensors", "checkpoint-*/**/*")
-    files = [path for folder in folders for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    return sum(512 * path.stat().st_blocks for path in files)
