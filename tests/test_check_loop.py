@@ -21,6 +21,7 @@ HELP = subprocess.run([ROOT / "tools/run_spag.sh", "--help"], capture_output=Tru
 DEFAULTS = dict(re.findall(r"^  ([A-Z_]+)=(\S*)", HELP, flags=re.MULTILINE))
 DEFAULTS |= {"IMITATION_LR": "5e-6", "LEARNING_RATE": "2e-6"}
 SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
+AUTO = dict.fromkeys(SETTLED, "auto")
 
 
 @pytest.fixture
@@ -108,6 +109,9 @@ def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
         ({"MAX_LENGTH": "256"}, "--max_length 256"),
         ({"NNODES": "2"}, "--rdzv_endpoint"),
         ({"TENSOR_PARALLEL_SIZE": "2", "NPROC": "4"}, "--engine vllm"),
+        ({"LIKE": "nowhere"}, "--like nowhere"),
+        ({"LIKE": ".", "IMITATION_DATA": "rows.json"}, "leave out --imitation_data"),
+        ({"CONTROL": "sft"}, "--control sft needs --like"),
         ({"LOSERS": "0.5"}, "--detach_kl True"),
         ({"TIES": "0.1"}, "--detach_kl True"),
     ],
@@ -144,7 +148,7 @@ def test_the_harness_of_the_benchmarks_must_be_there(check, monkeypatch):
 
 def test_a_large_model_is_trained_on_a_cpu_only_if_the_user_says_so(check, large_model, pretend_gpus):
     pretend_gpus(0)
-    changes = {"MODEL": large_model}
+    changes = AUTO | {"MODEL": large_model}
     assert "--train_args '--use_cpu True'" in check(status=2, **changes)
     check(**changes, TRAIN_ARGS="--use_cpu True")
     errors = check(status=2, **changes, TRAIN_ARGS="--use_cpu True", IMITATION_DATA="rows.json")
@@ -154,8 +158,6 @@ def test_a_large_model_is_trained_on_a_cpu_only_if_the_user_says_so(check, large
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------
-
-AUTO = dict.fromkeys(SETTLED, "auto")
 
 
 @pytest.mark.parametrize(

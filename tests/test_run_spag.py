@@ -222,6 +222,25 @@ def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
     assert "--max_turns 20 " in " ".join(commands["epoch1_play"])
 
 
+@pytest.mark.parametrize("control", ["sft", "coin", "cloning"])
+def test_a_control_starts_like_another_loop_and_has_rows_of_its_own(loop, tmp_path, control):
+    other = tmp_path / "spag"
+    games = other / "epoch1/episodes/imitation_sampling_words_results.json"
+    for folder in (other / "imitation/model", games.parent):
+        folder.mkdir(parents=True)
+    games.write_text("[]")
+    (other / "settings.json").write_text("{}")
+    commands = loop.commands(imitation_data="", like=other, control=control, epochs=2, sft_coeff=0.3)
+    assert ("epoch2_play" in commands) == (control != "sft")
+    assert not {"imitation", "epoch1_play"} & commands.keys()
+    rewards = " ".join(commands["epoch1_rewards"])
+    assert f"--control {control} --sft_coeff 0.3 --like {other}" in rewards
+    assert (str(games) in rewards) == (control != "sft")
+    assert commands["epoch1_train"].count(f"{other}/imitation/model") == 2
+    assert ("--allow_no_game_rows" in commands["epoch1_train"]) == (control != "coin")
+    assert f"--players imitation={other}/imitation/model epoch1=" in " ".join(commands["epoch1_eval"])
+
+
 def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop, tmp_path):
     (tmp_path / "games.json").write_text("[]")
     commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch2_play")

@@ -20,6 +20,7 @@ from utils import UserError, open_text, read_json, read_words, replacing, run_pr
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = 10**8  # parameters; a model of this size is not trained on a CPU unless the user says so
+AUTOMATIC = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")  # settings that may be auto
 POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 KINDS = {  # what settings must be: their names, and its pattern
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", rf"0|{POSITIVE}"),
@@ -41,6 +42,7 @@ KINDS = {  # what settings must be: their names, and its pattern
     "True, False or auto": ("GRADIENT_CHECKPOINTING", "True|False|auto"),
     "bf16, fp16, fp32 or auto": ("PRECISION", "bf16|fp16|fp32|auto"),
     "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
+    "sft, coin, cloning, or empty": ("CONTROL", "(sft|coin|cloning)?"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", rf"(imitation|epoch{POSITIVE}_(play|train))?"),
 }
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
@@ -95,16 +97,13 @@ def read_game(settings: dict[str, str]) -> list[str]:
 
 def choose(settings: dict[str, str], parameters: int | None) -> None:
     """Replace `auto`, by this machine's GPUs and the model's size."""
-    automatic = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
-    if "auto" not in [settings[name] for name in automatic]:
-        return
     import torch
 
     memory, choices = gpu_memory(), ("1", "fp32", "False", "none")
     if memory:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         choices = (str(len(memory)), half, "True", "auto")
-    settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
+    settings |= {name: choice for name, choice in zip(AUTOMATIC, choices, strict=True) if settings[name] == "auto"}
     if settings["DEEPSPEED"] == "auto":
         way = fit.choose(settings, parameters, min(memory)) if parameters else fit.WAYS["offload"]
         settings["DEEPSPEED"] = way if way == "none" else str(ROOT / way)
@@ -130,6 +129,12 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
             f"--global_batch {rows} is no multiple of {processes} processes x {machines} machines x --train_batch "
             f"{batch} = {at_once} rows; change one of them"
         )
+    if settings["LIKE"] and settings["IMITATION_DATA"]:
+        yield "--like takes the imitation model of the other loop; leave out --imitation_data"
+    if settings["LIKE"] and not Path(settings["LIKE"], "settings.json").is_file():
+        yield f"--like {settings['LIKE']}: not the OUTPUT of a loop; it has no settings.json"
+    if settings["CONTROL"] == "sft" and not settings["LIKE"]:
+        yield "--control sft needs --like, the OUTPUT of the loop whose number of rows counts"
     negative = float(settings["LOSERS"]) or float(settings["TIES"])
     if negative and settings["DETACH_KL"] == "False" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         yield "--losers and --ties make rows with rewards below 0, which need --detach_kl True"

@@ -11,7 +11,7 @@ set -efo pipefail # -f: no value is a pattern of file names
 # shellcheck disable=SC2086,SC2206  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
 names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA EPOCHS UNTIL GAME GAME_OPTIONS MATCH PROMPTS MAX_TURNS GAMES
-  GAMES_PER_WORD FIRST_EPISODES MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE TENSOR_PARALLEL_SIZE PLAY_BATCH
+  GAMES_PER_WORD FIRST_EPISODES LIKE CONTROL MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE TENSOR_PARALLEL_SIZE PLAY_BATCH
   REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF
   CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK
   RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS
@@ -60,6 +60,8 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${GAMES:=}"                 # play only the first so many words of the list
 : "${GAMES_PER_WORD:=1}"       # games of each word in an epoch
 : "${FIRST_EPISODES:=}"        # file of episodes that replaces the play of epoch 1
+: "${LIKE:=}"                  # OUTPUT of another loop: start from its imitation model and its games of epoch 1
+: "${CONTROL:=}"               # sft, coin or cloning: rows of a control in place of SPAG's (tools/loop/README.md)
 : "${MAX_LENGTH:=2048}"        # tokens of a row, and of prompt and reply together
 : "${MAX_NEW_TOKENS:=256}"     # tokens of a reply
 : "${TEMPERATURE:=1.2}"        # sampling temperature
@@ -107,6 +109,9 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${REASONING_ARGS:=}"        # further flags of tools/evaluate_reasoning.py
 set_flags "$@" # again: flags with an empty value count too
 lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
+[ -z "$LIKE" ] || [ "$CONTROL" = sft ] ||
+  FIRST_EPISODES=${FIRST_EPISODES:-$LIKE/epoch1/episodes/imitation_sampling_words_results.json}
+case $CONTROL in sft | cloning) TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS" ;; esac
 IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
 
 if [ -z "$PYTHON$VIRTUAL_ENV" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] && [ -x "$root/.venv/bin/python" ]; then
@@ -160,6 +165,7 @@ sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGT
   --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
   --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
 rewards=(--decay_weight "$DECAY_WEIGHT" --min_game_rows "$GLOBAL_BATCH" ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
+[ -z "$CONTROL" ] || rewards+=(--control "$CONTROL" --sft_coeff "$SFT_COEFF" ${LIKE:+--like "$LIKE"})
 case $LOSERS in *[1-9]*) rewards+=(--losers "$LOSERS") ;; esac
 case $TIES in *[1-9]*) rewards+=(--ties "$TIES") ;; esac
 
@@ -167,8 +173,9 @@ model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=(
 [ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL \
   --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" \
   --seed "$SEED" $IMITATION_ARGS
+[ ! -d "$LIKE/imitation/model" ] || model=$LIKE/imitation/model${LORA_RANK:+/merged}
 imitation=$model
-[ -z "$IMITATION_DATA" ] || models+=("imitation=$model")
+[ "$model" = "$MODEL" ] || models+=("imitation=$model")
 [ -z "$EVAL_WORDS" ] || [ "$EVAL_IMITATION" = False ] || match imitation "imitation=$imitation"
 
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
@@ -176,7 +183,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   episodes=$folder/episodes/${player}_sampling_words_results.json
   if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
     episodes=$FIRST_EPISODES
-  else
+  elif [ "$CONTROL" != sft ]; then
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \

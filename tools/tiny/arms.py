@@ -30,7 +30,7 @@ class Arm:
 
 
 NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
-LIKE_RELEASED = {"games": 1, "games_per_word": 1, **NO_GAME_ROWS}  # no rows of its games, so it plays one
+PLAYS_ONE = {"games": 1, "games_per_word": 1}  # its games give no rows
 SHARE, COST = 0.5, 0.25  # of --losers and --ties; chosen on seed 100, which is not in the study
 DETACHED = {"detach_kl": True}
 FEW_ROWS = {  # where most games come to tie, few rows are left
@@ -53,19 +53,10 @@ ARMS = {
         Arm(
             "cloning_all",
             "cloning of all messages of both roles",
-            {
-                "rewards": f"{CONTROL} cloning",
-                "reward_args": "--training_prompt play --messages all",
-                **NO_GAME_ROWS,
-            },
+            {"control": "cloning", "reward_args": "--training_prompt play --messages all"},
         ),
-        Arm("coin", "winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
-        Arm(
-            "sft",
-            "SFT rows only, as many steps",
-            {"rewards": f"{CONTROL} sft --like {RELEASED}", **LIKE_RELEASED},
-            after_released=True,
-        ),
+        Arm("coin", "winner drawn by coin", {"control": "coin"}),
+        Arm("sft", "SFT rows only, as many steps", {"control": "sft"}, after_released=True),
         Arm(
             "losers_released",
             "losers' rows too, loss as released",
@@ -78,18 +69,18 @@ ARMS = {
             epochs=2,
             most_seeds=2,
         ),
-        Arm("cloning", "cloning of the winners", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}, most_seeds=2),
+        Arm("cloning", "cloning of the winners", {"control": "cloning"}, most_seeds=2),
         Arm(
             "silent",
             "SPAG, game rows of weight 0",
-            {"rewards": f"{CONTROL} silent --like {RELEASED}", "games": 1, "games_per_word": 1},
+            {"rewards": f"{CONTROL} silent --like {RELEASED}", **PLAYS_ONE},
             after_released=True,
             matches=False,
         ),
         Arm(
             "forms",
             "answered questions in place of game rows",
-            {"rewards": f"{CONTROL} forms --like {RELEASED}", **LIKE_RELEASED},
+            {"rewards": f"{CONTROL} forms --like {RELEASED}", **PLAYS_ONE, **NO_GAME_ROWS},
             after_released=True,
             matches=False,
         ),

@@ -21,7 +21,7 @@ from tools.tiny.arms import ARMS, BASE, CONTROL, IMITATION, MEETING, REASONING, 
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
 from tools.tiny.questions import ask
-from tools.tiny.results import FIRST_GAMES, MEETING_FOLDER, seed_results
+from tools.tiny.results import MEETING_FOLDER, seed_results
 from tools.tiny.table import refusal, tables
 from utils import RunSettings, UserError, end_with_parent, files_setting, read_json, replacing, too_small, write_json
 
@@ -96,8 +96,8 @@ class World:
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
-            "model": IMITATION_MODEL,
-            "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
+            "model": "base",
+            "like": RELEASED,
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
             "eval_words": WORDS if matches else "",
@@ -114,11 +114,11 @@ class World:
         }
         if arm.name == RELEASED:
             rows = " ".join(f"data/imitation{suffix(game)}.json" for game in self.study.games)
-            settings |= {"model": "base", "imitation_data": rows, "first_episodes": ""}
+            settings |= {"like": "", "imitation_data": rows}
         if arm.game != DEFAULT_GAME:
             played = GAMES[arm.game]
             settings |= {"game": arm.game, "prompts": played.prompts, "max_turns": played.max_turns}
-            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "first_episodes": ""}
+            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "model": IMITATION_MODEL, "like": ""}
             settings |= {"rewards": f"{CONTROL} as_many --like {RELEASED}"}
             prompts = os.path.relpath(TABOO.prompts, self.folder.resolve())
             at_taboo = f"--game {DEFAULT_GAME} --prompt_templates {prompts} --max_turns {TABOO.max_turns}"
