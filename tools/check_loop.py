@@ -197,8 +197,10 @@ def main() -> None:
     except (ValueError, OSError) as error:
         problems.append(str(error))
     refuse(problems)
-    parameters = fit.count_parameters(settings["MODEL"])
-    choose(settings, parameters)
+    parameters = None
+    if "auto" in [settings[name] for name in AUTOMATIC]:
+        parameters = fit.count_parameters(settings["MODEL"])
+        choose(settings, parameters)
     refuse([*joint_problems(settings), *machine_problems(settings, parameters)])
     write_results(settings, words, given.answers)
 
