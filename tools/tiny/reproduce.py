@@ -19,7 +19,7 @@ from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
 from tools.tiny.programs import SETTINGS, SeedFolder, loop_command, run_all
 from tools.tiny.questions import ask
-from tools.tiny.results import FIRST_GAMES, MEETING_FOLDER, SUMMARY, seed_results
+from tools.tiny.results import FIRST_GAMES, MEETING_FOLDER, seed_results
 from tools.tiny.table import refusal, tables
 from utils import RunSettings, UserError, files_setting, read_json, replacing, too_small, write_json
 
@@ -65,7 +65,7 @@ class World(SeedFolder):
             "settings": SETTINGS,
             "output": arm.name,
             "model": IMITATION_MODEL,
-            "first_episodes": f"{FIRST_GAMES}/{SUMMARY}".replace("summary", "results"),
+            "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
             "eval_words": WORDS if matches else "",

@@ -22,7 +22,7 @@ from tools.tiny.questions import COLUMNS, PRIMARY_HELD_OUT, by_word
 from utils import iter_records, read_json
 
 FIRST_GAMES = f"{RELEASED}/epoch1/episodes"  # of the imitation model, shared by all arms of a seed
-SUMMARY = "imitation_sampling_words_summary.json"  # of play
+SUMMARY = "*_summary.json"  # of play
 EMPTY, LENGTH = "empty replies", "messages"
 MEETING_FOLDER = "_against_".join(MEETING)  # in the folder of a seed
 # Columns of match points: the word lists and roles that they count.
