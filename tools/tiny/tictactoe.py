@@ -48,6 +48,8 @@ class Learner(SeedFolder):
         settings |= {"words": "seeds.txt", "game": GAME, "game_options": " ".join(OPTIONS), "prompts": PROMPTS}
         settings |= {"max_turns": "", "games_per_word": 1, "seed": 100 * self.seed, "epochs": self.epochs}
         settings |= {"save_steps": 0, "report": False, "play_args": "--logging_steps 0"}
+        # Legal moves are learned slowly. The reference of imitation has random weights: no KL to it.
+        settings |= {"imitation_lr": 1e-3, "imitation_kl": 0, "imitation_args": "--num_train_epochs 4"}
         self.once("loop", loop_command(settings | SAMPLING))
         models = [f"{IMITATION}=loop/imitation/model"]
         self.match(RANDOM, OPPONENTS)
