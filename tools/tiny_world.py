@@ -5,6 +5,7 @@
     python -m tools.tiny_world reason --output_dir outputs/quickstart     its models on questions outside the game
     python -m tools.tiny_world reproduce --seeds 0 1 2 3 4                the study, with its tables
     python -m tools.tiny_world tables --results data/tiny/results/*.json  the tables of tools/tiny/README.md
+    python -m tools.tiny_world tictactoe --seeds 0 1 2                    the loop learns a game with a known answer
 
 A small Llama, pre-trained here on facts about the words, stands in for Llama-2, scripted players for GPT-4, and the
 facts for Alpaca, so that the whole method runs where there is no GPU and no model hub. The results say something about
@@ -23,6 +24,7 @@ from tools.selfplay.progress import describe
 from tools.tiny.build import Build
 from tools.tiny.questions import Reason
 from tools.tiny.reproduce import Reproduce, Tables
+from tools.tiny.tictactoe import TicTacToe
 from utils import UserError, iter_records, read_json, run_program
 
 
@@ -63,7 +65,14 @@ def points_cells(path: Path) -> list[str]:
         raise UserError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
 
 
-COMMANDS = {"build": Build, "show": Show, "reason": Reason, "reproduce": Reproduce, "tables": Tables}
+COMMANDS = {
+    "build": Build,
+    "show": Show,
+    "reason": Reason,
+    "reproduce": Reproduce,
+    "tables": Tables,
+    "tictactoe": TicTacToe,
+}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tools.games.game import ROOT, Game, History, Outcome
 VERSION = "0.7.4"  # of the package; another version may have other rules
 ZERO, ONE = "player_zero", "player_one"
 DRAW, UNFINISHED = "draw", "unfinished"
+BOARD = "board"  # a view
 MAX_TURNS = 50  # of environments without a limit of their own
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]  # of TicTacToe
 MOVE = re.compile(r"\[\s*(\d+)\s*\]")  # in TicTacToe
@@ -44,8 +45,11 @@ class TextArena(Game):
     )
     example_task = "0"
 
-    def __init__(self, env: str = ""):
-        self.env, self.name, self.title = env, f"{self.name}:{env}", env
+    def __init__(self, env: str = "", view: str = ""):
+        """`view="board"`: the only slot of prompts is `observations`, and it holds the last board alone."""
+        if view not in ("", BOARD):
+            raise ValueError(f"view={view}: expected {BOARD}, or no view")
+        self.env, self.view, self.name, self.title = env, view, f"{self.name}:{env}", env
         if why := self._refusal():
             raise ValueError(f"env={env}: {why}")
         limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments end one message later
@@ -67,6 +71,8 @@ class TextArena(Game):
         boards = [text for _, text, kind in told if kind.name == "GAME_BOARD"]
         news = [text for _, text, kind in told if kind.name not in ("PROMPT", "PLAYER_ACTION", "GAME_BOARD")]
         rules = [text for _, text, kind in told if kind.name == "PROMPT"]
+        if self.view == BOARD:
+            return {"observations": "".join(boards[-1:]).strip()}
         return {"game_rules": "\n".join(rules).strip(), "observations": "\n".join(news + boards[-1:]).strip()}
 
     def decide(self, task: str, history: History) -> str | None:

@@ -6,11 +6,8 @@ from the same imitation model and its games. What is finished is kept: the same 
 """
 
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,24 +17,21 @@ from tools.games.game import DEFAULT_GAME
 from tools.tiny.arms import ARMS, BASE, CONTROL, IMITATION, MEETING, REASONING, RELEASED, Arm
 from tools.tiny.build import GAMES, TABOO, suffix
 from tools.tiny.players import LEXICON, ROOT
+from tools.tiny.programs import SETTINGS, SeedFolder, loop_command, run_all
 from tools.tiny.questions import ask
 from tools.tiny.results import MEETING_FOLDER, seed_results
 from tools.tiny.table import refusal, tables
-from utils import RunSettings, UserError, end_with_parent, files_setting, read_json, replacing, too_small, write_json
+from utils import RunSettings, UserError, files_setting, read_json, replacing, too_small, write_json
 
-SETTINGS, LOOP = ROOT / "configs" / "tiny.sh", ROOT / "tools" / "run_spag.sh"
 IMITATION_MODEL = f"{RELEASED}/imitation/model"
 ANSWERS = "questions.json"
 WORDS = "played=data/words.txt held_out=data/held_out.txt"
-KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True)
-class World:
-    """A seed's folder, in which programs run."""
+class World(SeedFolder):
+    """A seed of the study."""
 
-    folder: Path
-    seed: int
     study: "Reproduce"
     arms: Sequence[Arm] = ()
     matches: bool = True  # False: this seed is there for the questions outside the game alone
@@ -62,32 +56,6 @@ class World:
     def learn(self, arm: Arm) -> None:
         """Run an arm's loop."""
         self.once(arm.name, self.loop(arm))
-
-    def once(self, name: str, *commands: list) -> None:
-        """Run commands, their output in NAME.log, unless they have ended well before. UserError if one fails.
-
-        NAME_seconds.json, the seconds that they took, is written last.
-        """
-        seconds_path = self.folder / f"{name}_seconds.json"
-        if seconds_path.is_file():
-            return
-        started = time.monotonic()
-        for command in commands:
-            self.program(self.folder / f"{name}.log", command)
-        write_json(seconds_path, round(time.monotonic() - started, 1))
-
-    def program(self, log: Path, command: list) -> None:
-        """Run one program in the seed's folder, with one thread and none of the loop's settings in its environment."""
-        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(log, "a", encoding="utf-8") as file:
-            words = list(map(str, command))
-            how = {"env": environment, "cwd": self.folder, "preexec_fn": end_with_parent}
-            done = subprocess.run(words, stdout=file, stderr=file, **how)
-        if done.returncode:
-            raise UserError(f"{log}: ended with exit status {done.returncode}; run the same command to go on")
-        print(f"{time.strftime('%H:%M:%S')} {self.folder.name}/{log.stem}", flush=True)
 
     def loop(self, arm: Arm, until: str = "") -> list:
         """The command of an arm's loop; paths are relative to the seed's folder."""
@@ -123,7 +91,7 @@ class World:
             prompts = os.path.relpath(TABOO.prompts, self.folder.resolve())
             at_taboo = f"--game {DEFAULT_GAME} --prompt_templates {prompts} --max_turns {TABOO.max_turns}"
             settings["eval_args"] += f" {at_taboo}"  # the last flags win
-        return [LOOP, *(word for name in settings for word in (f"--{name}", settings[name]))]
+        return loop_command(settings)
 
     def epochs(self, arm: Arm) -> int:
         return min(arm.epochs or self.study.epochs, self.study.epochs)
@@ -147,18 +115,6 @@ class World:
         """The answers of base, imitation and each arm's last model to the questions outside the game."""
         models = {BASE: self.folder / "base", IMITATION: self.folder / IMITATION_MODEL}
         return ask(models | {arm.name: self.folder / self.last_model(arm) for arm in self.arms}, self.folder / ANSWERS)
-
-
-def run_all(runs: Iterable[Callable[[], object]], workers: int) -> list:
-    """What each run returns, so many at a time; after a failure nothing else begins."""
-    pool = ThreadPoolExecutor(workers)
-    futures = [pool.submit(run) for run in runs]
-    try:
-        for done in as_completed(futures):
-            done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [future.result() for future in futures]
 
 
 @dataclass(kw_only=True)
