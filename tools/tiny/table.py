@@ -117,7 +117,7 @@ def self_play_lines(results: Sequence[dict], shown: dict[str, str]) -> Lines:
     yield ["learning", "model", *shown]
     for arm, epoch in arms_and_epochs(results, "self_play"):
         found = values_of(results, "self_play", arm, epoch)
-        if set(shown.values()) <= set(found[0]):
+        if arm.plays_on and set(shown.values()) <= set(found[0]):
             means = [sum(each[name] for each in found) / len(found) for name in shown.values()]
             model = IMITATION if epoch == "0" else f"epoch {epoch}"
             yield [arm.title, model, *(format(mean, ".3f") for mean in means)]
