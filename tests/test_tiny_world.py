@@ -6,7 +6,6 @@ import math
 import random
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from helpers import call
@@ -23,13 +22,9 @@ from tools.tiny.players import (
     GUESS,
     HINT,
     NAME,
-    CityAnswerer,
-    CityGuesser,
     Lexicon,
-    LexiconAnswerer,
     LexiconAttacker,
     LexiconDefender,
-    LexiconGuesser,
     Skill,
     city_task,
     fact_rows,
@@ -92,13 +87,6 @@ def test_a_line_without_all_its_clues_is_named(tmp_path):
         load_lexicon(path)
 
 
-def test_best_matches_are_the_words_that_most_clues_go_with():
-    assert SMALL.best_matches([]) == ["cat", "cow", "owl"]
-    assert SMALL.best_matches(["farm"]) == ["cow", "owl"]
-    assert SMALL.best_matches(["farm", "animal"]) == ["cow"]
-    assert SMALL.best_matches(["farm", "hoot", "milk", "wise"]) == ["owl"]
-
-
 # --- scripted players ----------------------------------------------------------------------------------------------
 
 
@@ -111,25 +99,12 @@ def test_an_attacker_of_full_skill_gives_clues_of_the_word_alone_and_none_twice(
     }
 
 
-def test_an_attacker_can_breach_and_can_hint_at_another_word():
-    breaching = LexiconAttacker(SMALL, Skill(breach=1), random.Random(0))
-    assert reply(breaching, taboo.ATTACKER, "cow") == HINT.format("cow")
-    straying = LexiconAttacker(SMALL, Skill(breach=0, stray=1), random.Random(0))
-    hints = {reply(straying, taboo.ATTACKER, "cow") for _ in range(200)}
-    assert hints == {HINT.format(clue) for word in ("cat", "owl") for clue in SMALL.clues(word)}
-
-
 def test_a_defender_of_full_skill_guesses_the_word_that_the_clues_leave():
     defender = LexiconDefender(SMALL, Skill(forget=0, guess=(1, 0), last_guess=(1, 1), slip=0), random.Random(0))
     assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == GUESS.format("cow")
     assert reply(defender, taboo.DEFENDER, None, HINT.format("farm")).startswith("I think of ")
     told = [HINT.format("farm"), "Hm.", HINT.format("farm"), "Hm.", HINT.format("wise")]
     assert reply(defender, taboo.DEFENDER, None, *told) == GUESS.format("owl")
-
-
-def test_a_defender_can_let_the_word_slip():
-    defender = LexiconDefender(SMALL, Skill(forget=0, guess=(0,), last_guess=(0,), slip=1), random.Random(0))
-    assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == NAME.format("cow")
 
 
 @pytest.mark.parametrize("scripted", GAMES.values(), ids=GAMES)
@@ -140,62 +115,6 @@ def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexi
     ends = [outcome.name for outcome in scripted.game.outcomes if outcome.name != NO_ANSWER]  # they know how to answer
     assert min(shares[end] for end in ends) >= 0.02 * len(games)
     assert games == scripted_games(scripted, lexicon, rounds=2, rng=random.Random(1))
-
-
-def answer(player, game: str, role: str, task: str, *messages: str, max_turns: int = 4) -> str:
-    scripted = GAMES[game].game
-    roles = scripted.roles * max_turns
-    history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
-    return asyncio.run(
-        player.reply(Turn(scripted, role, history, max_turns, 0, scripted.secrets(role, task, history), {}))
-    ).text
-
-
-FULL = Skill(breach=0, stray=0, forget=0, wrong=0, remark=0, own=1, guess=(1, 0), last_guess=(1, 1))
-
-
-def test_partners_of_20_questions_find_the_word_by_yes_and_no():
-    guesser, answerer = (kind(SMALL, FULL, random.Random(0)) for kind in (LexiconGuesser, LexiconAnswerer))
-    game = "twenty_questions"
-    assert answer(answerer, game, "answerer", "cow", "Does it go with milk?") == "Yes."
-    assert answer(answerer, game, "answerer", "cow", "Does it go with purr?") == "No."
-    assert answer(answerer, game, "answerer", "cow", "Is it ` cat`?") == "No."
-    hinting = LexiconAnswerer(SMALL, replace(FULL, remark=1), random.Random(0))
-    told = "No. It goes with milk."
-    assert answer(hinting, game, "answerer", "cow", "Is it ` cat`?", told, "Is it ` owl`?") == "No. It goes with moo."
-    first = answer(guesser, game, "guesser", "")
-    assert re.fullmatch(r"Does it go with (animal|pet|farm|bird)\?", first)
-    assert answer(guesser, game, "guesser", "", "Does it go with farm?", "No.") == "Is it ` cat`?"
-    asked = ("Does it go with farm?", "Yes.", "Does it go with animal?", "Yes.")
-    assert answer(guesser, game, "guesser", "", *asked) == "Is it ` cow`?"
-    named = ("Is it ` cat`?", "No. It goes with animal.")
-    assert answer(guesser, game, "guesser", "", *named) == "Is it ` cow`?"
-
-
-def test_partners_of_guess_my_city_find_the_place_by_its_clues():
-    guesser, answerer = (kind(SMALL, FULL, random.Random(0)) for kind in (CityGuesser, CityAnswerer))
-    task, game = city_task(SMALL, "cow"), "guess_my_city"
-    assert task == "cow, animal, farm"
-    assert answer(answerer, game, "answerer", task, "What does it go with?") in (
-        "It goes with milk.",
-        "It goes with moo.",
-    )
-    both = (
-        "What does it go with?",
-        "It goes with milk.",
-        "What does it go with?",
-        "It goes with moo.",
-        "Are you from ` owl`?",
-    )
-    replies = {answer(answerer, game, "answerer", task, *both) for _ in range(40)}
-    assert replies == {f"It goes with {clue}." for clue in ("milk", "moo", "farm")}  # never the country
-    assert answer(guesser, game, "guesser", task) == "What does it go with?"
-    heard = ("What does it go with?", "It goes with farm.")
-    assert answer(guesser, game, "guesser", task, *heard) == "What does it go with?"
-    assert (
-        answer(guesser, game, "guesser", task, *heard, "Are you from ` owl`?", "It goes with farm.")
-        == "Are you from ` cow`?"
-    )
 
 
 def test_facts_say_what_the_lexicon_says(lexicon):
