@@ -9,8 +9,8 @@ from helpers import ROOT
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches import text
-from tools.matches.results import write_results
 from tools.matches.stats import Match, count_matches, pairs, result_rows, schedule
+from tools.matches.text import write_results
 from utils import write_records
 
 TABOO = load_game("taboo")
