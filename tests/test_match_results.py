@@ -1,4 +1,4 @@
-"""What an evaluation by match plays and leaves: its schedule, and the tables as text."""
+"""The schedule of an evaluation by match, and its tables."""
 
 import json
 import re

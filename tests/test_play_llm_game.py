@@ -5,7 +5,6 @@ faults/ kills the program, damages its files and refuses its flags.
 
 import asyncio
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from scripted import ScriptedPlayer
 from tools import play_llm_game
 from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
-from tools.flags import parse_flags
 from tools.games import prompts, taboo
 from tools.players.player import Reply
 from tools.selfplay import play
@@ -413,13 +411,6 @@ class TestOneProcess:
                 prompt = prompts.play_prompt(GAME, game["history"][:place_in_game], game["target_word"], 2, templates)
                 (reply,) = BatchEngine(sides[place_in_game % 2], 1).generate([prompt])
                 assert message["content"] == reply.text.strip()
-
-    def test_the_same_model_is_loaded_once(self, place, tiny_model, tmp_path):
-        here = parse_flags(play_llm_game.Flags, flags(place, tiny_model, tmp_path), description="")
-        here.defender_model_name_or_path = os.path.relpath(tiny_model)
-        players, games = Lineup(here, GAME).build_players(here.names)
-        assert players["attacker"] is players["defender"]
-        assert games == 4
 
     def test_a_cut_prompt_and_a_cut_off_reply_are_counted(self, place, tiny_model, tmp_path):
         output = run(*flags(place, tiny_model, tmp_path, max_length=60, max_games=3, allow_cuts=True)).output
