@@ -50,12 +50,6 @@ def rows_of(episodes, seed=0, **settings):
     return assign_rewards(episodes, rng=random.Random(seed), **settings)
 
 
-def rows_by(prompt_fn, episodes, decay_weight=0.8):
-    """Rows whose queries this function makes."""
-    games = JudgedGames(GAME, in_memory(episodes))
-    return list(paid_rows(games, decay_weight=decay_weight, prompt_fn=prompt_fn))
-
-
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +63,8 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
     before = copy.deepcopy(EPISODES)
-    rows = rows_by(lambda history, word, turns: f"{len(history)} {word} {turns}", EPISODES, 0.5)
+    games = JudgedGames(GAME, in_memory(EPISODES))
+    rows = list(paid_rows(games, decay_weight=0.5, prompt_fn=lambda said, word, turns: f"{len(said)} {word} {turns}"))
     first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
     assert rows == [
         {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 1.0},

@@ -110,24 +110,20 @@ def test_a_finished_games_place_goes_to_the_next_word_at_once():
     """Five games of different lengths, two at a time: there are always two, until the words run out."""
     attacker_lines = [["Hello!"] * 3] * 5
     defender_lines = [["Hi."] * (turns - 1) + [GUESS.format("art")] for turns in (1, 3, 2, 2, 1)]
-    attacker, defender = ScriptedPlayer(attacker_lines), ScriptedPlayer(defender_lines)
     finished, alive = [], []
 
-    class Watching:
+    class Watching(ScriptedPlayer):
         """Answers a round after it was asked, so that the games move side by side."""
-
-        def __init__(self, player):
-            self.player = player
 
         async def reply(self, turn):
             alive.append(turn.index)
             await asyncio.sleep(0)
-            return await self.player.reply(turn)
+            return await super().reply(turn)
 
     games = play_games(
         GAME,
         enumerate(["art"] * 5),
-        {"attacker": Watching(attacker), "defender": Watching(defender)},
+        {"attacker": Watching(attacker_lines), "defender": Watching(defender_lines)},
         concurrent_games=2,
         on_episode=lambda episode: finished.append((episode["index"], len(episode["history"]) // 2)),
         max_turns=3,
