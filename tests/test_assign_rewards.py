@@ -258,13 +258,6 @@ def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
     assert 0 < negative < len(rows)
 
 
-def test_the_kind_of_match_can_be_chosen(run):
-    inputs = ([episode("Well?", "Let us start", target_word="art")],)
-    assert len(run(inputs=inputs)[0]) == 1
-    rows, printed = run(inputs=inputs, match="word", min_game_rows=0)
-    assert rows == [] and printed["weights"] == {"attacker": 0.0, "defender": 0.0}
-
-
 def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
     inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
     rows, printed = run(inputs=inputs)

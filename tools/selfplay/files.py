@@ -91,13 +91,12 @@ class EpisodeFiles:
     def __init__(self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
         self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
-        names = ", ".join(
-            f"{stem}_{name}" for name in ("rank*.jsonl", "settings.json", "results.json", "summary.json")
-        )
+        names = ("rank*.jsonl", "settings.json", "results.json", "summary.json")
         self.settings = utils.RunSettings(
             self.folder / f"{stem}_settings.json",
             results=self._existing_games,
-            remedy=f"use another --output_dir, or delete this run in {self.folder}: {names}",
+            remedy=f"use another --output_dir, or delete this run in {self.folder}: "
+            + ", ".join(f"{stem}_{name}" for name in names),
         )
         self.own_path = self._rank_path(rank())
         self.own_file: BinaryIO | None = None

@@ -71,7 +71,7 @@ async def play_games(
     templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
+    on_lost: Callable[[str, ReplyUnavailable], None] | None = None,
 ) -> None:
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in a callback ends all games.
 
@@ -86,7 +86,7 @@ async def play_games(
             except ReplyUnavailable as error:
                 if on_lost is None:
                     raise
-                on_lost(index, task, error)
+                on_lost(task, error)
             else:
                 on_episode(episode)
 

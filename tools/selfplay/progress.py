@@ -61,7 +61,7 @@ class Progress:
             tqdm.write(describe(episode))
             self.shown_at = messages
 
-    def lost(self, index: int, task: str, error: ReplyUnavailable) -> None:
+    def lost(self, task: str, error: ReplyUnavailable) -> None:
         """Note that a game is left unfinished."""
         logger.warning("%s: left unfinished: %s", task, error)
         self.lost_in_a_row += 1
