@@ -1,11 +1,12 @@
-"""Evaluation by match: who meets whom, runs that are killed and resumed, and the files."""
+"""Evaluation by match: the games that are played, the models in memory, and the files.
+
+faults/ kills the program, and refuses its flags and other settings.
+"""
 
 import gc
 import json
 import os
 import shutil
-import sys
-import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -16,12 +17,11 @@ from helpers import TORCHRUN, call, finish, flags_of, start
 from tools import evaluate_games
 from tools.engine import model as models
 from tools.games import taboo
-from tools.matches.stats import ALL, BOTH, Match, pairs
+from tools.matches.stats import Match, pairs
 from utils import read_json_or_jsonl, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # "one" stands there twice
 GAME = taboo.Taboo()
-MODULE = ["-m", "tools.evaluate_games"]
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,8 @@ def matches_of(folder):
     return json.loads((folder / "matches.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
-def stored_lines(folder):
-    """The whole lines of all rank files."""
-    text = b"".join(path.read_bytes().rpartition(b"\n")[0] + b"\n" for path in folder.glob("games_rank*.jsonl"))
-    return [line for line in text.split(b"\n") if line]
-
-
 def assert_complete(folder, pairs):
-    """Every game was played once, and each row of the matches counts its games."""
+    """Every game was played once."""
     games = games_of(folder)
     assert Counter((*(game[key] for key in Match.keys(GAME)), game["target_word"]) for game in games) == Counter(
         (*pair, name, seed, word)
@@ -84,19 +78,6 @@ def assert_complete(folder, pairs):
         for word in words * 2
     )
     assert [game["index"] for game in games] == list(range(len(games)))
-    for row in matches_of(folder)["results"]:
-        own = [
-            game
-            for role, player, opponent in (("attacker", "attacker", "defender"), ("defender", "defender", "attacker"))
-            for game in games
-            if row["role"] in (role, BOTH)
-            and (game[player], game[opponent]) == (row["player"], row["opponent"])
-            and row["words"] in (ALL, game["words"])
-            and row["seed"] in (None, game["seed"])
-        ]
-        assert row["games"] == len(own) == row["wins"] + row["losses"] + row["ties"] > 0
-        assert row["ties"] == sum(game["outcome"] == taboo.TIED for game in own)
-        assert row["breaches"] == sum(game["outcome"] == taboo.ATTACKER_BREAKS for game in own)
 
 
 def test_three_players_meet_and_the_files_agree(place, tiny_model, other_model, third_model, tmp_path):
@@ -104,9 +85,7 @@ def test_three_players_meet_and_the_files_agree(place, tiny_model, other_model, 
     printed = call(evaluate_games.main, *flags(place, players, tmp_path)).output
     assert_complete(tmp_path, pairs(list(players)))
     results = matches_of(tmp_path)
-    lists, roles, seeds = ("played", "held_out", ALL), (*GAME.roles, BOTH), (None, 0, 1)
-    keys = [(row["words"], row["role"], row["seed"]) for row in results["results"]]
-    assert Counter(keys) == {(words, role, seed): 6 for words in lists for role in roles for seed in seeds}
+    assert len(results["results"]) == 6 * 3 * 3 * 3  # players in each order; lists, roles and seeds, also pooled
     assert results["settings"]["players"] == list(players)
     assert results["settings"]["player epoch2"]["sha256"] == results["settings"]["player epoch1"]["sha256"]
     assert printed.endswith((tmp_path / "matches.txt").read_text())
@@ -154,32 +133,20 @@ def test_only_the_two_models_of_a_match_are_in_memory(
     assert len(loads) == 1
 
 
-@pytest.mark.kills
-def test_after_a_kill_two_processes_finish_without_losing_a_game(place, tiny_model, other_model, tmp_path):
-    command = [*MODULE, *flags(place, {"a": tiny_model, "b": other_model}, tmp_path, max_new_tokens=16)]
-    process = start([sys.executable, *command])
-    while len(stored_lines(tmp_path)) < 20:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
-    kept = stored_lines(tmp_path)
-    assert not (tmp_path / "matches.json").exists()
-    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", *command]))
-    assert set(kept) <= set(stored_lines(tmp_path))
+def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path):
+    arguments = flags(place, {"a": tiny_model, "b": other_model}, tmp_path)
+    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "-m", "tools.evaluate_games", *arguments]))
     assert_complete(tmp_path, pairs(["a", "b"]))
-    assert Counter(json.loads(line)["index"] for line in stored_lines(tmp_path)) == Counter(range(2 * 2 * 2 * 8))
-    own = [game["index"] for game in read_json_or_jsonl(tmp_path / "games_rank1.jsonl")]
-    assert own and all(index % 2 == 1 for index in own)
+    for rank in (0, 1):
+        own = [game["index"] for game in read_json_or_jsonl(tmp_path / f"games_rank{rank}.jsonl")]
+        assert sorted(own) == list(range(rank, 2 * 2 * 2 * 8, 2))
     assert (tmp_path / "matches.txt").read_text() in printed
 
 
 def test_a_single_player_meets_itself(place, tiny_model, tmp_path):
     call(evaluate_games.main, *flags(place, {"a": tiny_model}, tmp_path, words=[place / "played.txt"], seeds=None))
     assert len(games_of(tmp_path)) == 2 * len(PLAYED)
-    rows = matches_of(tmp_path)["results"]
-    assert {(row["role"], row["seed"]) for row in rows} == {(role, seed) for role in GAME.roles for seed in (None, 0)}
-    assert all(row["words"] == "played" and row["games"] == 2 * len(PLAYED) for row in rows)
+    assert all(row["games"] == 2 * len(PLAYED) for row in matches_of(tmp_path)["results"])
 
 
 def test_greedy_games_are_played_once(place, tiny_model, other_model, tmp_path):
@@ -202,33 +169,24 @@ def test_a_finished_evaluation_is_put_together_again_without_a_model(place, tiny
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_other_players_or_settings_are_refused_and_nothing_is_written(place, tiny_model, other_model, tmp_path):
+def test_a_player_whose_model_changed_in_its_folder_is_refused(place, tiny_model, other_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "model")
-    call(evaluate_games.main, *flags(place, {"a": model}, tmp_path / "out", max_words=1))
+    arguments = flags(place, {"a": model}, tmp_path / "out", max_words=1)
+    call(evaluate_games.main, *arguments)
     shutil.copytree(other_model, model, dirs_exist_ok=True)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    for changes, named in (
-        ({}, "player a: "),
-        ({"games_per_word": 3}, "games_per_word: 2 then, 3 now"),
-        ({"words": [f"other={place / 'played.txt'}"]}, "words other: None then"),
-    ):
-        arguments = flags(place, {"a": model}, tmp_path / "out", max_words=1, **changes)
-        assert named in call(evaluate_games.main, *arguments, status=2).errors
+    assert "player a: " in call(evaluate_games.main, *arguments, status=2).errors
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"players": ["a"]}, "expected NAME=MODEL, got 'a'"),
         ({"players": ["a=./missing"]}, "./missing: no such folder"),
-        ({"players": ["a=x", "a=y"]}, "--players names a twice"),
         ({"words": ["all=words.txt"]}, "--words names a list 'all'"),
         ({"words": ["a.txt", "b/a.txt"]}, "--words names a twice"),
-        ({"seeds": [1, 1], "games_per_word": 0}, "--games_per_word is 0"),
-        ({"against": "b"}, "--against b is none of the --players a"),
+        ({"seeds": [1, 1]}, "--seeds names 1 twice"),
         ({"task_type": "testing"}, "--task_type testing"),
-        ({"players": ["a\udcff=x"]}, r"'a\udcff' is no name"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_written(changes, named, place, tiny_model, tmp_path):

@@ -1,4 +1,4 @@
-"""What an evaluation by match plays and leaves: its schedule, and the tables as text."""
+"""The schedule of an evaluation by match, and its tables."""
 
 import json
 import re
@@ -9,11 +9,13 @@ from helpers import ROOT
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches import text
-from tools.matches.results import write_results
 from tools.matches.stats import Match, count_matches, pairs, result_rows, schedule
+from tools.matches.text import write_results
 from utils import write_records
 
 TABOO = load_game("taboo")
+SETTINGS = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": None}
+SETTINGS |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 5}
 
 # --- the schedule --------------------------------------------------------------------------------------------------
 
@@ -49,10 +51,8 @@ def results_of(outcomes, against=None):
         for (attacker, defender), ends in outcomes.items()
         for number, outcome in enumerate(ends)
     ]
-    settings = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": against}
-    settings |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 5}
     rows = list(result_rows(count_matches(games, TABOO)))
-    return {"settings": settings, "results": rows, "games_path": "games.json"}
+    return {"settings": SETTINGS | {"against": against}, "results": rows, "games_path": "games.json"}
 
 
 WIN, LOSS, TIE, BREACH = ATTACKER_WINS, DEFENDER_WINS, TIED, ATTACKER_BREAKS
@@ -93,9 +93,7 @@ def test_matches_of_another_game_are_written_under_its_roles(tmp_path):
         for word, outcome in (("tea", "found"), ("cup", "not found"), ("jug", "no answer"))
     ]
     write_records(tmp_path / "games.json", games)
-    settings = {"players": ["old", "new"], "words": ["played"], "seeds": [0], "against": None}
-    settings |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 20}
-    shown = write_results(tmp_path, tmp_path / "games.json", settings, questions)
+    shown = write_results(tmp_path, tmp_path / "games.json", SETTINGS, questions)
     assert shown == (tmp_path / "matches.txt").read_text() and shown.startswith("20 Questions by match")
     assert "Points are the mean points of a game" in shown
     rows = json.loads((tmp_path / "matches.json").read_text())["results"]

@@ -193,11 +193,6 @@ def test_a_player_against_itself_counts_each_game_once_in_each_role():
 def test_the_rows_of_a_single_game_are_strict_json(outcome):
     rows = list(result_rows(count_matches([game("new", "old", outcome)], TABOO)))
     json.dumps(rows, allow_nan=False)
-    clean = next(row for row in rows if (row["player"], row["role"]) == ("new", ATTACKER))["clean"]
-    if outcome in (ATTACKER_WINS, DEFENDER_WINS):
-        assert clean["games"] == 1 and clean["points_interval"] is not None
-    else:
-        assert clean == {"games": 0, "points": None, "points_interval": None}
 
 
 # --- another game --------------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE makes rows of the
-losers' messages too, and --ties COST of tied games, with rewards below 0; train on them with --detach_kl True, without
-which the loss drives their probability down without end and replies degenerate. Formats of all files:
-data/README.md. Episodes are read twice, since the weights need the counts; neither they nor the rows are kept in
-memory. The settings and counts of a run stand beside its output, in OUTPUT_rewards_settings.json.
+Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE and --ties COST
+also make rows with rewards below 0, of losers' messages and of tied games. Train on those with --detach_kl True:
+without it, the loss lowers their probability without end, and replies degenerate. Settings and counts are written
+beside the output, to OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
 import gc
@@ -28,7 +27,7 @@ __all__ = ["assign_rewards"]
 class Flags(RowFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
-    sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
+    sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
     control: str | None = flag("make the rows of a control instead", default=None, choices=CONTROLS)
     like: str | None = flag("for --control sft: OUTPUT of another loop, whose number of rows counts", default=None)
     sft_coeff: float = flag("for --control cloning: --lm_sft_coeff of the training", default=0.5)
@@ -42,7 +41,7 @@ def main() -> None:
     end_with_launcher()
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
-    gc.disable()  # there are no cycles to find, and looking for them takes a tenth of the time
+    gc.disable()  # there are no reference cycles, and the search for them takes a tenth of the time
     files = {"inputs": flags.input_data_path, "output": flags.output_data_path, "sft": flags.sft_data_path}
     if flags.control:
         counts = make_control_rows(flags, flags.control, **files, like=flags.like, sft_coeff=flags.sft_coeff)

@@ -7,7 +7,7 @@
 Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
 tools/matches/README.md describes. Every pair of players meets; with --against, every player meets that one; a single
 player meets itself. Finished games are stored at once: after a kill, the same command plays the missing ones. Under
-torchrun the games are dealt out to the processes.
+torchrun each process plays a share of the games.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
-from tools.matches.results import RESULTS, write_results
 from tools.matches.stats import ALL, Match, pairs, schedule
+from tools.matches.text import write_results
 from tools.players.human import HUMAN
 from tools.players.player import TESTING
 from tools.selfplay.files import EpisodeFiles
@@ -27,8 +27,8 @@ from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
 from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
 
-STEM = "games"  # of the files of the games
-GAMES_PER_WORD = 5  # where tokens are drawn
+STEM = "games"  # first part of the names of the games' files
+GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
 
 
 def named_words(text: str) -> NamedPath:
@@ -45,15 +45,15 @@ class Flags(PlayFlags):
     """The flags of this program."""
 
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
-    against: str | None = flag("only matches with this player; unset: all pairs", default=None, metavar="NAME")
+    against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
-        "word lists; without NAME= the file's name without its ending", type=named_words, metavar="NAME=FILE"
+        "word lists; a list without NAME= is called like its file", type=named_words, metavar="NAME=FILE"
     )
     games_per_word: int | None = flag(
-        f"in each match with each seed; unset: {GAMES_PER_WORD}, or 1 if play is greedy", default=None
+        f"games with each word in each match; unset: {GAMES_PER_WORD}, or 1 if play is greedy", default=None
     )
-    max_words: int | None = flag("play only the first so many words of each list", default=None)
-    seeds: list[int] = flag("of sampling; every match is played with each seed", default=[0])
+    max_words: int | None = flag("play only the first words of each list, at most so many", default=None)
+    seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0])
     output_dir: str = flag("folder of the results, shared by all processes")
 
     def __post_init__(self):
@@ -67,12 +67,10 @@ class Flags(PlayFlags):
         for name, values in (("players", names), ("words", lists), ("seeds", self.seeds)):
             if repeated := sorted({value for value in values if values.count(value) > 1}):
                 problems.append(f"--{name} names {repeated[0]} twice")
-        if odd := [name for name in (*names, *lists) if not name.isprintable()]:
-            problems.append(f"{odd[0]!r} is no name of a player or word list: it has control characters")
         if HUMAN in paths:
             problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
         if ALL in lists:
-            problems.append(f"--words names a list {ALL!r}, the name of the rows that pool lists; use another")
+            problems.append(f"--words names a list {ALL!r}, which is the name of the rows that pool lists")
         if self.against is not None and self.against not in names:
             problems.append(f"--against {self.against} is none of the --players {', '.join(names)}")
         if self.task_type == TESTING and (self.games_per_word > 1 or len(self.seeds) > 1):
@@ -101,7 +99,7 @@ def main() -> None:
     games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
     pairings = {match: flags.pairing(match, game) for match in dict.fromkeys(match for match, _ in games)}
     words = [word for _, word in games]
-    files = EpisodeFiles(flags.output_dir, STEM, words, game, made_of_results=RESULTS)
+    files = EpisodeFiles(flags.output_dir, STEM, words, game)
     settings = {
         "players": players,
         "against": flags.against,

@@ -1,4 +1,4 @@
-"""Self-play of a game: one game per task of a list, many at once, on any number of processes.
+"""Self-play: one game for each word of a list, many at once, on any number of processes.
 
     torchrun --nproc_per_node=8 --master_port=6000 -m tools.play_llm_game \\
         --attacker_model_name_or_path MODEL --defender_model_name_or_path MODEL --model_prefix im_llama2 \\
@@ -6,7 +6,7 @@
         --task_type sampling --max_length 2048 --max_new_tokens 256 --bf16 True --tf32 True
 
 Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are stored at once: after a kill, the same
-command plays those that are missing. Without a launcher (python -m tools.play_llm_game ...) it is one process.
+command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as one process.
 """
 
 import json
@@ -32,25 +32,26 @@ from utils import (
     world_size,
 )
 
-MOST_TIED = 0.5  # share of undecided games above which the summary has a warning
+MOST_TIED = 0.5  # share of undecided games above which there is a warning
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    """The flags of this program; attacker and defender mean the game's first and second role."""
+    """The flags of this program; attacker and defender stand for the first and the second role of any game."""
 
-    attacker_model_name_or_path: str = flag(f"model folder, hub name, openai:MODEL, or {HUMAN}: you")
-    defender_model_name_or_path: str = flag("the same for the other role; equal ones are loaded once")
+    attacker_model_name_or_path: str = flag(f"model folder, hub name, openai:MODEL, or {HUMAN} for you")
+    defender_model_name_or_path: str = flag("the other role's player; the same model is loaded once")
     data_path: str = flag("file of target words, one a line; one game is played for each")
     output_dir: str = flag("folder of the results, shared by all processes")
     model_prefix: str = flag("first part of the names of the result files")
     data_suffix: str = flag("last part of the names of the result files")
-    max_games: int | None = flag("play the first so many words only; a larger number extends a run", default=None)
-    seed: int = flag("of sampling", default=42)
+    max_games: int | None = flag("play only the first so many words; a larger number extends a run", default=None)
+    seed: int = flag("seed of sampling", default=42)
 
     @property
     def names(self) -> tuple[str, str]:
+        """The players of roles[0] and roles[1]."""
         return self.attacker_model_name_or_path, self.defender_model_name_or_path
 
     def check(self) -> None:

@@ -61,7 +61,7 @@ def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> f
 
 
 def wilson(share: float, observations: float, quantile: float) -> list[float]:
-    """Wilson's score interval for a share of so many independent observations (J. Am. Stat. Assoc. 22, 1927)."""
+    """Wilson's score interval for a share of independent observations (J. Am. Stat. Assoc. 22, 1927)."""
     spread = quantile**2 / observations
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
@@ -69,12 +69,12 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
 
 
 def normal_quantile() -> float:
-    """The normal quantile of a two-sided interval with our CONFIDENCE."""
+    """The normal quantile of a two-sided interval of level CONFIDENCE."""
     return float(stats.norm.ppf((1 + CONFIDENCE) / 2))
 
 
 def t_quantile(freedom: int) -> float:
-    """Student's quantile of a two-sided interval with our CONFIDENCE."""
+    """Student's quantile of a two-sided interval of level CONFIDENCE."""
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
@@ -93,7 +93,7 @@ class Match(NamedTuple):
 
 
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
-    """The players of every match, in the first and the second role. The two matches of a pair follow each other."""
+    """The players of each match, in the first and the second role. Each pair plays two matches in a row."""
     if len(players) == 1:
         return [(players[0], players[0])]
     meetings = itertools.combinations(players, 2)
@@ -105,7 +105,7 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
 def schedule(
     pairs: Iterable[tuple[str, str]], lists: Mapping[str, Sequence[str]], seeds: Sequence[int], games_per_word: int = 1
 ) -> list[tuple[Match, str]]:
-    """The games of all pairs with each word list (by name) and each seed, match after match.
+    """The games of all pairs on each word list (by name) with each seed, match after match.
 
     A match plays all words of its list once, then all again, `games_per_word` times.
     """
@@ -117,7 +117,7 @@ Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and targ
 
 
 def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts]:
-    """Count episodes by match. They name their players, word list and seed.
+    """Count episodes by match; each episode holds its players, word list and seed.
 
     Raises ValueError for an outcome that the game does not have.
     """

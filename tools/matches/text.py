@@ -1,9 +1,11 @@
-"""Results of match play as text. `results` is what matches.json holds."""
+"""The files of an evaluation by match: matches.json, called `results` here, and its table matches.txt."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tools.games.game import Game
-from tools.matches.stats import ALL, BOTH
+from tools.matches.stats import ALL, BOTH, count_matches, result_rows
+from utils import iter_records, replacing, write_json
 
 HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", "loss", "breach")
 HEAD += ("clean", "clean points", "length", "empty")
@@ -14,10 +16,22 @@ HOW_COUNTED = (
 )
 
 
-def shown_rows(results: dict) -> list[dict]:
-    """The rows that pool the seeds, each pair of players once: the later player against the earlier, or `against`.
+def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> str:
+    """Write the statistics of all games into the folder; return the table."""
+    counts = count_matches((episode for _, episode in iter_records(games_path)), game)
+    results = {"settings": settings, "results": list(result_rows(counts)), "games_path": games_path.name}
+    text = matches_text(results, game)
+    with replacing(folder / "matches.txt") as file:
+        file.write(text)
+    write_json(folder / "matches.json", results)
+    return text
 
-    Rows that pool word lists and roles come first.
+
+def shown_rows(results: dict) -> list[dict]:
+    """The rows of a table: seeds are pooled, and each pair of players is there once.
+
+    It is there from the side of the later player, or of the one that meets `against`. Rows that pool word lists and
+    roles come first.
     """
     settings, rows = results["settings"], [row for row in results["results"] if row["seed"] is None]
     place = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}
@@ -46,7 +60,7 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
 
 
 def points_line(rows: Sequence[dict]) -> str:
-    """The points of each pair of players in these rows, on one line."""
+    """One line with the points of each pair of players."""
     first: dict[tuple[str, str], dict] = {}
     for row in rows:  # rows that pool come first
         first.setdefault((row["player"], row["opponent"]), row)
@@ -74,7 +88,7 @@ def cells(row: dict) -> list[str]:
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """A table of all pairs of players, word lists and roles, and a last line with the points of all pairs."""
+    """A table of players, word lists and roles, and a last line with the points of all pairs."""
     settings, rows = results["settings"], shown_rows(results)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "

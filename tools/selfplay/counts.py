@@ -1,6 +1,6 @@
-"""What games came to, counted as they come: outcomes, lengths, messages, faults of replies, tokens.
+"""Counts of games: outcomes, lengths, messages, empty and cut-off replies, tokens. No torch.
 
-Memory: 16 bytes for each message, and nothing else that grows with the number of games. No torch.
+Memory grows by 16 bytes for each message.
 """
 
 from array import array
@@ -18,9 +18,10 @@ SERVER_COUNTS = ("server_prompt_tokens", "server_new_tokens")
 def share_about_word(words: array, texts: array) -> float | None:
     """1 - P(same text | different words) / P(same text | same word), over all pairs of messages.
 
-    `words` and `texts` hold a hash of each message's target word and text. 1: no two words share a text. 0: the texts
-    do not depend on the word. Does not depend on the number of games a word. Pairs about the same word may be of the
-    same game. None where there are no pairs of either kind, or where no two messages about a word are the same.
+    `words` and `texts` hold a hash of each message's target word and text. The result is 1 if no two words share a
+    text, and 0 if texts do not depend on the word; it does not depend on the number of games for each word. Both
+    messages of a pair may come from the same game. The result is None if all messages are about one word, or if no
+    two messages about the same word are equal.
     """
 
     def equal_pairs(*keys: array) -> int:
@@ -35,18 +36,17 @@ def share_about_word(words: array, texts: array) -> float | None:
 
 
 class GameCounts:
-    """What was counted of games so far."""
+    """Counts of the games so far."""
 
     def __init__(self, game: Game):
         self.game = game
         self.outcomes: Counter[str] = Counter()
-        self.length = 0  # of all games together, in messages up to the decisive one
-        self.messages: Counter[str] = Counter()  # by role, as the next two
+        self.length = 0  # sum over games of the messages up to the decisive one
+        self.messages: Counter[str] = Counter()  # this and the next two are by role
         self.empty_replies: Counter[str] = Counter()
         self.cut_off_replies: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()  # "cut_prompts", "new_tokens" and, of servers, SERVER_COUNTS
         self.said = {role: (array("q"), array("q")) for role in game.roles}  # hashes of target word and text
-        self.tells_replies = False  # whether the games say how their messages came about
 
     @property
     def games(self) -> int:
@@ -54,11 +54,11 @@ class GameCounts:
 
     @property
     def mean_length(self) -> float | None:
-        """Messages up to the decisive one; None without games."""
+        """Mean number of messages up to the decisive one; None without games."""
         return self.length / self.games if self.games else None
 
     def add(self, episode: Mapping, verdict: Verdict | None = None) -> None:
-        """Count one game; `verdict` is how it ended, if the episode does not say so itself."""
+        """Count one game; without `verdict`, its outcome and length are those that the episode stores."""
         outcome, length = verdict or (episode["outcome"], episode["length"])
         self.outcomes[outcome] += 1
         self.length += length
@@ -70,7 +70,6 @@ class GameCounts:
             words.append(hash(episode["target_word"]))
             texts.append(hash(message["content"].strip()))
         for message, reply in zip(episode["history"], episode.get("replies") or (), strict=False):
-            self.tells_replies = True
             new_tokens = reply.get("tokens", 0)
             self.cut_off_replies[message["role"]] += reply.get("finish_reason") == LENGTH
             self.tokens["cut_prompts"] += bool(reply.get("prompt_cut"))
@@ -80,7 +79,7 @@ class GameCounts:
                 self.tokens["server_new_tokens"] += new_tokens
 
     def as_dict(self) -> dict:
-        """What was counted; `mean_length` in messages up to the decisive one, `about` as in `share_about_word`."""
+        """The counts as the summary holds them; `about` is `share_about_word` by role."""
         role = self.game.roles[1]
         decided = {outcome.name: outcome.winner for outcome in self.game.outcomes if not outcome.breach}
         won = {side: sum(self.outcomes[name] for name in decided if decided[name] == side) for side in self.game.roles}

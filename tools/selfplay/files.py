@@ -1,12 +1,12 @@
-"""The files of one run of self-play: each rank's finished games, settings, merged results; shards, resume, merge.
+"""The files of one run of self-play: writing finished games, resuming the run, merging its ranks' files.
 
-In one folder, with one stem:
+The files have one stem and are in one folder:
 
-    STEM_rank0.jsonl ...   finished games of each rank, appended one by one: what a restart need not play again
-    STEM_settings.json     what the games depend on; a restart with other settings is refused
-    STEM_results.json      every game of the word list, in its order, once all are there
+    STEM_rank0.jsonl ...   finished games of each rank, appended one by one; a restart does not play them again
+    STEM_settings.json     the settings that the games depend on; a restart with other settings is refused
+    STEM_results.json      all games in the order of the word list, written when the last game has ended
     STEM_summary.json      outcomes and counts of the results
-    .STEM_....lock         of the launch and of each rank: empty, locked while they are at work
+    .STEM_....lock         empty files that the launch and each rank lock while they work
 """
 
 import glob
@@ -24,7 +24,7 @@ from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
 from utils import UserError, rank, world_size, write_json, write_records
 
-NAMED = 5  # missing words that a message names
+NAMED = 5  # how many missing words an error message names
 logger = logging.getLogger(__name__)
 
 
@@ -37,11 +37,11 @@ class Episode(TypedDict):
     history: list[dict[str, str]]  # "role" and "content"
     outcome: str
     length: int  # messages up to the decisive one
-    replies: list[dict]  # how the message at the same place came about: "finish_reason", "tokens", "prompt_cut", ...
+    replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut", ...
 
 
 class GameIndex:
-    """Where each finished game stands in the rank files, and the games' counts."""
+    """The place of each finished game in the rank files, and the counts of these games."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
         self.game, self.words, self.paths = game, words, paths
@@ -52,6 +52,7 @@ class GameIndex:
                 self._add(where, (path, offset), episode)
 
     def missing(self) -> list[int]:
+        """The indices of words without a finished game."""
         return [index for index in range(len(self.words)) if index not in self.places]
 
     def __iter__(self) -> Iterator[Episode]:
@@ -76,7 +77,7 @@ class GameIndex:
             raise UserError(
                 f"{where}: not a finished game ({error}); delete the line to have it played again"
             ) from None
-        if index >= len(self.words) or index in self.places:  # of a run with more games, or played twice
+        if index >= len(self.words) or index in self.places:  # beyond --max_games, or played twice
             return
         if word != self.words[index]:
             raise UserError(f"{where}: word {index} is {word!r}, in the word list {self.words[index]!r}")
@@ -87,33 +88,29 @@ class GameIndex:
 class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them."""
 
-    def __init__(
-        self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game, made_of_results: Sequence[str] = ()
-    ):
+    def __init__(self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
-        self.made_of_results = [self.folder / name for name in made_of_results]  # by the program, from all games
         self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
-        own_files = ", ".join(f"{stem}_{name}" for name in ("rank*.jsonl", "settings.json", "results.json"))
+        names = ("rank*.jsonl", "settings.json", "results.json", "summary.json")
         self.settings = utils.RunSettings(
             self.folder / f"{stem}_settings.json",
             results=self._existing_games,
-            remedy=f"use another --output_dir, or delete this run in {self.folder}: {own_files}, {stem}_summary.json",
+            remedy=f"use another --output_dir, or delete this run in {self.folder}: "
+            + ", ".join(f"{stem}_{name}" for name in names),
         )
         self.own_path = self._rank_path(rank())
         self.own_file: BinaryIO | None = None
 
     def start(self, settings: dict) -> GameIndex:
-        """Claim the folder for a run with `settings`, together with the launch's other ranks; return its games so far.
+        """Lock the run for this launch, which all its ranks do together, and return the games so far.
 
-        Raises UserError, and has written nothing, if the games here were made with other settings, or if another
-        launch is at work here.
+        Raises UserError, before anything is written, if the games in the folder were made with other settings, or if
+        another launch is running there.
         """
-        if world_size() > 1 and "MASTER_ADDR" not in os.environ:
-            raise UserError("several processes are started by torchrun; RANK and WORLD_SIZE alone are not enough")
 
-        def claim() -> dict:  # for all ranks of this launch
+        def claim() -> dict:
             locks = f".{glob.escape(self.stem)}_rank*.lock"
-            for path in filter(utils.is_locked, self.folder.glob(locks)):  # of a launch whose rank 0 has ended
+            for path in filter(utils.is_locked, self.folder.glob(locks)):  # a rank may outlive its rank 0
                 raise UserError(utils.LOCKED.format(path))
             self.settings.claim(settings)
             self.settings.write(settings)
@@ -123,35 +120,31 @@ class EpisodeFiles:
         if different := utils.differences(claimed, settings):
             raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
         utils.lock(_lock_of(self.own_path))
-        utils.from_rank_0(lambda: None)  # rank 0 goes on when all ranks have their locks: meet_at_end looks at them
+        utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach meet_at_end
         self.own_file = _open_to_append(self.own_path)
-        finished = self.finished()
-        if finished.missing():
-            for path in self.made_of_results:  # of fewer games
-                path.unlink(missing_ok=True)
-        return finished
+        return self.finished()
 
     def append(self, episode: Mapping) -> None:
-        """Store a finished game; when this returns, it outlives the process and the machine."""
+        """Store a finished game; it is on the disk when this returns."""
         with utils.naming_full_disk(self.own_path):
             self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
             self.own_file.flush()
             os.fsync(self.own_file.fileno())
 
     def finished(self) -> GameIndex:
-        """The finished games of all ranks, also of launches with another number of processes."""
+        """The finished games of all ranks, including those of launches with other numbers of processes."""
         return GameIndex(self.game, self.words, self._rank_paths())
 
     def meet(self) -> None:
-        """Wait until no rank of this launch plays any more."""
+        """Wait until all ranks of this launch have ended their games."""
         self.own_file.close()
         utils.meet_at_end([_lock_of(self._rank_path(number)) for number in range(world_size())])
 
     def merge(self, *, seconds: float, tokens_before: int) -> dict:
         """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
 
-        `seconds` that play took; at its start the games there had `tokens_before` new tokens. Raises UserError that
-        names the games that are missing.
+        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. Raises
+        UserError that names the missing games.
         """
         own_ranks = [self._rank_path(number) for number in range(world_size())]
         utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
@@ -175,7 +168,7 @@ class EpisodeFiles:
         return summary
 
     def _existing_games(self) -> Path | None:
-        """A file with games in it. A launch that failed before leaves none."""
+        """A file with games, if there is one. A launch that failed before its first game leaves none."""
         files = (*self._rank_paths(), self.results_path)
         return next((path for path in files if path.is_file() and path.stat().st_size), None)
 
@@ -188,7 +181,7 @@ class EpisodeFiles:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
-    """("file:line", offset in bytes, record) per line. An unfinished last line is being written, and is left out."""
+    """Yield ("file:line", offset in bytes, record) for each line, without an unfinished last line."""
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -203,7 +196,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file without the unfinished line that a kill may have left; UserError for a link or a device."""
+    """Open a rank file, and delete the unfinished line that a kill may have left. UserError for a link or a device."""
     if path.is_symlink() or path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file; games are stored in one")
     file = open(path, "a+b")

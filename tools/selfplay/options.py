@@ -1,4 +1,4 @@
-"""The flags of play that every program has that plays: declared, checked, and turned into settings."""
+"""The flags that all programs that play games share: their checks, and the settings that follow from them."""
 
 import hashlib
 import math
@@ -16,49 +16,51 @@ from tools.players.server_flags import ServerFlags
 from utils import too_small
 
 SLOTS, GENERATE = "slots", "generate"
-DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")  # flags, and of Sampling
+# Flags that are also fields of Sampling.
+DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
 
 
 @dataclass(kw_only=True)
 class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
-    """How games are played: what they depend on besides players, words and seed, then how this machine plays them."""
+    """First the flags that games depend on besides players, words and seed, then how this machine plays them."""
 
-    task_type: str = flag("draw tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
+    task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_turns: int | None = flag(
-        "turns of a game, a message of each player; unset: the game's own",
+        "turns of a game, each of one message per player; unset: the game's default",
         default=None,
         names=["taboo_max_turns"],
     )
-    chat_template: bool = flag("True: prompts by the tokenizers' own chat templates", default=False)
-    max_length: int = flag("tokens of prompt and reply; longer prompts lose their beginning", default=2048)
-    max_new_tokens: int = flag("tokens of a reply at most", default=256)
-    min_new_tokens: int = flag("tokens of a reply at least", default=0)
-    temperature: float = flag("of sampling", default=1.2)
-    top_k: int = flag("sample from the likeliest so many tokens; 0: from all", default=50)
-    top_p: float = flag("sample from the likeliest tokens of this total probability", default=1.0)
+    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
+    max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
+    max_new_tokens: int = flag("largest number of tokens of a reply", default=256)
+    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0)
+    temperature: float = flag("sampling temperature", default=1.2)
+    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50)
+    top_p: float = flag("sample from the likeliest tokens that have this total probability", default=1.0)
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
     fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)
 
     engine: str = flag(
-        "slots: keys and values of a game are kept, and replies do not wait for each other; generate: whole batches "
-        "by plain generate; vllm: a vLLM server of this process for each model; auto: vllm where there are a GPU and "
-        "a vLLM, else slots wherever the model's attention allows",
+        "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
+        "this process starts a vLLM server for each model; auto: vllm if there are a GPU and vLLM, else slots if the "
+        "engine can compute the model's attention, else generate",
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),
     )
-    per_device_eval_batch_size: int | None = flag("prompts answered at once; unset: from memory", default=None)
-    concurrent_games: int | None = flag("games alive at once; unset: a batch for each model", default=None)
-    tf32: bool = flag("True: TF32 for float32 products, on GPUs that have it", default=False)
-    device_map: str | None = flag("auto: spread each model over all GPUs, one process per machine", default=None)
-    trust_remote_code: bool = flag("True: run code that comes with a model", default=False)
-    logging_steps: int = flag("show a game every so many batches of messages; 0: none", default=10)
-    allow_cuts: bool = flag("True: play although most opening prompts lose rules to --max_length", default=False)
+    per_device_eval_batch_size: int | None = flag("prompts answered at once; unset: as memory allows", default=None)
+    concurrent_games: int | None = flag("games played at once; unset: one batch for each model", default=None)
+    tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
+    device_map: str | None = flag("auto: spread each model over all GPUs; one process per machine", default=None)
+    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
+    logging_steps: int = flag("show a game after every so many batches of messages; 0: none", default=10)
+    allow_cuts: bool = flag("True: play although --max_length cuts the rules off the first prompt", default=False)
 
     def turns(self, game: Game) -> int:
+        """Turns of a game."""
         return game.max_turns if self.max_turns is None else self.max_turns
 
     def problems(self, names: list[str]) -> list[str]:
-        """What is wrong with these flags for players of these names, a phrase each."""
+        """What is wrong with these flags for these players, one phrase for each problem."""
         problems = too_small(self, max_turns=1, max_new_tokens=1, min_new_tokens=0, top_k=0, logging_steps=0)
         problems += too_small(self, per_device_eval_batch_size=1, concurrent_games=1)
         if self.max_length <= self.max_new_tokens:
@@ -82,22 +84,24 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         )
 
     def sampling(self) -> Sampling:
+        """How replies are drawn."""
         return Sampling(**{name: getattr(self, name) for name in DRAWS}, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> torch.dtype | None:
-        """Of local models; None: as their configs say."""
+        """The type of models on this machine; None: the one in each model's config."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
-        """What games depend on besides players, words and seed, as runs are compared by it."""
+        """The settings that games depend on besides players, words and seed."""
         names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine", "chat_template", "vllm_args")
         own = {name: getattr(self, name) for name in names}
         return self.game_settings(game, templates) | {"max_turns": self.turns(game)} | own
 
     def set_precision(self) -> None:
+        """Turn TF32 on or off."""
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
 
 
 def words_setting(path: str, words: list[str]) -> dict[str, str]:
-    """A word list as runs are compared by it."""
+    """A word list's entry in the settings file."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}

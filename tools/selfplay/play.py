@@ -1,4 +1,4 @@
-"""Games from their first message to the file: one game, many at once, and a whole run of matches."""
+"""Playing: one game, many games at once, and a whole run, which stores each game as it ends."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import Progress
 from utils import UserError, from_rank_0, rank, world_size
 
-UNFINISHED = 3  # exit status: games are missing, and the same command can play them
+UNFINISHED = 3  # exit status if games are missing that the same command can play
 logger = logging.getLogger(__name__)
 
 
@@ -71,29 +71,29 @@ async def play_games(
     templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[int, str, ReplyUnavailable], None] | None = None,
+    on_lost: Callable[[str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, `concurrent_games` at a time. Both callbacks may raise, which ends all games.
+    """Play (index, task) pairs, `concurrent_games` at a time. An exception in a callback ends all games.
 
-    `on_lost` is called for a game that is lost because a reply cannot be had. Without it, such a game ends all games.
+    `on_lost` is called for a game that cannot go on because a reply is unavailable. Without it, such a game ends all.
     """
     to_play = iter(tasks)
 
     async def keep_playing() -> None:
-        for index, task in to_play:  # shared by all: a finished game's place goes to the next task at once
+        for index, task in to_play:  # all share this iterator, so a finished game's place goes to the next task
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
                 if on_lost is None:
                     raise
-                on_lost(index, task, error)
+                on_lost(task, error)
             else:
                 on_episode(episode)
 
     at_once = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
     try:
         await asyncio.gather(*at_once)
-    finally:  # the first failure ends the other games, and what they raise then is not printed
+    finally:  # the first exception ends the other games; those that they raise are dropped
         for each in at_once:
             each.cancel()
         await asyncio.gather(*at_once, return_exceptions=True)
@@ -101,30 +101,31 @@ async def play_games(
 
 @dataclass(frozen=True)
 class Pairing:
-    """Two players who meet, with the seed of their draws; `labels` are stored with each of their games."""
+    """Two players and the seed of their draws; `labels` are stored with each of their games."""
 
-    names: tuple[str, str]  # of roles[0] and roles[1], as the command line has them
+    names: tuple[str, str]  # of roles[0] and roles[1], as on the command line
     seed: int | str
     labels: dict = field(default_factory=dict)
 
 
 @dataclass
 class Run:
-    """A run of play as one rank sees it: plays the missing games, pairing by pairing, and stores each as it ends."""
+    """One rank's part of a run: it plays its missing games, pairing by pairing, and stores each as it ends."""
 
     flags: PlayFlags
     game: Game
     templates: prompts.Templates
     files: EpisodeFiles  # its words are the tasks of all games
-    pairings: Sequence[Pairing]  # of each game; equal ones follow each other
+    pairings: Sequence[Pairing]  # one for each game; equal ones are neighbours
 
     def __post_init__(self):
         self.names = {name for pairing in self.pairings for name in pairing.names}
 
     def play(self, settings: dict) -> dict | None:
-        """Play what is missing; on rank 0 return the summary of all games, on the others None.
+        """Play the missing games; return the summary of all games on rank 0, None on other ranks.
 
-        `settings` are what the games depend on. Ends the program with status UNFINISHED where games had to be left.
+        `settings` are all settings that the games depend on. If games had to be left unfinished, this ends the program
+        with status UNFINISHED.
         """
         self._settle_engine(settings)
         self.flags.set_precision()
@@ -150,7 +151,7 @@ class Run:
         return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
 
     def _settle_engine(self, settings: dict) -> None:
-        """Decide what `--engine auto` means, for the settings too; a run that was begun keeps its engine."""
+        """Decide what `--engine auto` means, and write it into the settings. A run keeps the engine it began with."""
         if self.flags.engine != AUTO or not any(map(is_local, self.names)):
             return
         begun = self.files.settings
@@ -166,7 +167,7 @@ class Run:
         """Play these games of all pairings; `before` counts the games of earlier starts."""
         lineup = Lineup(self.flags, self.game)
         for names in sorted({pairing.names for pairing in self.pairings}):
-            lineup.check_openings(names, self.files.words, self.templates)
+            lineup.check_opening(names, self.files.words[0], self.templates)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
             left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
             lineup.use.limit = left / world_size()
@@ -186,7 +187,7 @@ class Run:
             progress.bar.close()
 
     def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
-        # Players go out of scope with their match: the next models need the memory.
+        # Players go out of scope at the end of their match, because the next models need the memory.
         players, games_at_once = lineup.build_players(pairing.names, seed=pairing.seed)
         if pairing.labels:
             match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
@@ -222,5 +223,5 @@ class Run:
 
 
 def seed_draws(seed: int | str, *, games_left: int) -> None:
-    """Seed torch for this rank. What is left to play counts too: a resumed run draws anew."""
+    """Seed torch for this rank. The number of games left is part of the seed, so a resumed run draws anew."""
     torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))

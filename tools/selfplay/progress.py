@@ -1,4 +1,4 @@
-"""How far play is: the bar, games to read, games that were lost."""
+"""The progress of play: a bar, now and then a game to read, and games that had to be left unfinished."""
 
 import logging
 import sys
@@ -12,20 +12,21 @@ from tools.selfplay.counts import GameCounts
 from tools.selfplay.files import Episode
 from utils import rank, shown, world_size
 
-LOST_IN_A_ROW = 20  # so many games lost, with none that ended between them, end the run
+LOST_IN_A_ROW = 20  # after so many unfinished games in a row, no other game begins
 logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Counts the games of this rank. On rank 0: a bar, and now and then a finished game to read.
+    """Counts the games of this rank, and shows its progress on rank 0.
 
-    With `quiet` nothing is shown: the terminal is a person's.
+    With `quiet` it shows nothing, because a person plays in the terminal or there is nothing to play.
     """
 
     def __init__(self, game: Game, games: int, *, logging_steps: int, quiet: bool):
         self.counts, self.games, self.logging_steps = GameCounts(game), games, logging_steps
         self.shows = rank() == 0 and not quiet
-        self.lost_in_a_row = self.shown_at = 0  # messages when a game was shown last
+        self.lost_in_a_row = 0
+        self.shown_at = 0  # number of messages when a game was last shown
         self.began = time.monotonic()
         title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
@@ -33,15 +34,16 @@ class Progress:
 
     @property
     def missing(self) -> int:
+        """How many games have not ended."""
         return self.games - self.counts.games
 
     @property
     def given_up(self) -> bool:
-        """Whether so many games were lost that no other one is to begin."""
+        """Whether no other game is to begin, because too many were left unfinished in a row."""
         return self.lost_in_a_row >= LOST_IN_A_ROW
 
     def begin(self, games_at_once: int) -> None:
-        """Note how many games are played at once; the clock starts here, not with the loading of the first models."""
+        """Note how many games are played at once, and start the clock, which leaves out loading the first models."""
         self.batch = games_at_once
         if not self.counts.games:
             self.began = time.monotonic()
@@ -59,7 +61,7 @@ class Progress:
             tqdm.write(describe(episode))
             self.shown_at = messages
 
-    def lost(self, index: int, task: str, error: ReplyUnavailable) -> None:
+    def lost(self, task: str, error: ReplyUnavailable) -> None:
         """Note that a game is left unfinished."""
         logger.warning("%s: left unfinished: %s", task, error)
         self.lost_in_a_row += 1
@@ -68,5 +70,6 @@ class Progress:
 
 
 def describe(episode: Episode) -> str:
+    """An episode as lines of text."""
     lines = [f"{message['role']}: {shown(message['content'])}" for message in episode["history"]]
     return "\n".join([f"--- {shown(episode['target_word'])} ---", *lines, f"--- {episode['outcome']} ---"])

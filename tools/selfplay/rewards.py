@@ -1,4 +1,4 @@
-"""Episodes to rows: a message's share of the game's reward, and the weights of rows by role. Pure; no torch."""
+"""Episodes to rows: each message's share of the game's reward, and the weights of rows by role. No torch, no files."""
 
 import logging
 import math
@@ -11,24 +11,24 @@ from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict
 from utils import BadRecordError, UserError, log_skipped
 
-PromptFn = Callable[[History, str, float], str]  # history before the message, task, max_turns -> query
-Reader = Callable[..., Iterable[tuple[str, dict]]]  # yields (name of the record in messages, record); takes `on_skip`
+PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
+# Called with on_skip=, as `iter_records` takes it; yields (the record's place in its file, record).
+Reader = Callable[..., Iterable[tuple[str, dict]]]
 logger = logging.getLogger(__name__)
 
 
 class JudgedGames:
-    """Episodes that are read twice: first to judge them and count the games that paid each role, then to make rows.
+    """Episodes, read twice: first to judge them and count the games that paid each role, then to make rows.
 
-    An episode that is not one of this game is a BadRecordError or, with `skip_bad`, skipped. An error in the game's
-    own rules (`decide`, `rewards`) is raised as it is, after a log message that names the episode.
+    An invalid episode raises BadRecordError or, with `skip_bad`, is skipped. An error in the game's own rules
+    (`decide`, `rewards`) is raised as it is, after a log message that names the episode.
     """
 
     def __init__(self, game: Game, read: Reader, *, skip_bad: bool = False):
-        self.game, self.skipped, self._read = game, 0, read
+        self.game, self.skipped, self._read, self._skip_bad = game, 0, read, skip_bad
         self.paid = Counter(dict.fromkeys(game.roles, 0))  # games in which the role's reward is above 0
-        self._verdicts: list[Verdict | None] = []  # None: skipped; equal verdicts are one object, 8 bytes a game
-        known: dict[Verdict, Verdict] = {}
-        for where, record in read(on_skip=self._skip):
+        self._verdicts: list[Verdict | None] = []  # None: skipped
+        for where, record in read(on_skip=self._skip if skip_bad else None):
             try:
                 game.check_episode(record)
             except ValueError as error:
@@ -43,7 +43,7 @@ class JudgedGames:
             except Exception:
                 logger.error("%s: the rules of %s raised an error", where, game.title)
                 raise
-            self._verdicts.append(known.setdefault(verdict, verdict))
+            self._verdicts.append(verdict)
 
     def _skip(self, message: str) -> None:
         log_skipped(message)
@@ -51,7 +51,8 @@ class JudgedGames:
 
     def judged(self) -> Iterator[tuple[dict, Verdict]]:
         """The episodes, read once more, with their verdicts."""
-        for (_, record), verdict in zip(self._read(), self._verdicts, strict=True):
+        records = self._read(on_skip=(lambda message: None) if self._skip_bad else None)
+        for (_, record), verdict in zip(records, self._verdicts, strict=True):
             if verdict:
                 yield record, verdict
 
@@ -62,16 +63,16 @@ class JudgedGames:
         return {"episodes": found.total(), **outcomes, "skipped": self.skipped}
 
     def role_weights(self) -> dict[str, float]:
-        """The weight of rows of each role: N / (2 N_role), or 0 for a role without games, so that roles count alike.
+        """The weight of rows of each role: N / (2 N_role), so that both roles count alike.
 
-        N_role games pay the role; N is their sum over roles.
+        N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0.
         """
         total = self.paid.total()
         return {role: total / (2 * number) if number else 0.0 for role, number in self.paid.items()}
 
 
 def rewards_of(game: Game, episode: dict, verdict: Verdict) -> dict[str, float]:
-    """The rewards above 0 that a game pays, by role. Raises ValueError for one that is negative or not finite."""
+    """The rewards above 0 that a game pays, by role. Raises ValueError for invalid rewards."""
     played = episode["history"][: verdict.length]
     rewards = game.rewards(episode["target_word"], played, verdict.outcome)
     for role, reward in rewards.items():
@@ -90,11 +91,11 @@ def assign_rewards(
     losers: float = 0.0,
     ties: float = 0.0,
 ) -> list[dict]:
-    """The rows of all games that pay, in the order of episodes and messages: query, target, reward, role, weight.
+    """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
 
-    `game` None is Taboo. Queries are training prompts drawn from `rng` in `templates`; `losers` and `ties` are as in
-    `pay_of`. Nothing is modified. Raises UserError for a decay_weight outside (0, 1], for negative `losers` or `ties`,
-    and for an invalid episode, naming its index.
+    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`. `losers` and `ties` are as
+    in `pay_of`. The episodes are not modified. Raises UserError for a coefficient outside its bounds, and for an
+    invalid episode, naming its index.
     """
     check_pay(decay_weight, losers, ties)
     game = game or load_game()
@@ -104,7 +105,7 @@ def assign_rewards(
 
 
 def in_memory(episodes: Iterable[dict]) -> Reader:
-    """A reader of episodes that are not in a file."""
+    """A reader of episodes in memory."""
     named = [(f"episode {index}", episode) for index, episode in enumerate(episodes)]
     return lambda on_skip=None: named
 
@@ -112,9 +113,9 @@ def in_memory(episodes: Iterable[dict]) -> Reader:
 def paid_rows(
     games: JudgedGames, *, decay_weight: float, prompt_fn: PromptFn, losers: float = 0.0, ties: float = 0.0
 ) -> Iterator[dict]:
-    """A row for each message, up to the decisive one, of the roles that the game pays.
+    """Yield a row for each message, up to the decisive one, of the roles that the game pays.
 
-    A row's reward is the role's reward times the message's share of it.
+    A row's reward is the role's reward times the message's share.
     """
     weights = games.role_weights()
     for episode, verdict in games.judged():
@@ -137,11 +138,11 @@ def pay_of(
     losers: float = 0.0,
     ties: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """What a game pays to each role whose messages become rows: (reward, weight of the rows).
+    """For each role whose messages become rows, its reward in this game and the weight of its rows.
 
-    `rewards` are those of `rewards_of`, `weights` those by role. With `losers` above 0 the loser is paid -losers times
-    the winner's reward, at the winner's weight, so that both sides of a game weigh alike. With `ties` above 0 both
-    roles of a game that nobody wins or is paid for are paid -ties, at weight 1. A breach pays nobody.
+    `rewards` come from `rewards_of`, `weights` from `role_weights`. With `losers` above 0, the loser is paid -losers
+    times the winner's reward, at the winner's weight, so that both sides of a game weigh alike. With `ties` above 0,
+    both roles of a tied game in which nobody is paid are paid -ties, at weight 1. A breach pays nobody.
     """
     outcome = game.outcome(verdict.outcome)
     pay = {role: (reward, weights[role]) for role, reward in rewards.items()}
@@ -166,9 +167,9 @@ def message_row(episode: dict, index: int, prompt_fn: PromptFn, *, reward: float
 
 
 def message_shares(count: int, decay_weight: float) -> list[float]:
-    """Shares of one reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j).
+    """Shares of a reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j).
 
-    Both sides of the fraction are divided by gamma^(T-1), which gives the released numbers to the last digit.
+    Numerator and denominator are divided by gamma^(T-1), which gives the released numbers to the last digit.
     """
     shares = [(1 / decay_weight) ** k for k in range(count)]
     total = sum(shares)

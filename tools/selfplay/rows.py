@@ -1,4 +1,4 @@
-"""Files of episodes to a file of rows, in constant memory; the flags of how messages become rows. No torch."""
+"""Files of episodes to a file of rows in constant memory, and the flags of how messages become rows. No torch."""
 
 import logging
 import os
@@ -32,10 +32,10 @@ from utils import (
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate
 
-WINNER, ALL = "winner", "all"  # whose messages become rows
-RANDOM, PLAY = "random", "play"  # layouts of queries
+WINNER, ALL = "winner", "all"  # values of --messages
+RANDOM, PLAY = "random", "play"  # values of --training_prompt
 SFT = "sft"  # the type of SFT rows, and their name in counts
-RESULTS = ("games", "rows", "weights")  # what stands beside the settings in their file
+RESULTS = ("games", "rows", "weights")  # entries of the settings file beside the settings
 logger = logging.getLogger(__name__)
 
 
@@ -44,23 +44,21 @@ class RowFlags(GameFlags):
     """How messages become rows."""
 
     decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
-    losers: float = flag(
-        "rows of the losers' messages too, paid -SHARE times the winner's reward", default=0.0, metavar="SHARE"
-    )
-    ties: float = flag("rows of both roles of tied games too, paid -COST", default=0.0, metavar="COST")
+    losers: float = flag("make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE")
+    ties: float = flag("make rows of both players of tied games: reward -COST", default=0.0, metavar="COST")
     seed: int = flag("seed of the draws of training prompts", default=0)
     training_prompt: str = flag(
-        "layout of queries: drawn at random, or that of play", default=RANDOM, choices=(RANDOM, PLAY)
+        "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
     )
-    chat_template: bool = flag("True: texts by the chat template of --tokenizer", default=False)
+    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
-    messages: str = flag("rows of the messages that pay, or of all players'", default=WINNER, choices=(WINNER, ALL))
-    min_game_rows: int = flag("fewer rows of games than this are an error; 0: any number", default=1)
-    drop_empty_targets: bool = flag("True: leave out rows without a target text", default=False)
-    skip_bad: bool = flag("True: skip records that are not valid episodes instead of stopping", default=False)
+    messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
+    min_game_rows: int = flag("stop with an error if the games give fewer rows than this", default=1)
+    drop_empty_targets: bool = flag("True: leave out rows whose target text is empty", default=False)
+    skip_bad: bool = flag("True: skip invalid episodes instead of stopping", default=False)
 
     def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
-        """Everything that rows depend on besides episodes and SFT examples, as `RunSettings` compares it."""
+        """The settings that rows depend on, besides the input files, as `RunSettings` compares them."""
         elsewhere = {"min_game_rows", "match", "game_options"}  # the latter two are in the game's setting
         own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
         tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
@@ -77,7 +75,7 @@ class RowFlags(GameFlags):
         return load_chat_template(self.tokenizer)
 
     def prompt_fn(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> PromptFn:
-        """The function that makes queries: the prompt of play, or a training prompt drawn at random."""
+        """Return the function that makes queries: prompts of play, or training prompts drawn at random."""
         rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
         if chat:
             return partial(chat.play_prompt, game, templates=templates, rng=rng)
@@ -86,7 +84,7 @@ class RowFlags(GameFlags):
         return partial(prompts.play_prompt, game, templates=templates)
 
     def game_rows(self, games: JudgedGames, prompt_fn: PromptFn) -> Iterator[dict]:
-        """Rows of the messages that pay; with --messages all, a row of reward and weight 1 for every message."""
+        """Rows of the messages with a reward; with --messages all, a row of reward and weight 1 for every message."""
         if self.messages == WINNER:
             pay = {"decay_weight": self.decay_weight, "losers": self.losers, "ties": self.ties}
             return paid_rows(games, prompt_fn=prompt_fn, **pay)
@@ -97,17 +95,14 @@ class RowFlags(GameFlags):
         )
 
 
-def read_records(
-    paths: Iterable[str], *, skip_bad: bool = False, on_skip: Callable[[str], None] = lambda message: None
-) -> Iterator[tuple[str, dict]]:
-    """Yield (file, line and index for messages, record) of several files; with `skip_bad`, `on_skip` gets bad ones."""
+def read_files(paths: Iterable[str], *, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", record) of several files, as `iter_records` does."""
     for path in paths:
-        for index, (where, record) in enumerate(iter_records(path, on_skip=on_skip if skip_bad else None)):
-            yield f"{where}: episode {index} of the file, counted from 0", record
+        yield from iter_records(path, on_skip=on_skip)
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
-    """Yield the SFT rows of a file with query and target, prompt and answer, or raw Alpaca records."""
+    """Yield SFT rows from a file of records with query and target, prompt and answer, or Alpaca's fields."""
     for where, record in iter_records(path):
         try:
             query, target, _ = row_texts(record, from_alpaca)
@@ -119,13 +114,14 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
 def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None) -> dict:
     """Write the rows of episodes, then the SFT rows, to `output`, and OUTPUT_rewards_settings.json beside it.
 
-    Returns the counts of games and rows, and the weights of roles. An existing output of the same settings and
-    inputs stays as it is. Raises UserError for one of others, and for too few rows of games.
+    Returns the counts of games and rows, and the weights of roles. If `output` exists and was made with the same
+    settings and inputs, it is left as it is; if it was made with others, or if there are too few rows of games, this
+    raises UserError.
     """
     check_pay(flags.decay_weight, flags.losers, flags.ties)
     if flags.messages == ALL and (flags.losers or flags.ties):
         raise UserError("--messages all pays every message 1; leave out --losers and --ties")
-    game, settings_file = flags.load_game(), settings_path(output)
+    game, settings_file = flags.load_game(), Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
     template_file = flags.prompt_templates or game.prompt_file
     refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, settings_file])
     templates, chat = flags.load_templates(game), flags.load_chat_template()
@@ -142,10 +138,10 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
         if os.path.exists(output):
             logger.info("%s: all is there", output)
             return {name: made_with.read(name) for name in RESULTS}
-        games = JudgedGames(game, partial(read_records, inputs, skip_bad=flags.skip_bad), skip_bad=flags.skip_bad)
+        games = JudgedGames(game, partial(read_files, inputs), skip_bad=flags.skip_bad)
         game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
         sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        # Rows by role; of these, rows with a reward below 0 and with an empty target; rows left out.
+        # Rows by role; rows with a reward below 0, and with an empty target, among them; rows left out.
         counts = Counter(dict.fromkeys((*game.roles, SFT, "negative", "empty", "dropped"), 0))
         rows = counted(chain(game_rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
         with replacing(output) as file:
@@ -157,12 +153,12 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
                     " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the"
                     " rules by imitation, one that never ends a reply. --min_game_rows 0 allows any number"
                 )
-            made_with.write(settings, **results)  # before the rows are in place: rows never lie beside other settings
+            made_with.write(settings, **results)  # before the rows are in place, so that these never have others
         return results
 
 
 def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:
-    """Yield the rows and count them by role; with `drop_empty`, leave out those without a target text."""
+    """Yield the rows and count them by role. With `drop_empty`, rows with an empty target are left out."""
     for row in rows:
         empty = not row["target"].strip()
         if empty and drop_empty:
@@ -174,17 +170,12 @@ def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Itera
         yield row
 
 
-def settings_path(output: str) -> Path:
-    """The file with the settings and counts of a file of rows."""
-    return Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
-
-
 def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
-    """Raise FileNotFoundError for a missing input, UserError for an output that is also another file of the run."""
-    inputs = list(inputs)
-    taken = {Path(path).resolve() for path in inputs}
+    """Raise FileNotFoundError for a missing input, UserError for an output that is also an input or another output."""
+    taken = set()
     for path in inputs:
         open_text(path).close()
+        taken.add(Path(path).resolve())
     for path in outputs:
         if Path(path).resolve() in taken:
             raise UserError(f"{path}: would be written over another file of this run; choose another name")
