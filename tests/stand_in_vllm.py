@@ -3,7 +3,6 @@
 The environment variable STAND_IN changes its behaviour. It holds JSON:
 {"fail": TEXT} ends it at its start with that line; {"slow": SECONDS} lets it wait before it answers;
 {"pace": SECONDS}: each reply takes that long; {"die_after": REPLIES} ends it in play;
-{"texts_only": true} leaves the token ids out of replies;
 {"model": true} gives the greedy replies of the model in FOLDER;
 {"note": FILE} appends how it was started and what it was asked, one line each.
 With canned replies it has a child process, as vLLM has.
@@ -99,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         ids = self.server.reply(body)
         ended = len(ids) < body["max_tokens"] or ids[-1] in body["stop_token_ids"]
         choice = {"index": 0, "text": "x" * len(ids), "finish_reason": "stop" if ended else "length"}
-        if body.get("return_token_ids") and not TOLD.get("texts_only"):
+        if body.get("return_token_ids"):
             choice["token_ids"] = ids
         note(asked=body)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}

@@ -17,9 +17,9 @@ from tools.games import prompts
 from tools.games.game import Game
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Player, ScriptedPlayer, Turn
-from tools.players.server_flags import ServerUse, is_server, model_of
+from tools.players.server_flags import SERVER, ServerUse, is_server
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import UserError, model_fingerprint, warn_on_rank_0
+from utils import UserError, model_fingerprint, model_folder, warn_on_rank_0
 
 VLLM_GAMES = 256  # at once, unless a flag says otherwise
 MOST_CUT = 0.5  # of the opening prompts
@@ -44,7 +44,7 @@ class Lineup:
         `names` are those of roles[0] and roles[1]. `seed` is that of draws on servers; those of this process come from
         torch's generator.
         """
-        folders = {name: models.model_folder(name).resolve() for name in names if is_local(name)}
+        folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
         if self.flags.engine == VLLM:
             of_folder = self._vllm_players(set(folders.values()), seed)
         else:
@@ -104,10 +104,11 @@ class Lineup:
         from tools.players.server import ServerPlayer, connect  # needs an optional package
 
         flags, client, sampling = self.flags, connect(self.flags), self.flags.sampling()
-        return {
-            name: ServerPlayer(model_of(name), client, flags, sampling, self.use, self._tokens_of(name), seed)
-            for name in names
-        }
+        players: dict[str, Player] = {}
+        for name in names:
+            model, tokens = name.removeprefix(SERVER), self._tokens_of(name)
+            players[name] = ServerPlayer(model, client, flags, sampling, self.use, tokens, seed)
+        return players
 
     def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         self._load(folders)
@@ -144,7 +145,7 @@ class Lineup:
     def _tokens_of(self, name: str) -> models.ModelTokens | None:
         """The tokenizer of a player; None for one without, and for a server's where --openai_tokenizer is not set."""
         if is_local(name):
-            return self._tokens(str(models.model_folder(name).resolve()))
+            return self._tokens(str(model_folder(name).resolve()))
         if is_server(name) and self.flags.openai_tokenizer:
             return self._tokens(self.flags.openai_tokenizer)
         return None
@@ -204,4 +205,4 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
         return name
     if is_server(name):
         return flags.server_setting(name)
-    return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}
+    return {"path": name, "sha256": model_fingerprint(model_folder(name))}
