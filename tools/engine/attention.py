@@ -1,8 +1,8 @@
 """Paged attention for the slot engine: one forward pass over the new tokens of many slots, without padding.
 
 Keys and values of the common prefix are stored once. Those of the tokens after it are stored in blocks of BLOCK
-tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so a short game takes no more memory and time beside long
-ones. A `Plan` says for each new token where its keys and values are stored and which tokens it attends to. The
+tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that a short game does not take the memory and time of a
+long one. A `Plan` says for each new token where its keys and values are stored and which tokens it attends to. The
 attention function at the end of this file reads the plan. It is registered with transformers under the name ATTENTION.
 """
 
@@ -27,19 +27,23 @@ def num_blocks_for(tokens: int) -> int:
 
 @dataclass(eq=False)
 class Slot:
-    """The tokens of one game. The first ones are cached; of the others, which are pending, a step computes some."""
+    """The tokens of one game.
+
+    The keys and values of the first tokens are cached. The other tokens are pending. The pending tokens that the next
+    step computes are the new tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0  # keys and values are cached for so many tokens
-    num_prefix_tokens: int = 0  # so many of the cached tokens belong to the common prefix; the others are in blocks
+    num_cached_tokens: int = 0
+    num_prefix_tokens: int = 0  # cached tokens that are stored in the common prefix; the others are stored in blocks
     block_table: list[int] = field(default_factory=list)  # numbers of the blocks, in the order of the tokens
-    num_new_tokens: int = 0  # the step computes so many tokens, those after the cached ones
+    num_new_tokens: int = 0
     request: Any = None  # None: the slot is idle
     game: int | None = None  # None: the slot is empty
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens that are not cached yet."""
+        """Number of tokens that are not cached."""
         return len(self.token_ids) - self.num_cached_tokens
 
     @property
@@ -59,7 +63,7 @@ class Slot:
 
 
 class BlockManager:
-    """Keeps the numbers of the blocks, and gives them to slots."""
+    """Knows which blocks are free, and gives them to slots. Blocks are numbers from 0."""
 
     def __init__(self):
         self.num_blocks = 0  # used and free blocks
@@ -156,15 +160,15 @@ class LayerCache:
 
 
 class DecodeBatch:
-    """Slots with one new token each. Their attention is computed together, over the first `num_used` blocks.
+    """Slots with one new token each, whose attention is computed together.
 
-    Shapes below are in slots (of this batch) and used blocks (`num_used`).
+    In the shapes, `slots` are those of this batch, and `used blocks` are all blocks up to the last one of these slots.
     """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
         self.size = len(slots)
         num_used = 1 + max(max(slot.block_table) for slot in slots)
-        # For each used block: the number of its slot, and the offset of the last token to attend to.
+        # For each used block: the number of its slot in this batch, and the offset of the last token to attend to.
         owners, last_offsets = [0] * num_used, [0] * num_used
         for number, slot in enumerate(slots):
             for block in slot.block_table:
@@ -183,7 +187,7 @@ class DecodeBatch:
             self.prefix_mask = _mask([length - 1 for length in lengths], prefix_length, device)
 
     def reduce(self, values: torch.Tensor, mode: str) -> torch.Tensor:
-        """Add up the values of each slot's blocks, or take their maximum: (used blocks, ...) to (slots, ...).
+        """The sum or maximum over the blocks of each slot: (used blocks, ...) to (slots, ...).
 
         `mode`: "sum" or "max".
         """

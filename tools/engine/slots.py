@@ -6,11 +6,11 @@ prefix, with which the prompts of all games begin, is computed and stored once.
 
 A step is one forward pass. It computes one token of every running reply, and tokens of new prompts. When a reply ends,
 its slot can take the next request at once. The engine starts a request if its prompt and a reply of mean length fit in
-the cache. If the cache is full nevertheless, the requests that are cheapest to recompute are preempted: they lose
-their cached tokens, wait, and are computed again later.
+the cache. If replies turn out longer and the cache is full, the requests that are cheapest to recompute are preempted:
+they lose their cached tokens, wait, and are computed again later.
 
-(With a chat template, the prompts of the two roles share only the rules. More tokens are then computed for the same
-replies.)
+(With a chat template, the prompts of the two roles share only the rules, so more tokens have to be computed. The
+replies are the same.)
 
 The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
 """
@@ -54,12 +54,12 @@ class SlotEngine:
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN prepares for each new shape, and prompts differ in length
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         self.warp = _warpers(local.sampling)
         self.num_replies = self.num_reply_tokens = 0  # of finished replies
         self.waiting: deque[Request] = deque()
         self.slots = [Slot() for _ in range(slots)]
-        self.idle = self.slots.copy()  # slots without a request, in the order in which they are given away
+        self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
         self.prefix: list[int] = []  # token ids of the common prefix
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
@@ -97,7 +97,11 @@ class SlotEngine:
     # --- from requests to slots
 
     def _admit(self) -> None:
-        """Give slots to waiting requests: to each the slot of its game if idle, to others while their replies fit."""
+        """Give slots to waiting requests.
+
+        A request takes the slot of its game if that is idle. Otherwise it takes another idle slot, as long as the
+        prompts and the expected replies fit in the cache.
+        """
         if not self.waiting:
             return
         own = {slot.game: slot for slot in self.idle}
@@ -122,7 +126,7 @@ class SlotEngine:
             self._assign(slot, request, token_ids, prefix_tokens)
 
     def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
-        """Give a slot to a request, with the cached tokens of the slot or the common prefix, whichever has more."""
+        """Give a slot to a request. Cached tokens are those of the slot or of the common prefix, whichever are more."""
         cached = _num_common(slot.token_ids, token_ids)
         if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the blocks of the slot hold nothing to reuse
             cached = slot.num_prefix_tokens = prefix_tokens
@@ -133,7 +137,7 @@ class SlotEngine:
         self.waiting.remove(request)
 
     def _expected_blocks(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens and a reply of mean length (until one has ended: of the greatest length)."""
+        """Blocks for `tokens` tokens and a reply of mean length. (Until a reply has ended: of the greatest length.)"""
         if not self.num_replies:
             return num_blocks_for(tokens + self.local.sampling.max_new_tokens)
         return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
@@ -153,8 +157,8 @@ class SlotEngine:
     def _step(self) -> list[tuple[int, Reply]]:
         """One forward pass, then a sampled token for each slot whose tokens are all computed.
 
-        Returns the replies that ended. Tokens are added to slots and requests only after all that may run out of
-        memory, so a failed step can be repeated.
+        Returns (request, reply) pairs of the replies that ended. Tokens are added to slots and requests only after
+        everything that may run out of memory, so a failed step can be repeated.
         """
         slots = self._schedule()
         for cache in self.caches.values():
@@ -200,7 +204,7 @@ class SlotEngine:
         return False
 
     def _preempt(self, slot: Slot) -> None:
-        """Clear a slot. Its request waits to be computed again."""
+        """Clear a slot. Its request goes back to the waiting ones, before all others."""
         self.waiting.appendleft(slot.request)
         self.idle.insert(0, slot)
         self._clear(slot)
@@ -211,7 +215,7 @@ class SlotEngine:
         slot.request = slot.game = None
 
     def _compact(self) -> None:
-        """Let the blocks of the busy slots have the lowest numbers, and note the moves for all layers."""
+        """Give the blocks of the busy slots the lowest numbers. Each layer's cache moves the contents later."""
         idle = [slot.block_table for slot in self.idle]
         moves = self.block_manager.compact([slot.block_table for slot in self._busy()], idle)
         if moves[0]:
@@ -223,7 +227,7 @@ class SlotEngine:
         """After running out of memory: preempt an eighth of the busy slots, and free all unused blocks."""
         busy = sorted(self._busy(), key=recompute_cost)
         preempted = busy[: 1 + len(busy) // 8]
-        warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(preempted))
+        warn_on_rank_0("out of memory with %d replies at a time; %d of them have to wait", len(busy), len(preempted))
         for slot in preempted:
             self._preempt(slot)
         for slot in self.idle:
@@ -240,7 +244,7 @@ class SlotEngine:
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
         """Compute the new tokens of these slots.
 
-        Returns float32 logits (complete slots, vocabulary): for each complete slot, those after its last token.
+        Returns float32 logits (complete slots, vocabulary), each row after the last token of a complete slot.
         """
         step = Step(slots, len(self.prefix), self.caches)
         plan = step.plan(self.model.device)
