@@ -1,6 +1,7 @@
 """Players: what the model is shown, what is taken of its output, and which prompts share a batch."""
 
 import asyncio
+import itertools
 import json
 import shutil
 import threading
@@ -144,13 +145,15 @@ class TestModelFolder:
         copy = shutil.copytree(tiny_model, tmp_path / "copy")
         assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
 
-    @pytest.mark.parametrize("free, expected", [(0, 1), (1, 1), (2, 1), (3, 2), (7, 4), (11, 7), (10**6, 64)])
-    def test_the_size_of_plain_batches_follows_the_free_memory(self, free, expected, tiny_model, monkeypatch):
-        model = load(tiny_model).model
-        # 2 x 2 layers x 2 heads x 16 of cache, 8 x 32 + 4 x 64 of activations, 4 bytes each; logits of 260 tokens
-        prompt = 100 * (128 + 512) * 4 + 16 * 260
-        monkeypatch.setattr(memory, "_free_memory", lambda model: free * prompt)
-        assert memory.batch_size_for_memory(model, max_length=100) == expected
+    def test_the_size_of_batches_follows_the_free_memory(self, tiny_model, monkeypatch):
+        model, sizes = load(tiny_model).model, []
+        for free in (0, 10**6, 3 * 10**6, 10**12):
+            monkeypatch.setattr(memory, "_free_memory", lambda model, free=free: free)
+            sizes.append((memory.batch_size_for_memory(model, max_length=100), *memory.slots_for_memory(model)))
+        assert sizes[0] == (1, 1, 0)
+        assert sizes[-1][:2] == (memory.CPU_BATCH, memory.MOST_PROMPTS)
+        for smaller, larger in itertools.pairwise(sizes):
+            assert all(one < other for one, other in zip(smaller, larger, strict=True))
 
 
 class EchoEngine:
@@ -253,28 +256,20 @@ class TestBatcher:
 
 
 class TestBatchEngine:
-    def test_when_memory_runs_out_it_goes_on_with_half_the_batch_and_loses_nothing(self, tiny_model, caplog):
-        local = load(tiny_model)
-        engine, expected, sizes = BatchEngine(local, 8), generate(local, list("abcdefgh")), []
+    def test_when_memory_runs_out_it_goes_on_with_half_the_batch_and_loses_nothing(self, tiny_model):
+        local, most = load(tiny_model), 2
+        engine, expected = BatchEngine(local, 8), generate(local, list("abcdefgh"))
 
-        def answer(prompts, limits):
-            sizes.append(len(prompts))
-            if len(prompts) > 2:
+        def limited(prompts, limits):
+            if len(prompts) > most:
                 raise torch.OutOfMemoryError
-            return expected[: len(prompts)] if prompts == ["a", "b"] else [None] * len(prompts)
+            return generate(local, prompts)
 
-        def no_memory(prompts, limits):
-            raise torch.OutOfMemoryError
-
-        engine.generate = answer
+        engine.generate = limited
         for number, prompt in enumerate("abcdefgh"):
             engine.start(number, prompt, game=number)
-        assert engine.run() == [(0, expected[0]), (1, expected[1])]
-        assert [number for number, _ in engine.run()] == [2, 3]
-        assert sizes == [8, 4, 2, 2]
-        assert "out of memory with 8 prompts at once; going on with half as many" in caplog.text
-
-        engine.start(9, "i", game=9)
-        engine.generate = no_memory
-        with pytest.raises(torch.OutOfMemoryError):  # not even one prompt
+        assert [pair for _ in range(4) for pair in engine.run()] == list(enumerate(expected))
+        most = 0
+        engine.start(8, "i", game=8)
+        with pytest.raises(torch.OutOfMemoryError):  # not even one prompt fits
             engine.run()

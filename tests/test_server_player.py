@@ -328,15 +328,10 @@ class TestFaults:
         run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
         assert len(server.requests) == 5
 
-    def test_requests_follow_no_redirect(self, stub, place, tmp_path):
-        other = stub()
-        server = stub(lambda number, body: (307, {"Location": f"{other.url}/completions"}, {}))
-        run(*flags(place, tmp_path, server.url), status=2)
-        assert other.requests == []
-
     @pytest.mark.parametrize(
         "status, error, message",
         [
+            (307, {"message": "moved"}, "307.*moved"),  # redirects are not followed
             (401, {"message": "Incorrect API key"}, "401.*Incorrect API key"),
             (403, {"message": "not yours"}, "403.*not yours"),
             (404, {"message": "The model `some/model` does not exist"}, "404.*does not exist"),
@@ -347,7 +342,7 @@ class TestFaults:
     def test_a_wrong_key_or_model_and_a_first_request_that_is_refused_end_the_run_with_one_line(
         self, status, error, message, stub, place, tmp_path
     ):
-        server = stub(lambda number, body: (status, {}, {"error": error}))
+        server = stub(lambda number, body: (status, {"Location": "/v1/completions"}, {"error": error}))
         line = last_line(run(*flags(place, tmp_path, server.url, max_concurrency=1), status=2))
         assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
         assert "\x1b" not in line and len(line) < 500

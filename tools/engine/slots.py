@@ -126,9 +126,9 @@ class SlotEngine:
             self._assign(slot, request, token_ids, prefix_tokens)
 
     def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
-        """Give a slot to a request. Cached tokens are those of the slot or of the common prefix, whichever are more."""
+        """Give a slot to a request, which reuses the cached tokens of the slot or the common prefix."""
         cached = _num_common(slot.token_ids, token_ids)
-        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the blocks of the slot hold nothing to reuse
+        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot has no more than the common prefix has
             cached = slot.num_prefix_tokens = prefix_tokens
         slot.token_ids, slot.num_cached_tokens = token_ids, cached
         slot.request, slot.game = request, request.game

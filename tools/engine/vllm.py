@@ -38,7 +38,7 @@ AUTO, VLLM = "auto", "vllm"  # values of --engine
 HOST = "127.0.0.1"
 VARIABLE = "VLLM"  # the environment variable that names vLLM's executable; unset: vllm on the PATH
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the vLLM servers on it
-LOOK_EVERY = 0.5  # seconds between two questions whether a server answers, while it starts
+LOOK_EVERY = 0.5  # seconds between two attempts to reach a server that is starting
 SHOWN_LINES = 40  # lines of a server's output that are shown when it has ended
 CPU_TOKENS = 4096  # tokens that a server without GPUs computes at once
 OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that only this program may set
@@ -79,10 +79,8 @@ class VLLMFlags:
             return f"it needs a package: {INSTALL}"
         return None
 
-    def choose_engine(self, engine: str) -> str:
-        """The engine to use: vLLM instead of `auto` where there are a GPU and a vLLM. Logs that choice."""
-        if engine != AUTO:
-            return engine
+    def choose_engine(self) -> str:
+        """The meaning of `--engine auto`: vLLM where there are a GPU and a vLLM, else `auto`. Logs the choice."""
         missing = "there is no GPU" if not torch.cuda.is_available() else self.vllm_missing()
         if missing:
             logger.info("--engine auto: our own engine, since vLLM cannot be used (%s)", missing)

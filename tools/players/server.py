@@ -105,11 +105,11 @@ class ServerPlayer:
         return self._read(answer, cut)
 
     def limit(self, turn: Turn) -> int:
-        """The most tokens of a reply."""
+        """The most tokens of a reply. (The benchmark replaces this.)"""
         return self.sampling.max_new_tokens
 
     def _request(self, content: str | list[int], turn: Turn) -> dict:
-        """The body of a request. Only vLLM and SGLang know `min_tokens`, `top_k` and the fields that tokens add."""
+        """The body of a request. Only vLLM and SGLang know `min_tokens`, `top_k` and the fields for `tokens`."""
         sampling, limit = self.sampling, self.limit(turn)
         request: dict[str, object] = {"model": self.model, "temperature": 0}
         if self.flags.openai_api == CHAT:
