@@ -116,7 +116,7 @@ class LayerCache:
         """An empty cache. `keys` (1, kv heads, tokens, size) give its shape, type and device."""
         self.prefix = keys.new_zeros(2, keys.shape[1], 0, keys.shape[3])
         self.blocks = keys.new_zeros(2, num_blocks, keys.shape[1], keys.shape[3], BLOCK)
-        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # moves still to be made, each (targets, sources)
+        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # moves to carry out, each (targets, sources)
 
     def set_prefix(self, tokens: int) -> None:
         """Copy the first `tokens` tokens of the blocks to the prefix, and remove all blocks."""
@@ -142,11 +142,11 @@ class LayerCache:
             self.blocks = self.blocks[:, :num_blocks].clone()
 
     def move_blocks(self) -> None:
-        """Make the moves. A move that runs out of memory stays in the list."""
+        """Carry out all moves. A move that runs out of memory stays in the list."""
         while self.moves:
             targets, sources = (blocks.to(self.blocks.device) for blocks in self.moves[0])
             moved = self.blocks[:, sources]
-            self.blocks.index_copy_(1, targets, moved)  # needs no memory, so a move is made in full or not at all
+            self.blocks.index_copy_(1, targets, moved)  # needs no memory, so no move is carried out in part
             del self.moves[0]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: "Plan") -> None:
@@ -230,9 +230,9 @@ class Plan:
 
 
 class Step:
-    """The argument of the attention function: the slots and caches of a forward pass, and its plan.
+    """All that the attention function needs for a forward pass.
 
-    (A class of its own, because accelerate's hooks would copy a tuple or dict.)
+    (It is a class because accelerate's hooks would copy a tuple or dict.)
     """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache]):

@@ -70,7 +70,8 @@ class SlotEngine:
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
         """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens).
 
-        Tokens with which the prompts of one `game` begin alike are computed once.
+        Tokens at the beginning of a prompt that the last prompt and reply of the same `game` had too are not computed
+        again.
         """
         self.waiting.append(Request(request, prompt, game, limit or self.local.sampling.max_new_tokens))
 
@@ -204,7 +205,7 @@ class SlotEngine:
         return False
 
     def _preempt(self, slot: Slot) -> None:
-        """Clear a slot. Its request goes back to the waiting ones, before all others."""
+        """Clear a slot, and put its request first among the waiting ones."""
         self.waiting.appendleft(slot.request)
         self.idle.insert(0, slot)
         self._clear(slot)
@@ -233,7 +234,7 @@ class SlotEngine:
         for slot in self.idle:
             self._clear(slot)
         self.block_limit = max(1, min(self.block_limit, self.block_manager.num_used))
-        for slot in self._busy():  # give back the blocks of the failed step: not all layers have grown to hold them
+        for slot in self._busy():  # give back the blocks of the failed step, for which some layers have no room
             self.block_manager.resize(slot.block_table, slot.num_cached_tokens - slot.num_prefix_tokens)
         self._compact()
         self.block_manager.drop_free()
@@ -244,7 +245,7 @@ class SlotEngine:
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
         """Compute the new tokens of these slots.
 
-        Returns float32 logits (complete slots, vocabulary), each row after the last token of a complete slot.
+        Returns float32 logits (complete slots, vocabulary). A row has the logits after the last token of a slot.
         """
         step = Step(slots, len(self.prefix), self.caches)
         plan = step.plan(self.model.device)
