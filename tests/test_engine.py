@@ -15,7 +15,6 @@ from tools.engine.attention import BLOCK, LayerCache
 from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.model import LocalModel, Sampling
 from tools.engine.slots import SlotEngine, can_hold, draw
-from utils import UserError
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -364,13 +363,3 @@ def test_logits_with_nan_are_refused():
     local.model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
         answer(SlotEngine(local, 2), [(0, RULES)])
-
-
-def test_a_token_without_an_embedding_is_refused_only_where_a_prompt_uses_it():
-    """The tokenizer has 260 tokens, the model 250 embeddings; tokens are bytes + 4."""
-    for kind in (SlotEngine, BatchEngine):
-        model = build_llama(0, 250, num_attention_heads=4).eval()
-        engine = kind(LocalModel(model, build_tokenizer(), sampling()), 1)
-        assert len(answer(engine, [(0, "plain")])) == 1
-        with pytest.raises(UserError, match="250 embeddings"):
-            answer(engine, [(0, "rare: \U0001f600")])

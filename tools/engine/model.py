@@ -60,21 +60,9 @@ class LocalModel(ModelTokens):
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model
-        self.num_embeddings = model.get_input_embeddings().num_embeddings
         self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
-
-    def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """As above. Raises UserError for a token that the model has no embedding for."""
-        ids, cut = super().encode(prompt)
-        if (largest := max(ids, default=0)) >= self.num_embeddings:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"a prompt has the token {token!r}, number {largest}, but the model has only {self.num_embeddings} "
-                f"embeddings; train with a tokenizer that fits the model, or leave this text out of words and prompts"
-            )
-        return ids, cut
 
 
 # Loading.
