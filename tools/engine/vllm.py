@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class VLLMFlags:
     """The flags of `--engine vllm`."""
 
-    tensor_parallel_size: int = flag("GPUs of each vLLM server; start GPUs / this number of processes", default=1)
+    tensor_parallel_size: int = flag("GPUs of each vLLM server; start (GPUs / this number) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
     def vllm_problems(self, engine: str) -> list[str]:
