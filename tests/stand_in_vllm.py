@@ -3,7 +3,6 @@
 The environment variable STAND_IN changes its behaviour. It holds JSON:
 {"fail": TEXT} ends it at its start with that line; {"slow": SECONDS} lets it wait before it answers;
 {"pace": SECONDS}: each reply takes that long; {"die_after": REPLIES} ends it in play;
-{"texts_only": true} leaves the token ids out of replies;
 {"model": true} gives the greedy replies of the model in FOLDER;
 {"note": FILE} appends how it was started and what it was asked, one line each.
 With canned replies it has a child process, as vLLM has.
@@ -76,20 +75,47 @@ def model_replies(folder):
     return lambda body: reply(body).tolist()
 
 
-class Handler(BaseHTTPRequestHandler):
+class JSONHandler(BaseHTTPRequestHandler):
+    """Reads and sends JSON."""
+
     protocol_version = "HTTP/1.1"
+
+    def body(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def answer(self, status, headers, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **headers, "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class JSONServer(ThreadingHTTPServer):
+    request_queue_size = 512
+
+    def handle_error(self, request, client_address):  # of clients that are gone
+        pass
+
+
+class Handler(JSONHandler):
+    """Answers requests that have the key."""
 
     def do_GET(self):
         known = self.path == "/v1/models"
-        self.answer(200 if known else 404, {"data": [{"id": self.server.flags.served_model_name}]})
+        self.answer(200 if known else 404, {}, {"data": [{"id": self.server.flags.served_model_name}]})
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         if self.path != "/v1/completions" or body["model"] != self.server.flags.served_model_name:
-            return self.answer(404, {"error": {"message": f"no {self.path} for {body['model']}"}})
+            return self.answer(404, {}, {"error": {"message": f"no {self.path} for {body['model']}"}})
         prompt = body["prompt"]
         if len(prompt) + body["max_tokens"] > self.server.flags.max_model_len:
-            return self.answer(400, {"error": {"message": "maximum context length", "code": 400}})
+            return self.answer(400, {}, {"error": {"message": "maximum context length", "code": 400}})
         with LOCK:
             self.server.answered += 1
             if self.server.answered == TOLD.get("die_after"):
@@ -99,31 +125,16 @@ class Handler(BaseHTTPRequestHandler):
         ids = self.server.reply(body)
         ended = len(ids) < body["max_tokens"] or ids[-1] in body["stop_token_ids"]
         choice = {"index": 0, "text": "x" * len(ids), "finish_reason": "stop" if ended else "length"}
-        if body.get("return_token_ids") and not TOLD.get("texts_only"):
+        if body.get("return_token_ids"):
             choice["token_ids"] = ids
         note(asked=body)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        return self.answer(200, {"choices": [choice], "usage": usage})
+        return self.answer(200, {}, {"choices": [choice], "usage": usage})
 
-    def answer(self, status, body):
+    def answer(self, status, headers, body):
         if self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
             status, body = 401, {"error": {"message": "wrong key"}}
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    request_queue_size = 512
-
-    def handle_error(self, request, client_address):  # of clients that are gone
-        pass
+        super().answer(status, headers, body)
 
 
 def main():
@@ -137,7 +148,7 @@ def main():
     if "fail" in TOLD:
         sys.exit(TOLD["fail"])
     time.sleep(TOLD.get("slow", 0))
-    server = Server((flags.host, flags.port), Handler)
+    server = JSONServer((flags.host, flags.port), Handler)
     server.flags, server.answered = flags, 0
     server.reply = model_replies(flags.folder) if TOLD.get("model") else canned_reply
     server.serve_forever(poll_interval=0.05)

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import build_llama, build_tokenizer
 from helpers import TORCHRUN, call, flags_of, start
+from stand_in_vllm import JSONHandler, JSONServer
 
 from tools import evaluate_games, play_llm_game
 from tools.games.prompts import load_templates, play_prompt
@@ -49,45 +49,22 @@ class Stub:
     """An HTTP server: `behave(number, body)` gives status, headers and body of each answer; None hangs up."""
 
     def __init__(self, behave=lambda number, body: (200, {}, said())):
-        self.behave, self.lock = behave, threading.Lock()
-        self.requests, self.in_flight = [], 0
-        stub = self
+        self.requests, lock = [], threading.Lock()
+        requests = self.requests
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(JSONHandler):
             def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with stub.lock:
-                    number = len(stub.requests)
+                body = self.body()
+                with lock:
+                    number = len(requests)
                     headers = {name.lower(): value for name, value in self.headers.items()}
-                    stub.requests.append((self.path, headers, body))
-                    stub.in_flight += 1
-                answer = stub.behave(number, body)
-                with stub.lock:
-                    stub.in_flight -= 1
-                if answer is None:
+                    requests.append((self.path, headers, body))
+                if answer := behave(number, body):
+                    self.answer(*answer)
+                else:
                     self.close_connection = True
-                    return
-                status, headers, body = answer
-                body = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                for name, value in {"Content-Type": "application/json", **headers}.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
 
-            def log_message(self, *args):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 256
-
-            def handle_error(self, request, client_address):  # of clients that no longer wait
-                pass
-
-        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server = JSONServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -226,19 +203,20 @@ class TestRequests:
         assert all(reply["prompt_cut"] for reply in game["replies"])
 
     def test_no_more_requests_are_in_flight_than_allowed(self, stub, place, tmp_path):
-        together, opened = [], threading.Event()
+        in_flight, most, opened = [], [], threading.Event()
 
         def behave(number, body):
-            together.append(server.in_flight)
-            if together[-1] == 5 and not opened.is_set():
+            in_flight.append(number)
+            most.append(len(in_flight))
+            if most[-1] == 5 and not opened.is_set():
                 time.sleep(0.7)  # for a sixth one to come
                 opened.set()
             opened.wait(30)
+            in_flight.remove(number)
             return 200, {}, said()
 
-        server = stub(behave)
-        run(*flags(place, tmp_path, server.url, max_concurrency=5, concurrent_games=20, max_games=20))
-        assert max(together) == 5
+        run(*flags(place, tmp_path, stub(behave).url, max_concurrency=5, concurrent_games=20, max_games=20))
+        assert max(most) == 5
 
     def test_the_base_url_may_come_from_the_environment_and_a_server_may_need_no_key(
         self, stub, place, tmp_path, monkeypatch
@@ -298,22 +276,12 @@ FAULTS = {  # of which the openai client repeats the first ones
     "429": (429, {"Retry-After": "0.1"}, {"error": {"message": "slow down"}}),
     "500": (500, {}, b"Internal Server Error"),
     "hung up": None,
-    "not gzip": (200, {"Content-Encoding": "gzip"}, b"x"),
     "no JSON": (200, {"Content-Type": "text/html"}, b"<html>Welcome!</html>"),
-    "broken JSON": (200, {}, b'{"choices": ['),
-    "a list": (200, {}, [1, 2]),
     "no choices": (200, {}, {"choices": []}),
     "no text": (200, {}, said(None)),
-    "no body": (200, {}, b""),
     "half a character": (200, {}, said("\ud800")),
     "broken off": (200, {}, said("Hel", "content_filter")),
-    "a nested text": (
-        200,
-        {},
-        b'{"choices": [{"finish_reason": "stop", "text": %s1%s}]}' % (b"[" * 999, b"]" * 999),
-    ),
     "less than no tokens": (200, {}, said(usage=USAGE | {"prompt_tokens": -5})),
-    "more tokens than there are": (200, {}, said(usage=USAGE | {"prompt_tokens": 10**30})),
     "token ids that are none": (200, {}, {"choices": [{"finish_reason": "stop", "text": "", "token_ids": [-1]}]}),
 }
 
@@ -360,15 +328,10 @@ class TestFaults:
         run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
         assert len(server.requests) == 5
 
-    def test_requests_follow_no_redirect(self, stub, place, tmp_path):
-        other = stub()
-        server = stub(lambda number, body: (307, {"Location": f"{other.url}/completions"}, {}))
-        run(*flags(place, tmp_path, server.url), status=2)
-        assert other.requests == []
-
     @pytest.mark.parametrize(
         "status, error, message",
         [
+            (307, {"message": "moved"}, "307.*moved"),  # redirects are not followed
             (401, {"message": "Incorrect API key"}, "401.*Incorrect API key"),
             (403, {"message": "not yours"}, "403.*not yours"),
             (404, {"message": "The model `some/model` does not exist"}, "404.*does not exist"),
@@ -379,7 +342,7 @@ class TestFaults:
     def test_a_wrong_key_or_model_and_a_first_request_that_is_refused_end_the_run_with_one_line(
         self, status, error, message, stub, place, tmp_path
     ):
-        server = stub(lambda number, body: (status, {}, {"error": error}))
+        server = stub(lambda number, body: (status, {"Location": "/v1/completions"}, {"error": error}))
         line = last_line(run(*flags(place, tmp_path, server.url, max_concurrency=1), status=2))
         assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
         assert "\x1b" not in line and len(line) < 500
@@ -570,14 +533,3 @@ class TestTransformersServe:
             for reply in game["replies"]:
                 assert reply["prompt_tokens"] > 60  # one for each byte of the prompt, and BOS
                 assert reply["finish_reason"] == ("length" if reply["tokens"] == 3 else "stop")
-
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"openai_extra_sampling": True}, "Unexpected fields in the request: .*min_tokens"),
-            ({"attacker_model_name_or_path": "openai:other"}, "requested .*other"),
-        ],
-    )
-    def test_what_it_refuses_ends_the_run_with_its_words(self, changes, message, serve, served_model, place, tmp_path):
-        refused = run(*self.flags(place, tmp_path, f"openai:{served_model}", serve, **changes), status=2)
-        assert re.search(message, last_line(refused))

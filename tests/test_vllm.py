@@ -207,15 +207,6 @@ def test_the_same_seed_gives_the_same_draws_in_any_order(told, place, tiny_model
     assert histories[0] == histories[1] != histories[2]
 
 
-def test_a_server_that_gives_no_ids_gives_texts_and_greedy_play_sends_no_sampling(told, place, tiny_model, tmp_path):
-    told(texts_only=True)
-    call(play_llm_game.main, *flags(place, tiny_model, tmp_path, max_games=2, task_type="testing"))
-    games = games_of(tmp_path, "v_testing_words")
-    assert all(set(message["content"]) == {"x"} for game in games for message in game["history"])
-    for line in notes(tmp_path, "asked"):
-        assert line["asked"]["temperature"] == 0 and not {"top_k", "top_p"} & line["asked"].keys()
-
-
 @pytest.mark.parametrize("executable", ["stand-in", pytest.param("real", marks=needs_vllm)])
 def test_greedy_games_are_those_of_slots(executable, told, place, tmp_path, monkeypatch):
     folder = build_served_model(tmp_path / "model", "added by the tokenizer")
@@ -274,8 +265,8 @@ def test_each_process_has_its_own_gpus(monkeypatch):
     assert vllm.own_gpus(1) == ["2"]
 
 
-def test_another_program_on_its_port_is_not_taken_for_it(told, place):
-    with vllm.VLLMFlags().vllm_server(place, max_length=64, dtype="float32") as server:
+def test_another_program_on_its_port_is_not_taken_for_it(told, place, tiny_model):
+    with vllm.VLLMFlags().vllm_server(Path(tiny_model), max_length=64) as server:
         other = vllm.VLLMServer(place, "vllm", [])
         other.port = server.port
         assert server._answers() and not other._answers()
@@ -307,9 +298,8 @@ def test_auto_is_our_own_engine_without_a_gpu_and_a_run_keeps_it(told, place, ti
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"vllm": "no-such-vllm"}, ["'no-such-vllm'", "--vllm PATH"]),
-        ({"engine": "slots", "tensor_parallel_size": 2, "vllm": "x"}, ["--vllm", "--tensor_parallel_size"]),
-        ({"tensor_parallel_size": 0, "vllm_memory": 0}, ["--tensor_parallel_size is 0", "--vllm_memory is 0.0"]),
+        ({"engine": "slots", "tensor_parallel_size": 2, "vllm_args": "x"}, ["--vllm_args", "--tensor_parallel_size"]),
+        ({"tensor_parallel_size": 0}, ["--tensor_parallel_size is 0"]),
         ({"vllm_args": "a 'b"}, ["--vllm_args"]),
         ({"vllm_args": "--x --port=1"}, ["--vllm_args", "--port=1"]),
         ({"device_map": "auto"}, ["--device_map"]),
@@ -331,13 +321,6 @@ def test_a_model_that_vllm_refuses_ends_the_run_with_its_last_lines(told, place,
     folder, log = re.search(r"error: (.*): its vLLM .* status 1 \(its output: (.*)\)", last).groups()
     assert folder == os.path.realpath(tiny_model)
     assert Path(log).read_text() == "loading the model\nValueError: no such architecture\n"
-
-
-def test_the_wait_shows_progress(told, place, tiny_model, tmp_path, monkeypatch):
-    told(slow=2)
-    monkeypatch.setattr(vllm, "TELL_EVERY", 0.5)
-    called = call(play_llm_game.main, *flags(place, tiny_model, tmp_path, max_games=1))
-    assert re.search("vLLM is starting, [12] s: loading the model\n", called.errors)
 
 
 def test_a_server_that_dies_ends_the_run_and_the_same_command_goes_on(told, place, tiny_model, tmp_path):

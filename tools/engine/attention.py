@@ -1,9 +1,9 @@
-"""Paged attention for the slot engine: one forward pass over the new tokens of many games, without padding.
+"""Paged attention for the slot engine: one forward pass over the new tokens of many slots, without padding.
 
-The prefix that all prompts share is stored once. The keys and values of the tokens after it lie in blocks of BLOCK
-tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that short games beside long ones cost neither memory nor
-time. A `Plan` lays out a forward pass. The attention function at the end of this file follows it; it is registered
-with transformers.
+Keys and values of the common prefix are stored once. Those of the tokens after it are stored in blocks of BLOCK
+tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that a short game does not take the memory and time of a
+long one. A `Plan` says for each new token where its keys and values are stored and which tokens it attends to. The
+attention function at the end of this file reads the plan. It is registered with transformers under the name ATTENTION.
 """
 
 import math
@@ -16,57 +16,66 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-ATTENTION = "spag_paged"  # name of the attention function in transformers
-BLOCK = 32  # tokens
+ATTENTION = "spag_paged"
+BLOCK = 32  # tokens of a block
 
 
 def num_blocks_for(tokens: int) -> int:
-    """Number of blocks that hold `tokens` tokens."""
+    """Number of blocks needed for `tokens` tokens."""
     return -(-tokens // BLOCK)
 
 
 @dataclass(eq=False)
 class Slot:
-    """The tokens of one game. Keys and values of the first ones are cached; a step computes those of the next ones."""
+    """The tokens of one game.
+
+    The keys and values of the first tokens are cached. The other tokens are pending. The pending tokens that the next
+    step computes are the new tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    num_prefix_tokens: int = 0  # of the cached tokens, those stored in the common prefix; the others lie in blocks
+    num_prefix_tokens: int = 0  # cached tokens that are stored in the common prefix; the others are stored in blocks
     block_table: list[int] = field(default_factory=list)  # numbers of the blocks, in the order of the tokens
-    num_new_tokens: int = 0  # tokens that the next step computes
+    num_new_tokens: int = 0
     request: Any = None  # None: the slot is idle
-    game: int | None = None
+    game: int | None = None  # None: the slot is empty
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Number of tokens that are not cached."""
+        return len(self.token_ids) - self.num_cached_tokens
 
     @property
     def new_positions(self) -> range:
-        """Positions of the new tokens, from the beginning of the prompt."""
+        """Positions of the new tokens in `token_ids`."""
         return range(self.num_cached_tokens, self.num_cached_tokens + self.num_new_tokens)
 
     @property
     def num_block_tokens(self) -> int:
-        """Tokens that the blocks must hold, the new ones included."""
+        """Number of tokens in blocks after the step: cached and new tokens, without the common prefix."""
         return self.new_positions.stop - self.num_prefix_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether no tokens are left to compute after the new ones, so that the next token can be sampled."""
+        """Whether the new tokens are the last ones, so that the next token can be sampled after the step."""
         return self.new_positions.stop == len(self.token_ids)
 
 
 class BlockManager:
-    """Gives blocks to slots, by number."""
+    """Knows which blocks are free, and gives them to slots. Blocks are numbers from 0."""
 
     def __init__(self):
-        self.num_blocks = 0  # free blocks included
+        self.num_blocks = 0  # used and free blocks
         self.free: list[int] = []
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that slots hold."""
+        """Number of blocks in the block tables of slots."""
         return self.num_blocks - len(self.free)
 
     def resize(self, block_table: list[int], tokens: int) -> None:
-        """Allocate or free blocks at the end of a block table until it just holds `tokens` tokens."""
+        """Add or free blocks at the end of a block table, so that it has as many as `tokens` tokens need."""
         count = num_blocks_for(tokens)
         while len(block_table) > count:
             self.free.append(block_table.pop())
@@ -77,10 +86,10 @@ class BlockManager:
             block_table.append(self.free.pop())
 
     def compact(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Renumber the blocks so that those of busy slots come first: a step then reads them without a copy.
+        """Give the blocks of busy slots the lowest numbers, so that a step can read them without a copy.
 
-        Takes the block tables of busy and idle slots. Returns (targets, sources): the content of block sources[i] has
-        to move to block targets[i].
+        `busy` and `idle` are the block tables of those slots. Returns (targets, sources): the caller must move the
+        content of block sources[i] to block targets[i].
         """
         used = {block for table in busy for block in table}
         high = [block for block in used if block >= len(used)]
@@ -92,37 +101,38 @@ class BlockManager:
         return low + high, high + low
 
     def drop_free(self) -> None:
-        """Forget the free blocks. The used ones must come first."""
+        """Remove the free blocks, which must have the highest numbers."""
         self.num_blocks, self.free = self.num_used, []
 
 
 class LayerCache:
     """Keys and values of a layer: `prefix` (2, kv heads, tokens, size), `blocks` (2, blocks, kv heads, size, BLOCK).
 
-    The tokens of a block are the last dimension: on a CPU, products with single queries are up to twice as fast so.
+    The last dimension of `blocks` is the tokens, because products with single queries are then up to twice as fast on
+    a CPU.
     """
 
     def __init__(self, keys: torch.Tensor, num_blocks: int):
-        """An empty cache for (1, kv heads, tokens, size) keys such as these."""
+        """An empty cache. `keys` (1, kv heads, tokens, size) give its shape, type and device."""
         self.prefix = keys.new_zeros(2, keys.shape[1], 0, keys.shape[3])
         self.blocks = keys.new_zeros(2, num_blocks, keys.shape[1], keys.shape[3], BLOCK)
-        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # (targets, sources) of blocks still to be moved
+        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # moves to carry out, each (targets, sources)
 
     def set_prefix(self, tokens: int) -> None:
-        """Make the first tokens of the blocks the common prefix, and drop the blocks."""
+        """Copy the first `tokens` tokens of the blocks to the prefix, and remove all blocks."""
         self.prefix = self.tokens_of(slice(None))[:, :, :tokens].clone()
         self.shrink(0)
 
     def tokens_of(self, blocks: torch.Tensor | slice) -> torch.Tensor:
-        """Keys and values of all tokens of some blocks: (2, kv heads, tokens, size)."""
+        """Keys and values of all tokens in these blocks: (2, kv heads, tokens, size)."""
         return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
     def grow(self, num_blocks: int, limit: float) -> None:
-        """Grow to `num_blocks` blocks, and by a quarter more if `limit` allows it."""
+        """Grow to `num_blocks` blocks if there are fewer, and by a quarter more if `limit` allows it."""
         old = self.blocks
         if num_blocks > old.shape[1]:
             more = max(num_blocks, int(min(num_blocks + num_blocks // 4, limit)))
-            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # masked positions would otherwise hold NaN
+            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros: masked positions could otherwise hold NaN
             self.blocks[:, : old.shape[1]] = old
 
     def shrink(self, num_blocks: int) -> None:
@@ -132,77 +142,87 @@ class LayerCache:
             self.blocks = self.blocks[:, :num_blocks].clone()
 
     def move_blocks(self) -> None:
-        """Carry out `moves`. A move that runs out of memory stays in the list."""
+        """Carry out all moves. A move that runs out of memory stays in the list."""
         while self.moves:
             targets, sources = (blocks.to(self.blocks.device) for blocks in self.moves[0])
             moved = self.blocks[:, sources]
-            self.blocks.index_copy_(1, targets, moved)  # takes no memory, so a move is never half done
+            self.blocks.index_copy_(1, targets, moved)  # needs no memory, so no move is carried out in part
             del self.moves[0]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: "Plan") -> None:
-        """Store the step's keys and values, (1, kv heads, tokens, size) each."""
+        """Store the keys and values of a step, (1, kv heads, tokens, size) each."""
         self.move_blocks()
-        self.blocks[:, plan.blocks, :, :, plan.offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
+        blocks, offsets = plan.slot_mapping
+        self.blocks[:, blocks, :, :, offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
 
 
 # Planning.
 
 
 class DecodeBatch:
-    """Slots with one new token each. They attend together, to the first `used blocks` blocks of the cache."""
+    """Slots with one new token each, whose attention is computed together.
+
+    In the shapes, `slots` are those of this batch, and `used blocks` are all blocks up to the last one of these slots.
+    """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
         self.size = len(slots)
         num_used = 1 + max(max(slot.block_table) for slot in slots)
-        owners, last_offsets = [0] * num_used, [0] * num_used  # of each block: whose it is, and its last visible token
+        # For each used block: the number of its slot in this batch, and the offset of the last token to attend to.
+        owners, last_offsets = [0] * num_used, [0] * num_used
         for number, slot in enumerate(slots):
             for block in slot.block_table:
                 owners[block], last_offsets[block] = number, BLOCK - 1
             last_offsets[slot.block_table[-1]] = (slot.num_block_tokens - 1) % BLOCK
-        self.owners = _indices(owners, device)  # (used blocks,); 0 for blocks of slots that prefill
-        # The block tables one after the other, and where each begins.
+        self.owners = _indices(owners, device)  # (used blocks,); 0 for blocks of slots outside this batch
+        # The block tables, one after the other, and where each of them begins.
         self.block_tables = _indices([block for slot in slots for block in slot.block_table], device)
         starts = accumulate((len(slot.block_table) for slot in slots[:-1]), initial=0)
         self.table_starts = _indices(list(starts), device)  # (slots,)
-        # Masks are added to scores: 0 where a token attends, else -inf.
+        # Masks are added to attention scores: 0 where a token attends, else -inf.
         self.block_mask = _mask(last_offsets, BLOCK, device)  # (used blocks, BLOCK)
         lengths = [slot.num_prefix_tokens for slot in slots]
-        self.prefix_mask = None  # or (slots, prefix), if some slots share only a part of the prefix
+        self.prefix_mask = None  # (slots, prefix) if some slots share only a part of the common prefix
         if min(lengths) < prefix_length:
             self.prefix_mask = _mask([length - 1 for length in lengths], prefix_length, device)
 
     def reduce(self, values: torch.Tensor, mode: str) -> torch.Tensor:
-        """The "sum" or "max" over the blocks of each slot: (used blocks, ...) to (slots, ...)."""
+        """The sum or maximum over the blocks of each slot: (used blocks, ...) to (slots, ...).
+
+        `mode`: "sum" or "max".
+        """
         reduced = F.embedding_bag(self.block_tables, values.flatten(1), self.table_starts, mode=mode)
         return reduced.unflatten(1, values.shape[1:])
 
 
 class PrefillChunk:
-    """A slot with several new tokens, which end at `end` among those of the step."""
+    """A slot with several new tokens. `end`: where they end among the new tokens of all slots."""
 
     def __init__(self, slot: Slot, end: int, device: torch.device):
         self.tokens = slice(end - slot.num_new_tokens, end)
         self.num_prefix_tokens, self.num_block_tokens = slot.num_prefix_tokens, slot.num_block_tokens
         self.block_table = _indices(slot.block_table, device)
         visible = torch.ones(slot.num_new_tokens, slot.new_positions.stop, dtype=torch.bool, device=device)
-        self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens), True: attends
+        self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens); True where it attends
 
 
 class Plan:
-    """The inputs of a forward pass, where its keys and values are stored, and what each token attends to."""
+    """The inputs of a forward pass, where its keys and values are stored, and which tokens each token attends to.
+
+    It covers the new tokens of `slots`. Slots with one new token must come first.
+    """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
-        """Over the new tokens of these slots; slots with a single one must come first."""
         new = [(slot, position) for slot in slots for position in slot.new_positions]
         self.input_ids = _indices([slot.token_ids[position] for slot, position in new], device)  # (tokens,)
         self.positions = _indices([position for _, position in new], device)  # (tokens,)
-        # The slot mapping: the block of each token, and its place in the block.
-        places = [(slot, position - slot.num_prefix_tokens) for slot, position in new]
-        self.blocks = _indices([slot.block_table[place // BLOCK] for slot, place in places], device)  # (tokens,)
-        self.offsets = _indices([place % BLOCK for _, place in places], device)  # (tokens,)
+        stored = [(slot, position - slot.num_prefix_tokens) for slot, position in new]
+        blocks = _indices([slot.block_table[index // BLOCK] for slot, index in stored], device)
+        offsets = _indices([index % BLOCK for _, index in stored], device)
+        self.slot_mapping = blocks, offsets  # (tokens,) each: the block of each new token, and its offset in the block
         ends = list(accumulate(slot.num_new_tokens for slot in slots))
         sampled = [end - 1 for slot, end in zip(slots, ends, strict=True) if slot.is_complete]
-        self.logit_indices = _indices(sampled, device)  # tokens after which a token is sampled
+        self.logit_indices = _indices(sampled, device)  # (complete slots,): the new tokens whose logits are needed
         decodes = list(takewhile(lambda slot: slot.num_new_tokens == 1, slots))
         self.decodes = DecodeBatch(decodes, prefix_length, device) if decodes else None
         prefills = list(zip(slots, ends, strict=True))[len(decodes) :]
@@ -210,12 +230,15 @@ class Plan:
 
 
 class Step:
-    """A forward pass, as the attention function sees it. (No tuple or dict: accelerate's hooks would copy those.)"""
+    """All that the attention function needs for a forward pass.
+
+    (It is a class because accelerate's hooks would copy a tuple or dict.)
+    """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache]):
         self.slots, self.prefix_length = slots, prefix_length
-        self.caches = caches  # by layer; the first step adds them
-        self.plans: dict[torch.device, Plan] = {}  # a model may be spread over several devices
+        self.caches = caches  # by layer; the first forward pass adds them
+        self.plans: dict[torch.device, Plan] = {}  # one for each device that holds layers of the model
         self.layers_done: set[int] = set()
 
     def plan(self, device: torch.device) -> Plan:
@@ -230,7 +253,7 @@ def _indices(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _mask(last: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
-    """(rows, size) mask: 0 up to place last[i] of row i, -inf after it."""
+    """(rows, size) mask: in row i, 0 up to column last[i] and -inf after it."""
     return torch.where(torch.arange(size, device=device) > _indices(last, device)[:, None], -math.inf, 0.0)
 
 
@@ -238,10 +261,10 @@ def _mask(last: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kwargs):
-    """The attention function: (1, heads, tokens, size) each to (1, tokens, heads, size), None."""
+    """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size)."""
     layer = module.layer_idx
     if layer in step.layers_done:
-        raise RuntimeError("this model attends twice in a layer, which this engine cannot do; --engine generate can")
+        raise RuntimeError("this model attends twice in a layer; use --engine generate")
     step.layers_done.add(layer)
     if layer not in step.caches:
         step.caches[layer] = LayerCache(key, 1 + max(max(slot.block_table) for slot in step.slots))
@@ -255,10 +278,10 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kw
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:
-    """Attention of a chunk's tokens: (new tokens, heads, size)."""
+    """Attention of the tokens of a chunk: (new tokens, heads, size)."""
     own = cache.tokens_of(chunk.block_table)[:, :, : chunk.num_block_tokens]
     visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], own], 2)  # (2, kv heads, tokens, size)
-    # Heads are repeated here because `enable_gqa` with a mask makes torch hold all scores on a GPU.
+    # Repeat the heads here: with `enable_gqa` and a mask, torch on a GPU would keep all scores in memory.
     share = queries.shape[1] // visible.shape[1]
     keys, values = visible[:, :, None].expand(-1, -1, share, -1, -1).flatten(1, 2)[:, None]
     query = queries[chunk.tokens].transpose(0, 1)[None]
@@ -266,18 +289,18 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
 
 
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
-    """Attention of single tokens: (slots, heads, size). Half precision rounds scores, as in eager attention."""
+    """Attention of single tokens: (slots, heads, size). Rounds scores to half precision where eager attention does."""
     owners, (prefix_keys, prefix_values) = batch.owners, cache.prefix
     keys, values = cache.blocks[:, : len(owners)]  # (used blocks, kv heads, size, BLOCK)
     kv_heads = keys.shape[1]
-    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, share, size): heads with the same keys
+    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, share, size): `share` heads use the same keys
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, slots x share, prefix)
     to_prefix = to_prefix.float().unflatten(1, (batch.size, -1)).transpose(0, 1)
     if batch.prefix_mask is not None:
         to_prefix.add_(batch.prefix_mask[:, None, None])
     to_blocks = (grouped.index_select(0, owners) @ keys).float()  # (used blocks, kv heads, share, BLOCK)
     to_blocks.add_(batch.block_mask[:, None, None])
-    # Softmax over prefix and blocks, from each slot's highest score and sum of weights, (slots, kv heads, share, 1).
+    # Softmax over prefix and blocks together. `highest` and `sums`: (slots, kv heads, share, 1).
     highest = batch.reduce(to_blocks.amax(-1, keepdim=True), "max")
     if prefix_keys.shape[1]:
         highest = torch.maximum(highest, to_prefix.amax(-1, keepdim=True))

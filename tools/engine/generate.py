@@ -1,4 +1,4 @@
-"""Plain batches by transformers' `generate`, for models whose attention the slot engine does not know."""
+"""Plain batches by transformers' `generate`, for models that the slot engine cannot run."""
 
 import time
 from collections import deque
@@ -9,29 +9,28 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from tools.engine.model import EngineCounts, LocalModel
+from tools.engine.model import LocalModel
 from tools.players.player import Reply
 from utils import warn_on_rank_0
 
 
 class BatchEngine:
-    """Answers requests batch after batch, for any causal language model.
+    """Answers requests batch after batch, with any causal language model.
 
-    A batch runs until its longest reply has ended, and every prompt is computed from its first token. When the device
-    runs out of memory, the batch size is halved.
+    A batch runs until its longest reply has ended, and every prompt is computed from its first token. After running
+    out of memory, the engine goes on with half the batch size.
     """
 
     def __init__(self, local: LocalModel, batch_size: int):
         self.local, self.batch_size = local, batch_size
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
-        self.counts = EngineCounts()
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request; `limit` is the most tokens of the reply, None: --max_new_tokens. `game` is not used."""
+        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
         self.waiting.append((request, prompt, limit or self.local.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Answer the next batch: (request, reply) pairs."""
+        """Answer the next batch. Returns (request, reply) pairs."""
         batch = list(islice(self.waiting, self.batch_size))
         try:
             replies = self.generate([prompt for _, prompt, _ in batch], [limit for _, _, limit in batch])
@@ -42,11 +41,11 @@ class BatchEngine:
             return [(self.waiting.popleft()[0], reply) for reply in replies]
         warn_on_rank_0("out of memory with %d prompts at once; going on with half as many", self.batch_size)
         self.batch_size //= 2
-        torch.cuda.empty_cache()  # here, since the traceback in the handler keeps tensors alive
+        torch.cuda.empty_cache()  # not inside `except`, where the traceback still keeps tensors alive
         return self.run()
 
     def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
-        """One reply per prompt, sampled by torch's global generator; `limits` are the most tokens of each."""
+        """One reply for each prompt. `limits`: most tokens of each reply. Draws use torch's global generator."""
         local, device = self.local, self.local.model.device
         limits = limits or [local.sampling.max_new_tokens] * len(prompts)
         encoded = [local.encode(prompt) for prompt in prompts]
@@ -61,19 +60,11 @@ class BatchEngine:
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
         )
         new_ids = [ids[:limit] for ids, limit in zip(output[:, width:].tolist(), limits, strict=True)]
-        replies = [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
-        counts = self.counts
-        counts.prompts += len(prompts)
-        counts.at_once = max(counts.at_once, len(prompts))
-        counts.prompt_tokens += int(lengths.sum())
-        counts.prefill_tokens += input_ids.numel()
-        counts.new_tokens += sum(reply.tokens for reply in replies)
-        counts.steps += output.shape[1] - width
-        return replies
+        return [local.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
 
 
 def generation_config(local: LocalModel) -> GenerationConfig:
-    """The sampling settings as `generate` takes them."""
+    """Our sampling settings in the form that `generate` takes."""
     sampling = local.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(
@@ -82,13 +73,13 @@ def generation_config(local: LocalModel) -> GenerationConfig:
         do_sample=sampling.do_sample,
         **(drawn if sampling.do_sample else {}),
         use_cache=True,
-        pad_token_id=0,  # any token will do: padding is masked
+        pad_token_id=0,  # any token: padding is masked
         eos_token_id=local.stop_ids or None,
     )
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has finished its work."""
+    """The time in seconds, read after the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Players with a model in this process: the prompts of many games are gathered for one device."""
+"""Players with a model in this process. The prompts of all games are collected and computed together."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ from tools.engine.slots import SlotEngine
 from tools.games.chat import ChatTemplate
 from tools.players.player import Reply, Turn
 
-# All models are loaded and run in this one thread. OpenMP keeps helper threads for every thread that computes. If they
-# outnumber the cores, they sleep between tasks: on two cores a step of 24 games then takes 1.6 times as long.
+# All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
+# are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 Engine = SlotEngine | BatchEngine
@@ -18,8 +18,8 @@ Engine = SlotEngine | BatchEngine
 class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
-    An engine runs when every live game waits for a reply, never on a timer. So the same games with the same seed give
-    the same replies. Of two engines, the one with more open requests goes first.
+    An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
+    seed get the same replies. Of two engines, the one with more open requests runs first.
     """
 
     def __init__(self):
@@ -28,7 +28,7 @@ class Batcher:
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: str, *, game: int, limit: int | None = None) -> Reply:
-        """The engine's reply to a prompt of the game number `game`, of at most `limit` tokens."""
+        """The engine's reply, of at most `limit` tokens, to a prompt of game number `game`."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
@@ -46,18 +46,18 @@ class Batcher:
             self.runner = None
 
     async def _gather(self) -> int:
-        """Let the games go on until all wait for a reply. Returns the number of open requests."""
+        """Let the games go on until all of them wait for a reply. Returns the number of open requests."""
         before = None
         while (now := sum(map(len, self.open.values()))) != before:
             before = now
-            await asyncio.sleep(0)  # lets every other task run that can
+            await asyncio.sleep(0)  # lets all other tasks run that can
         return now
 
     async def _answer(self, engine: Engine) -> None:
         futures = self.open[engine]
         try:
             finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
-        except Exception as error:  # raise it in each game that waits for this engine
+        except Exception as error:  # raised in each game that waits for this engine
             for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
@@ -70,7 +70,7 @@ class Batcher:
 
 
 class LocalPlayer:
-    """Plays with a model in this process; the players of a process share one batcher, and with it the device."""
+    """Plays with a model in this process. All local players of a process share one batcher."""
 
     def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None):
         self.engine, self.batcher, self.chat = engine, batcher, chat
@@ -81,5 +81,5 @@ class LocalPlayer:
         return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=self.limit(turn))
 
     def limit(self, turn: Turn) -> int | None:
-        """The most tokens of a reply; None: --max_new_tokens."""
+        """The most tokens of a reply; None: --max_new_tokens. (The benchmark replaces this.)"""
         return None

@@ -1,19 +1,19 @@
-"""How many games fit in memory."""
+"""How many prompts or games fit in memory."""
 
 import os
 
 import psutil
 import torch
 
-MEMORY_SHARE = 0.7  # of the free memory, for the games; the rest absorbs activations and fragmentation
-# The most prompts at once, whatever the memory:
+MEMORY_SHARE = 0.7  # of the free memory is for prompts and games; the rest is for activations and fragmentation
+# Most prompts or games at once, however much memory there is:
 MOST_GAMES = 1024  # slot engine on a GPU
-MOST_PROMPTS = 256  # slot engine on a CPU, plain batches on a GPU
-CPU_BATCH = 64  # plain batches on a CPU, where larger ones gained little
+MOST_PROMPTS = 256  # slot engine on a CPU, and plain batches on a GPU
+CPU_BATCH = 64  # plain batches on a CPU, where larger ones were hardly faster
 
 
 def batch_size_for_memory(model, max_length: int) -> int:
-    """How many prompts of `max_length` tokens a plain batch may hold with their caches and activations, at least 1."""
+    """Prompts of a plain batch whose caches and activations fit in memory at `max_length` tokens each; at least 1."""
     config = model.config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one token in one layer
@@ -23,10 +23,10 @@ def batch_size_for_memory(model, max_length: int) -> int:
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """Slots of an engine, and tokens whose keys and values it may hold, when `engines` engines share the memory.
+    """Slots of an engine, and tokens of its cache, if `engines` engines share the memory.
 
-    An empty slot costs only its logits, and all slots together take at most a quarter of the memory. The rest holds
-    keys and values, so the number of games that run depends on their lengths.
+    A slot costs only the memory of its logits, and all slots take at most a quarter of the memory. The rest is for
+    keys and values, so the number of games at a time depends on their lengths.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_GAMES if model.device.type == "cuda" else MOST_PROMPTS
@@ -35,7 +35,7 @@ def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
 
 
 def token_bytes(model) -> int:
-    """Bytes that the keys and values of one token take, in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -43,12 +43,12 @@ def token_bytes(model) -> int:
 
 
 def logit_bytes(model) -> int:
-    """Bytes that the logits of one prompt take while a token is sampled: float32, four copies."""
+    """Bytes of one prompt's logits while a token is sampled: four copies in float32."""
     return 4 * 4 * model.config.get_text_config().vocab_size
 
 
 def _free_memory(model) -> int:
-    """Bytes free on the devices that hold the model; of RAM, this process's share."""
+    """Free bytes of the GPUs that hold the model; on a CPU, this process's share of the free RAM."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     if devices:
         return sum(torch.cuda.mem_get_info(device)[0] for device in devices)

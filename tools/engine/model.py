@@ -1,40 +1,26 @@
-"""Language models in this process: checking a model folder, loading it, text to token ids and back.
+"""Language models in this process: loading them, text to token ids and back.
 
-Weights are read from .safetensors files only; code that comes with a model runs only if the user allows it.
+Weights are read from .safetensors files only. Code in a model folder runs only with --trust_remote_code True.
 """
 
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-import utils
 from tools.games.chat import ChatTemplate
 from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
-from utils import TOKENIZER_FILES, UserError, rank, warn_on_rank_0
+from utils import UserError, rank, warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class EngineCounts:
-    """What an engine has done so far."""
-
-    prompts: int = 0  # answered prompts
-    prompt_tokens: int = 0  # length of these prompts in all
-    prefill_tokens: int = 0  # tokens computed for prompts, padding included
-    new_tokens: int = 0
-    steps: int = 0  # forward passes
-    at_once: int = 0  # most requests that were computed together
-
-
 class ModelTokens:
-    """The tokenizer of a model as play uses it: prompts to token ids, token ids to replies."""
+    """A model's tokenizer, which turns prompts into token ids and token ids into replies."""
 
     def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
         self.tokenizer, self.sampling = tokenizer, sampling
@@ -45,23 +31,23 @@ class ModelTokens:
         self.chat: ChatTemplate | None = None
 
     def use_chat_template(self, name: str) -> None:
-        """Use the tokenizer's own chat template for prompts from now on. The template writes BOS itself."""
+        """From now on, write prompts with the tokenizer's chat template, which adds BOS itself."""
         self.chat, self.bos_id = ChatTemplate(self.tokenizer, name), None
         self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode_turn(self, turn: Turn) -> tuple[list[int], bool]:
-        """`encode` for the prompt of this turn."""
+        """The token ids of this turn's prompt, and whether it was cut."""
         return self.encode(turn.prompt(self.chat))
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """BOS and the prompt's tokens, and whether it was cut: a prompt that is too long loses its beginning."""
+        """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning."""
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
-        """The reply that these tokens spell, up to the first end token."""
+        """The reply that these token ids stand for, up to the first end token."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -69,39 +55,17 @@ class ModelTokens:
 
 
 class LocalModel(ModelTokens):
-    """A causal language model with its tokenizer, and how replies are sampled from it."""
+    """A causal language model, its tokenizer, and the sampling settings of its replies."""
 
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model
-        self.num_embeddings = model.get_input_embeddings().num_embeddings
         self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
-        # `generate` would take fields that we leave unset, such as a repetition penalty, from the model folder.
+        # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
-
-    def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """As for every tokenizer; UserError for a token without an embedding: some tokenizers have more tokens."""
-        ids, cut = super().encode(prompt)
-        if (largest := max(ids, default=0)) >= self.num_embeddings:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"a prompt has the token {token!r}, number {largest}, but the model has only {self.num_embeddings} "
-                f"embeddings; train with a tokenizer that fits the model, or leave this text out of words and prompts"
-            )
-        return ids, cut
 
 
 # Loading.
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a model given as a folder or a name on the Hugging Face hub; UserError if it is incomplete."""
-    folder = utils.model_folder(name)
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise UserError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save it beside the model")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
-    return folder
 
 
 def load_local_model(
@@ -112,23 +76,23 @@ def load_local_model(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> LocalModel:
-    """Load a model folder onto the GPU of this process (else the CPU), or as transformers' `device_map` says.
+    """Load a model folder onto the device of this process, or as transformers' `device_map` says.
 
-    `dtype` None: the one in the model's config. Raises UserError if it does not fit in memory, or cannot be read.
+    `dtype` None: the one in the model's config. Raises UserError for a model that cannot be loaded or does not fit.
     """
-    use_own_gpu()
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
     if rank() != 0:
         disable_progress_bar()
     tokenizer = _load_tokenizer(folder, trust_remote_code)
     model = _load_weights(
-        folder, dtype=dtype or "auto", device_map=device_map or {"": own_device()}, trust_remote_code=trust_remote_code
+        folder, dtype=dtype or "auto", device_map=device_map or {"": device}, trust_remote_code=trust_remote_code
     )
-    logger.info("%s: %s on %s", folder, model.dtype, device_map or own_device())
-    if dtype is None and model.dtype == torch.float16:
-        warn_on_rank_0("%s: float16, as its config says; --bf16 True has the wider range", folder)
+    logger.info("%s: %s on %s", folder, model.dtype, device_map or device)
     local = LocalModel(model.eval(), tokenizer, sampling)
     if not local.stop_ids:
-        warn_on_rank_0("%s: no EOS token, so every reply takes all of --max_new_tokens", folder)
+        warn_on_rank_0("%s: no EOS token, so every reply has --max_new_tokens tokens", folder)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and sampling.max_length > positions:
         warn_on_rank_0("%s: made for %d positions, but --max_length is %d", folder, positions, sampling.max_length)
@@ -136,7 +100,7 @@ def load_local_model(
 
 
 def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = False) -> ModelTokens:
-    """The tokenizer of a model that another process holds; UserError if it cannot be loaded."""
+    """The tokenizer of a model that runs in another process. Raises UserError if it cannot be loaded."""
     tokenizer = _load_tokenizer(name, trust_remote_code)
     generation = None  # the folder may hold nothing but a tokenizer
     try:
@@ -178,16 +142,13 @@ def _describe(error: Exception) -> str:
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, Apple's, or the CPU where there is none; UserError for more processes than GPUs."""
+    """The GPU of this process, CUDA's or Apple's; the CPU if there is none.
+
+    Raises UserError if a machine with CUDA GPUs has more processes than GPUs.
+    """
     if not torch.cuda.is_available():
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
         raise UserError(f"process {local_rank} of this machine has no GPU; there are {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
-
-
-def use_own_gpu() -> None:
-    """Make this process's GPU the current one of this thread; a new thread begins with the first GPU."""
-    if (device := own_device()).type == "cuda":
-        torch.cuda.set_device(device)

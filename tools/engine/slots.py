@@ -1,15 +1,18 @@
-"""The slot engine: continuous batching over games; each game keeps its keys and values between its prompts.
+"""The slot engine: continuous batching in which every game keeps its keys and values between its prompts.
 
-Every game has a slot that caches its last prompt and reply. The game's next prompt, for either role, begins with the
-same rules and history, so only the tokens after them are computed. The prefix of all prompts is computed and stored
-once. A step decodes one token of every running reply and prefills new prompts. A finished reply frees its slot at
-once. The lengths of earlier replies decide how many run at a time. When the cache is full all the same, the replies
-that are cheapest to recompute are preempted: they wait, and are computed again later.
+Each game has a slot. The slot caches the keys and values of the game's last prompt and reply. The next prompt of the
+game, for either role, begins with the same rules and history, so only the tokens after them are computed. The common
+prefix, with which the prompts of all games begin, is computed and stored once.
 
-(With chat templates the prompts of the two roles share only the rules, and a game without a slot of its own starts
-from the common prefix: slower, with the same replies.)
+A step is one forward pass. It computes one token of every running reply, and tokens of new prompts. When a reply ends,
+its slot can take the next request at once. The engine starts a request if its prompt and a reply of mean length fit in
+the cache. If replies turn out longer and the cache is full, the requests that are cheapest to recompute are preempted:
+they lose their cached tokens, wait, and are computed again later.
 
-The model is transformers' own; only its attention function is replaced, by the one in tools/engine/attention.py.
+(With a chat template, the prompts of the two roles share only the rules, so more tokens have to be computed. The
+replies are the same.)
+
+The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
 """
 
 import math
@@ -21,17 +24,17 @@ import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Slot, Step, num_blocks_for
-from tools.engine.model import EngineCounts, LocalModel
+from tools.engine.model import LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
 
-PREFILL_TOKENS = 2048  # prompt tokens in a step at most: bounds the memory of activations
+PREFILL_TOKENS = 2048  # most prompt tokens of a step: bounds the memory of activations
 RECOVERY = 1.0001  # after running out of memory, raise the block limit by this factor for each finished reply
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt of a game and its reply so far."""
+    """A prompt and its reply so far."""
 
     number: int
     prompt: str
@@ -43,41 +46,42 @@ class Request:
 
 
 class SlotEngine:
-    """Continuous batching over at most `slots` games at a time, for models that `can_hold` accepts.
+    """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
-    Keys and values take at most the tokens of `local.cache_tokens`, beyond the common prefix.
+    Besides the common prefix, the cache holds the keys and values of at most `local.cache_tokens` tokens.
     """
 
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every shape, and each prompt has its own
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         self.warp = _warpers(local.sampling)
-        self.counts = EngineCounts()
+        self.num_replies = self.num_reply_tokens = 0  # of finished replies
         self.waiting: deque[Request] = deque()
         self.slots = [Slot() for _ in range(slots)]
-        self.idle = self.slots.copy()  # slots without a request: empty ones first, then the longest idle
-        self.prefix: list[int] = []  # tokens that all prompts begin with
+        self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
+        self.prefix: list[int] = []  # token ids of the common prefix
         self.caches: dict[int, LayerCache] = {}  # by layer
         self.block_manager = BlockManager()
         tokens = local.cache_tokens
         self.max_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
-        self.block_limit = self.max_blocks  # lower for a while after the device ran out of memory
+        self.block_limit = self.max_blocks  # most blocks at present: lower for a while after running out of memory
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request; `limit` is the most tokens of the reply, None: --max_new_tokens.
+        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens).
 
-        Prompts of the same `game` should begin alike: what they share is computed once.
+        Tokens at the beginning of a prompt that the last prompt and reply of the same `game` had too are not computed
+        again.
         """
         self.waiting.append(Request(request, prompt, game, limit or self.local.sampling.max_new_tokens))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
-        """Step until at least one reply has ended: (request, reply) pairs."""
+        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
         out_of_memory = False
         while True:
             try:
-                if out_of_memory:  # handled here, since the traceback in the handler keeps tensors alive
+                if out_of_memory:  # not inside `except`, where the traceback still keeps tensors alive
                     self._shrink()
                     out_of_memory = False
                 self._admit()
@@ -94,11 +98,15 @@ class SlotEngine:
     # --- from requests to slots
 
     def _admit(self) -> None:
-        """Give waiting requests slots: first the slots of the same games, then others while the replies still fit."""
+        """Give slots to waiting requests.
+
+        A request takes the slot of its game if that is idle. Otherwise it takes another idle slot, as long as the
+        prompts and the expected replies fit in the cache.
+        """
         if not self.waiting:
             return
         own = {slot.game: slot for slot in self.idle}
-        # Requests with a slot of their own go first, so that no other request takes it.
+        # Requests whose game has an idle slot go first, so that no other request takes that slot.
         requests = sorted(self.waiting, key=lambda request: request.game not in own)[: len(self.idle)]
         for request in requests:
             if not request.prompt_ids:
@@ -119,9 +127,9 @@ class SlotEngine:
             self._assign(slot, request, token_ids, prefix_tokens)
 
     def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
-        """Begin a request. Its first tokens come from the cache: the slot's own, or the common prefix if longer."""
+        """Give a slot to a request, which reuses the cached tokens of the slot or the common prefix."""
         cached = _num_common(slot.token_ids, token_ids)
-        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot's own blocks are of no use
+        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot has no more than the common prefix has
             cached = slot.num_prefix_tokens = prefix_tokens
         slot.token_ids, slot.num_cached_tokens = token_ids, cached
         slot.request, slot.game = request, request.game
@@ -130,13 +138,13 @@ class SlotEngine:
         self.waiting.remove(request)
 
     def _expected_blocks(self, tokens: int) -> int:
-        """Blocks of a slot with `tokens` tokens once its reply has the mean length so far (at first, the longest)."""
-        counts, longest = self.counts, self.local.sampling.max_new_tokens
-        reply = counts.new_tokens // counts.prompts if counts.prompts else longest
-        return num_blocks_for(tokens + reply)
+        """Blocks for `tokens` tokens and a reply of mean length. (Until a reply has ended: of the greatest length.)"""
+        if not self.num_replies:
+            return num_blocks_for(tokens + self.local.sampling.max_new_tokens)
+        return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
 
     def _compute_prefix(self, prompts: list[list[int]]) -> None:
-        """Compute the prefix that the first prompts have in common."""
+        """Compute and store the common prefix: the tokens with which all of these prompts begin."""
         prefix = list(commonprefix([ids[:-1] for ids in prompts]))
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))
@@ -144,14 +152,14 @@ class SlotEngine:
             for cache in self.caches.values():
                 cache.set_prefix(len(prefix))
         self.prefix = prefix
-        self.counts.prefill_tokens = len(prefix)
 
     # --- a step
 
     def _step(self) -> list[tuple[int, Reply]]:
-        """Compute pending tokens, and sample one for every slot that has no more of them; returns the ended replies.
+        """One forward pass, then a sampled token for each slot whose tokens are all computed.
 
-        Slots and requests change only after everything that may run out of memory: then the step can be repeated.
+        Returns (request, reply) pairs of the replies that ended. Tokens are added to slots and requests only after
+        everything that may run out of memory, so a failed step can be repeated.
         """
         slots = self._schedule()
         for cache in self.caches.values():
@@ -161,21 +169,20 @@ class SlotEngine:
         complete = [slot for slot in slots if slot.is_complete]
         sampled = self._sample(complete, logits) if complete else []
         for slot in slots:
-            decoded = slot.num_new_tokens == 1 and slot.request.reply
-            self.counts.prefill_tokens += 0 if decoded else slot.num_new_tokens
             slot.num_cached_tokens += slot.num_new_tokens
-        self.counts.steps += 1
-        self.counts.at_once = max(self.counts.at_once, len(slots))
         replies = [self._append(slot, token) for slot, token in zip(complete, sampled, strict=True)]
         return [reply for reply in replies if reply]
 
     def _schedule(self) -> list[Slot]:
-        """The slots of a step: one token of every running reply, then prompts up to PREFILL_TOKENS."""
+        """Choose the new tokens: one for every running reply, and at most PREFILL_TOKENS of prompts.
+
+        Returns the slots that have new tokens, those with the fewest pending tokens first.
+        """
         while True:
-            slots = sorted(self._busy(), key=_num_pending)
+            slots = sorted(self._busy(), key=lambda slot: slot.num_pending_tokens)
             budget = len(slots) + PREFILL_TOKENS
             for slot in slots:
-                slot.num_new_tokens = min(_num_pending(slot), budget)
+                slot.num_new_tokens = min(slot.num_pending_tokens, budget)
                 budget -= slot.num_new_tokens
             if self._make_room(slots):
                 break
@@ -184,18 +191,21 @@ class SlotEngine:
         return [slot for slot in slots if slot.num_new_tokens]
 
     def _make_room(self, slots: list[Slot]) -> bool:
-        """Whether the new tokens of these slots fit, if need be without idle caches; if not, preempt one slot."""
+        """Make room for the new tokens of these slots, and return whether they fit now.
+
+        Idle slots are cleared first. If that is not enough, one of these slots is preempted, and the result is False.
+        """
         more = sum(num_blocks_for(slot.num_block_tokens) - len(slot.block_table) for slot in slots)
         for slot in self.idle:
             if self.block_manager.num_used + more > self.block_limit:
                 self._clear(slot)
         if self.block_manager.num_used + more <= self.block_limit or len(slots) == 1:
             return True
-        self._preempt(min(slots, key=_num_blocks))
+        self._preempt(min(slots, key=recompute_cost))
         return False
 
     def _preempt(self, slot: Slot) -> None:
-        """Free a slot. Its request waits, and will be computed again."""
+        """Clear a slot, and put its request first among the waiting ones."""
         self.waiting.appendleft(slot.request)
         self.idle.insert(0, slot)
         self._clear(slot)
@@ -206,7 +216,7 @@ class SlotEngine:
         slot.request = slot.game = None
 
     def _compact(self) -> None:
-        """Put the blocks of the busy slots first."""
+        """Give the blocks of the busy slots the lowest numbers. Each layer's cache moves the contents later."""
         idle = [slot.block_table for slot in self.idle]
         moves = self.block_manager.compact([slot.block_table for slot in self._busy()], idle)
         if moves[0]:
@@ -215,16 +225,16 @@ class SlotEngine:
                 cache.moves.append((targets, sources))
 
     def _shrink(self) -> None:
-        """After the device ran out of memory: preempt an eighth of the slots, and free what the others do not need."""
-        busy = sorted(self._busy(), key=_num_blocks)
+        """After running out of memory: preempt an eighth of the busy slots, and free all unused blocks."""
+        busy = sorted(self._busy(), key=recompute_cost)
         preempted = busy[: 1 + len(busy) // 8]
-        warn_on_rank_0("out of memory with %d replies at a time; %d wait", len(busy), len(preempted))
+        warn_on_rank_0("out of memory with %d replies at a time; %d of them have to wait", len(busy), len(preempted))
         for slot in preempted:
             self._preempt(slot)
         for slot in self.idle:
             self._clear(slot)
         self.block_limit = max(1, min(self.block_limit, self.block_manager.num_used))
-        for slot in self._busy():  # free the new blocks of the step that failed: some layers may not have them
+        for slot in self._busy():  # give back the blocks of the failed step, for which some layers have no room
             self.block_manager.resize(slot.block_table, slot.num_cached_tokens - slot.num_prefix_tokens)
         self._compact()
         self.block_manager.drop_free()
@@ -235,12 +245,14 @@ class SlotEngine:
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
         """Compute the new tokens of these slots.
 
-        Returns float32 logits (complete slots, vocabulary): of the last token of each slot that has no more pending.
+        Returns float32 logits (complete slots, vocabulary). A row has the logits after the last token of a slot.
         """
         step = Step(slots, len(self.prefix), self.caches)
         plan = step.plan(self.model.device)
 
-        def select(module, args):  # `logits_to_keep` would need its indices on the device of the last layer
+        # Logits are computed only where a token is sampled. (transformers' `logits_to_keep` would do the same, but
+        # needs the indices on the device of the last layer.)
+        def select(module, args):
             return args[0][:, plan.logit_indices.to(args[0].device)], *args[1:]
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
@@ -253,7 +265,7 @@ class SlotEngine:
         return output.logits[0].float()
 
     def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
-        """A token for each of these slots, from (slots, vocabulary) logits."""
+        """A token for each of these slots. `logits`: (slots, vocabulary)."""
         sampling = self.local.sampling
         stop_ids = [token for token in self.local.stop_ids if token < logits.shape[-1]]
         too_short = [row for row, slot in enumerate(slots) if len(slot.request.reply) < sampling.min_new_tokens]
@@ -268,7 +280,7 @@ class SlotEngine:
         return sampled
 
     def _append(self, slot: Slot, token: int) -> tuple[int, Reply] | None:
-        """Add a sampled token to a reply. Returns (request, reply) if the reply ends with it."""
+        """Add a sampled token to a reply. Returns (request, reply) if the reply has ended."""
         request = slot.request
         request.reply.append(token)
         if token not in self.local.stop_ids and len(request.reply) < request.limit:
@@ -277,42 +289,39 @@ class SlotEngine:
         slot.request = None
         self.idle.append(slot)
         self.block_limit = min(self.max_blocks, self.block_limit * RECOVERY)
-        self.counts.prompts += 1
-        self.counts.prompt_tokens += len(request.prompt_ids)
-        self.counts.new_tokens += len(request.reply)
+        self.num_replies += 1
+        self.num_reply_tokens += len(request.reply)
         return request.number, self.local.decode(request.reply, request.prompt_cut)
 
 
-def _num_pending(slot: Slot) -> int:
-    """Tokens that are not cached yet."""
-    return len(slot.token_ids) - slot.num_cached_tokens
-
-
-def _num_blocks(slot: Slot) -> int:
-    """The blocks of a slot, which are what it costs to compute it again."""
+def recompute_cost(slot: Slot) -> int:
+    """How much it costs to compute the tokens of a slot again, in blocks."""
     return len(slot.block_table)
 
 
 def _num_common(cached: list[int], token_ids: list[int]) -> int:
-    """Number of first tokens that are cached. The last token does not count: its logits must be computed."""
-    return len(commonprefix([cached, token_ids[:-1]]))  # works on lists as on strings
+    """Number of tokens at the beginning of `token_ids` that are cached.
+
+    The last token never counts: it must be computed, since its logits are needed.
+    """
+    return len(commonprefix([cached, token_ids[:-1]]))  # `commonprefix` works on lists too
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """One index per row of (rows, choices) probabilities; the number of choices for a row with NaN.
+    """Draw one index for each row of (rows, choices) probabilities. A row with NaN gives the number of choices.
 
-    Takes one random number a row. torch.multinomial takes one for each choice, which is slow on a CPU.
+    Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
-    if probabilities.device.type == "mps":  # has no float64
+    if probabilities.device.type == "mps":  # Apple's GPUs have no float64
         probabilities = probabilities.cpu()
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-    # The first index whose sum is larger: never one of probability 0.
+    # The first index whose sum is larger than the drawn number. Its probability is never 0.
     return torch.searchsorted(sums, drawn, right=True)[:, 0]
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The changes that `generate` makes to logits before it samples, in its order."""
+    """The changes to logits that `generate` makes before it samples, in the same order."""
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -324,9 +333,10 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 def can_hold(model, max_length: int) -> bool:
-    """Whether every layer attends to all earlier tokens, through transformers' attention interface.
+    """Whether the slot engine can run a model with prompts and replies of `max_length` tokens in all.
 
-    False where keys and values differ in size, and for rotary positions that depend on the longest prompt of a batch.
+    Every layer must attend to all earlier tokens, through transformers' attention interface. Keys and values must have
+    the same size. Rotary positions must not depend on the longest prompt of a batch.
     """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -1,9 +1,9 @@
-"""Runs a command until it ends or standard input closes, then ends everything that the command has started.
+"""Runs a command until the command ends or standard input closes, then ends all processes that the command started.
 
     python -IS supervise.py COMMAND...
 
-Its parent holds the other end of its standard input, a pipe, which closes when the parent ends, by SIGKILL too. If
-this process itself is killed, the command gets SIGTERM, and the parent ends the rest by `end_session`. Linux only.
+Standard input is a pipe from the parent process. It closes when the parent ends, even by SIGKILL. If the supervisor
+itself is killed, the command gets SIGTERM, and the parent ends the other processes by `end_session`. Linux only.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ import sys
 import time
 
 # Two options of Linux' prctl:
-PR_SET_CHILD_SUBREAPER = 36  # orphans among the descendants become children of this process
-PR_SET_PDEATHSIG = 1  # a signal that is sent when the parent ends
+PR_SET_CHILD_SUBREAPER = 36  # descendants whose parent has ended become children of this process
+PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent ends
 LOOK_EVERY = 0.2  # seconds
-GRACE = 5  # seconds that processes have to end after SIGTERM, and then after SIGKILL
+GRACE = 5  # seconds to wait for processes to end after SIGTERM, and again after SIGKILL
 
 
 def main(command: list[str]) -> int:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # left to the command, which may get them too
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, this is not inherited
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the supervisor must outlive the command
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, the command does not inherit this
 
     def begin() -> None:
-        os.setpgid(0, 0)  # a process group of its own, which can be signalled as a whole
+        os.setpgid(0, 0)  # a process group of its own, so that one signal reaches all of it
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
@@ -44,7 +44,7 @@ def main(command: list[str]) -> int:
 
 
 def all_ended(child: subprocess.Popen, deadline: float) -> bool:
-    """Wait for all descendants to end; False at the deadline."""
+    """Wait until all descendants have ended. Returns False if some are left at the deadline."""
     while time.monotonic() < deadline:
         if child.poll() is not None:
             try:
@@ -58,7 +58,7 @@ def all_ended(child: subprocess.Popen, deadline: float) -> bool:
 
 
 def end_session(leader: int) -> None:
-    """SIGKILL the processes that a killed supervisor has left behind, all of its session."""
+    """SIGKILL all processes of a session: those that a killed supervisor has left behind."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(int(name)) == leader:

@@ -1,10 +1,10 @@
-"""vLLM servers that this process starts, waits for and ends: `--engine vllm`.
+"""vLLM servers that this process starts and ends: `--engine vllm`.
 
-vLLM pins other versions of most packages, so it has an environment of its own. This program starts its executable and
-talks to it over HTTP on loopback. A program has `VLLMFlags` among its flags and calls
+vLLM pins other versions of most packages, so it has an environment of its own. This program starts vLLM's executable
+and talks to it over HTTP on loopback. A program with `VLLMFlags` among its flags calls
 
     with flags.vllm_server(folder, max_length=2048, dtype="float32") as server:
-        ...  # now it answers: server.url (.../v1), server.key (Authorization: Bearer KEY), server.model (in requests)
+        ...  # it answers at server.url (.../v1) to server.key (Authorization: Bearer KEY) and the model server.model
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,40 +36,32 @@ from utils import UserError, plain_environment, shown, too_small
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 HOST = "127.0.0.1"
-VARIABLE = "VLLM"  # the environment variable that names the executable
-LOOK_EVERY, TELL_EVERY = 0.5, 30  # seconds between looks and between lines of the log, while a server starts
-TAIL_LINES, SHOWN_LINES = 500, 15  # lines at the end of a server's output: searched for an error, and shown
+VARIABLE = "VLLM"  # the environment variable that names vLLM's executable; unset: vllm on the PATH
+MEMORY_SHARE = 0.9  # of a GPU's memory is for the vLLM servers on it
+LOOK_EVERY = 0.5  # seconds between two attempts to reach a server that is starting
+SHOWN_LINES = 40  # lines of a server's output that are shown when it has ended
 CPU_TOKENS = 4096  # tokens that a server without GPUs computes at once
 OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that only this program may set
-# What the server's environment must not have, besides what plain_environment leaves out. The loop sets the allocator
-# of PyTorch to expandable segments, with which vLLM's own all-reduce over several GPUs fails.
-HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY", "PYTORCH_CUDA_ALLOC_CONF")
-HIDDEN += ("PYTORCH_ALLOC_CONF",)
+# Beginnings of variables that the server does not get. (The loop sets PyTorch's allocator to expandable segments, with
+# which vLLM's own all-reduce over several GPUs fails.)
+HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class VLLMFlags:
-    """How vLLM servers are started."""
+    """The flags of `--engine vllm`."""
 
-    vllm: str | None = flag(
-        f"vLLM's executable, from its own environment; unset: the variable {VARIABLE}, else vllm on the PATH",
-        default=None,
-        metavar="PATH",
-    )
-    tensor_parallel_size: int = flag("GPUs of each vLLM server; start GPUs / this number of processes", default=1)
-    vllm_memory: float = flag("share of a GPU's memory that the vLLM servers on it take", default=0.9)
+    tensor_parallel_size: int = flag("GPUs of each vLLM server; start (GPUs / this number) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
     def vllm_problems(self, engine: str) -> list[str]:
-        """What is wrong with these flags, one phrase for each problem."""
+        """The problems of these flags, a phrase each."""
         if engine not in (AUTO, VLLM):
             unset = vars(VLLMFlags())
             given = [f"--{name}" for name, value in unset.items() if getattr(self, name) != value]
             return [f"{', '.join(given)}: only for --engine {VLLM}"] if given else []
         problems = too_small(self, tensor_parallel_size=1)
-        if not 0 < self.vllm_memory <= 1:
-            problems.append(f"--vllm_memory is {self.vllm_memory}; it must be above 0 and at most 1")
         try:
             taken = [word for word in shlex.split(self.vllm_args) if word.split("=")[0].replace("_", "-") in OURS]
             problems += [f"--vllm_args: {word} is set by this program" for word in taken]
@@ -81,22 +72,20 @@ class VLLMFlags:
         return problems
 
     def vllm_missing(self) -> str | None:
-        """Why vLLM cannot be started; None if no reason is known."""
-        if self._executable() is None:
-            return f"there is no {self._name()!r} to run; name it by --vllm PATH or the variable {VARIABLE}"
+        """Why vLLM cannot be started, or None."""
+        if find_vllm() is None:
+            return f"there is no {os.environ.get(VARIABLE) or 'vllm'!r} to run; set the variable {VARIABLE} to a path"
         if importlib.util.find_spec("openai") is None:
             return f"it needs a package: {INSTALL}"
         return None
 
-    def choose_engine(self, engine: str) -> str:
-        """Turns `auto` into vLLM where there are a GPU and a vLLM, and logs the choice. Other engines stay."""
-        if engine != AUTO:
-            return engine
+    def choose_engine(self) -> str:
+        """The meaning of `--engine auto`: vLLM where there are a GPU and a vLLM, else `auto`. Logs the choice."""
         missing = "there is no GPU" if not torch.cuda.is_available() else self.vllm_missing()
         if missing:
-            logger.info("--engine auto: this project's own engine, without vLLM (%s)", missing)
+            logger.info("--engine auto: our own engine, since vLLM cannot be used (%s)", missing)
             return AUTO
-        logger.info("--engine auto: %s (%s)", VLLM, self._executable())
+        logger.info("--engine auto: %s (%s)", VLLM, find_vllm())
         return VLLM
 
     def vllm_server(
@@ -112,35 +101,37 @@ class VLLMFlags:
         """A server for a model folder, not yet started.
 
         `max_length`: tokens of prompt and reply together. `dtype` None: the one in the model's config. `sequences`:
-        most replies at once (None: vLLM chooses). `models`: how many servers share the GPUs of this process.
+        most replies at once (None: vLLM chooses). `models`: number of servers that share the GPUs of this process.
+        Raises UserError without vLLM, and for weights that are not in .safetensors files.
         """
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
         words = ["--generation-config", "vllm", "--max-model-len", str(max_length), "--dtype", dtype or _dtype(folder)]
         words += ["--max-num-seqs", str(sequences)] if sequences else []
         words += ["--trust-remote-code"] if trust_remote_code else []
         gpus = own_gpus(self.tensor_parallel_size)
         if gpus:
-            words += ["--gpu-memory-utilization", f"{self.vllm_memory / models:.3f}"]
-        else:  # on a CPU, vLLM 0.32 dies when it computes the prompt of a request with a seed in parts
+            words += ["--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+        else:  # on a CPU, vLLM 0.32 dies if the request has a seed and its prompt is computed in parts
             words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_length, CPU_TOKENS))]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        executable = self._executable()
+        executable = find_vllm()
         if executable is None:
             raise UserError(f"--engine {VLLM}: {self.vllm_missing()}")
         return VLLMServer(folder, executable, [*words, *shlex.split(self.vllm_args)], gpus)
 
-    def _name(self) -> str:
-        return self.vllm or os.environ.get(VARIABLE) or "vllm"
 
-    def _executable(self) -> str | None:
-        found = shutil.which(self._name())
-        return os.path.abspath(found) if found else None
+def find_vllm() -> str | None:
+    """The path of vLLM's executable, or None."""
+    found = shutil.which(os.environ.get(VARIABLE) or "vllm")
+    return os.path.abspath(found) if found else None
 
 
 def own_gpus(number: int) -> list[str]:
-    """The `number` GPUs of this process, as CUDA_VISIBLE_DEVICES names them; none on a machine without GPUs.
+    """The `number` GPUs of this process, as CUDA_VISIBLE_DEVICES names them; [] on a machine without GPUs.
 
-    Raises UserError if there are too few for all processes of this machine.
+    Raises UserError if there are too few GPUs for all processes of this machine.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
@@ -158,9 +149,9 @@ def own_gpus(number: int) -> list[str]:
 
 
 def reserve_port() -> socket.socket:
-    """A socket on a free port, which no other program is then given. A server that reuses addresses can listen on it.
+    """A socket that keeps a free port for a vLLM server, which can listen on it all the same.
 
-    (Two vLLM servers on the same port would both start, and each would get some of the other's requests.)
+    Without it two servers might choose the same port. Both would start, and each would get requests of the other.
     """
     reserved = socket.socket()
     reserved.bind((HOST, 0))
@@ -170,10 +161,10 @@ def reserve_port() -> socket.socket:
 
 
 def _dtype(folder: Path) -> str:
-    """The type in a model's config. (vLLM's own choice for float32 would be half precision.)"""
+    """The type in a model's config. (vLLM's `auto` would compute a float32 model in half precision.)"""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for place in (config, config.get("text_config") or {}):
-        if name := place.get("dtype") or place.get("torch_dtype"):
+    for part in (config, config.get("text_config") or {}):
+        if name := part.get("dtype") or part.get("torch_dtype"):
             return name
     return "auto"
 
@@ -181,13 +172,13 @@ def _dtype(folder: Path) -> str:
 class VLLMServer:
     """`vllm serve` for one model folder, as long as the `with` block runs.
 
-    A supervisor ends the server with all its processes when this process ends, however it ends. The key goes through
-    the environment, so that no list of processes shows it.
+    A supervisor (supervise.py) ends the server with all its processes when this process ends, in whatever way. The
+    server gets its key through the environment, so that no list of processes shows it.
     """
 
     def __init__(self, folder: Path, executable: str, arguments: Sequence[str], gpus: Sequence[str] = ()):
         self.folder, self.executable, self.arguments, self.gpus = folder.resolve(), executable, arguments, gpus
-        self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # no other server knows them
+        self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # unknown to other servers
         self.reserved = reserve_port()
         self.port = self.reserved.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/v1"
@@ -197,10 +188,10 @@ class VLLMServer:
         self.end()
 
     def start(self) -> "VLLMServer":
-        """Start it and wait until it answers. UserError if it ends instead; its last lines are logged before."""
-        logger.info("%s: vLLM is starting", self.folder)
+        """Start the server and wait until it answers. Raises UserError if it ends instead."""
         try:
             self._launch()
+            logger.info("%s: vLLM is starting (its output: %s)", self.folder, self.log)
             self._wait()
         except BaseException:
             self.end()
@@ -210,14 +201,15 @@ class VLLMServer:
     __enter__ = start
 
     def check(self) -> None:
-        """PlayerUnusable if the server has ended; its last lines are logged before."""
+        """Raise PlayerUnusable if the server has ended."""
         if self.process.poll() is not None:
             raise PlayerUnusable(self.death)
 
     def end(self) -> None:
-        """End it with all its processes; GPU memory is free then."""
+        """End the server with all its processes, which frees their GPU memory."""
         if self.process is None:
             return
+        died = self.process.poll() is not None
         self.process.stdin.close()
         self.reserved.close()
         try:
@@ -226,7 +218,7 @@ class VLLMServer:
             logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
         if (self.process.returncode or 0) < 0:  # the supervisor was killed
             supervise.end_session(self.process.pid)
-        if "death" not in vars(self):  # then nobody was told of its output
+        if not died:
             self.log.unlink(missing_ok=True)
 
     def _launch(self) -> None:
@@ -251,16 +243,11 @@ class VLLMServer:
         return {"VLLM_NO_USAGE_STATS": "1"} | kept | gpus | {"PATH": path, "VLLM_API_KEY": self.key}
 
     def _wait(self) -> None:
-        """Return as soon as it answers; UserError if it ends."""
-        started = told = time.monotonic()
+        started = time.monotonic()
         while self.process.poll() is None:
-            now = time.monotonic()
             if self._answers():
-                logger.info("%s: vLLM answers after %.0f s", self.folder, now - started)
+                logger.info("%s: vLLM answers after %.0f s", self.folder, time.monotonic() - started)
                 return
-            if now - told > TELL_EVERY:
-                told = now
-                logger.info("%s: vLLM is starting, %.0f s: %s", self.folder, now - started, "".join(self._tail()[-1:]))
             time.sleep(LOOK_EVERY)
         raise UserError(f"{self.death}; --engine slots plays without vLLM")
 
@@ -275,14 +262,7 @@ class VLLMServer:
 
     @functools.cached_property
     def death(self) -> str:
-        """How it ended. Logs the end of its output up to the last error, once; the file with its output is kept."""
-        lines = self._tail()
-        end = max((at + 1 for at, line in enumerate(lines) if "error" in line.lower()), default=len(lines))
-        logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(lines[:end][-SHOWN_LINES:]))
+        """How the server ended, in one line. The first use logs the last lines of its output."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(map(shown, lines)))
         return f"{self.folder}: its vLLM has ended with status {self.process.returncode} (its output: {self.log})"
-
-    def _tail(self) -> list[str]:
-        """The last lines of its output, without control characters."""
-        with open(self.log, encoding="utf-8", errors="replace") as output:
-            lines = deque((line.rstrip("\n") for line in output if line.strip()), TAIL_LINES)
-        return [shown(line) for line in lines]

@@ -1,4 +1,4 @@
-"""Players whose model a vLLM server of this process holds."""
+"""Players whose model runs in a vLLM server of this process."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ DAY = 86400  # seconds
 
 
 class VLLMPlayer(ServerPlayer):
-    """Plays with the model of a server of this process, at most `games` replies at once."""
+    """Plays with the model of a vLLM server. It asks for at most `games` replies at once."""
 
     def __init__(self, vllm: VLLMServer, tokens: ModelTokens, *, games: int, seed: int | str):
         flags = ServerFlags(openai_base_url=vllm.url, openai_retries=2, openai_timeout=DAY, max_concurrency=games)
@@ -20,10 +20,10 @@ class VLLMPlayer(ServerPlayer):
         self.vllm = vllm
 
     async def reply(self, turn: Turn) -> Reply:
-        """The model's reply; PlayerUnusable when the server has ended."""
+        """The model's reply. Raises PlayerUnusable if the server has ended."""
         try:
             reply = await super().reply(turn)
         except ReplyUnavailable:
             self.vllm.check()
             raise
-        return replace(reply, prompt_tokens=None)  # only tokens that are paid for are stored
+        return replace(reply, prompt_tokens=None)  # stored only for servers that may charge for them

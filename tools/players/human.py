@@ -1,7 +1,4 @@
-"""A person at the terminal as one of the two players: `human` in the place of a model.
-
-Nothing else is written to the terminal while a game is on. No torch.
-"""
+"""A person at the terminal as one of the two players: `human` instead of a model. No torch."""
 
 import contextlib
 import signal
@@ -11,24 +8,24 @@ from tools.games.game import LONE_SURROGATE, Game, History
 from tools.players.player import STOP, Reply, Turn
 from utils import shown
 
-with contextlib.suppress(ImportError):  # with it, `input` lets one edit the line
+with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
     import readline  # noqa: F401
 
 HUMAN = "human"
 
 
 class HumanQuit(Exception):
-    """The person has ended the input (Ctrl-D) or interrupted it (Ctrl-C)."""
+    """The person has pressed Ctrl-D or Ctrl-C."""
 
 
 class HumanPlayer:
-    """Shows a person the game as far as its role may know it, and reads each message as a line."""
+    """Shows a person what their role may know of the game, and reads each message as a line."""
 
     def __init__(self, game: Game):
         self.game, self.role = game, ""
 
     async def reply(self, turn: Turn) -> Reply:
-        """The next line that is not blank. It blocks: a person plays one game at a time, and nobody else waits."""
+        """The next line that is not blank. Blocks the event loop: a person plays one game at a time."""
         self.role = turn.role
         if len(turn.history) < 2:
             self._introduce(turn)
@@ -37,7 +34,7 @@ class HumanPlayer:
         return Reply(read_line(f"you, {self.role}> "), STOP, tokens=0)
 
     def end(self, episode: Mapping) -> None:
-        """Show what was said last, the verdict and the rule that decided."""
+        """Show the last message, the outcome and the rule that decided."""
         self._show_answer(episode["history"])
         task, outcome = episode["target_word"], episode["outcome"]
         why = self.game.explain(task, episode["history"][: episode["length"]], outcome)
@@ -47,20 +44,20 @@ class HumanPlayer:
         print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves; finished games are stored) ---\n")
         print(turn.rules())
         print(shown(turn.instruction()))
-        for name, secret in turn.secrets.items():  # not all prompts say these
+        for name, secret in turn.secrets.items():  # some prompts leave these out
             print(f"The {name.replace('_', ' ')}: {shown(secret)}")
         if hint := self.game.hint(turn.role):
             print(hint)
 
     def _show_answer(self, history: History) -> None:
-        """Show what the other one said last, if that is new."""
+        """Show the last message if it is the other player's."""
         if history and history[-1]["role"] != self.role:
             print(f"{history[-1]['role']}: {shown(history[-1]['content'])}")
 
 
 def read_line(prompt: str) -> str:
-    """A line from the terminal that says anything, stripped. Raises HumanQuit for Ctrl-D and Ctrl-C."""
-    # asyncio's own handler only cancels a task, which would not happen before the line is read.
+    """The next line from the terminal that is not blank, stripped. Raises HumanQuit for Ctrl-D and Ctrl-C."""
+    # asyncio's own handler of Ctrl-C only cancels a task, which would have no effect until the line is read.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:

@@ -1,17 +1,16 @@
 """Players behind an OpenAI-compatible server: vLLM, SGLang, transformers serve, an API. Needs the package openai.
 
-The openai client repeats a request after rate limits, 5xx, time-outs and dropped connections, waits in between, and
-honours Retry-After.
+After rate limits, 5xx, time-outs and dropped connections, the openai client waits and repeats the request. It honours
+Retry-After.
 """
 
 import logging
 import math
 import os
-from typing import Annotated
 
 import httpx2  # the HTTP client of openai
 import openai
-from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError  # openai needs it too
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, NonNegativeInt, ValidationError  # openai needs it too
 
 from tools.players import player
 from tools.players.player import PlayerUnusable, Reply, ReplyUnavailable, Sampling, Tokens, Turn
@@ -19,50 +18,48 @@ from tools.players.server_flags import CHAT, KEY_VARIABLE, ServerFlags, ServerUs
 from utils import shown
 
 CONNECT_TIMEOUT = 10  # seconds
-LONGEST_FAULT = 300  # characters that are shown of what a server says of an error
-WRONG_SETUP = (401, 403, 404)  # key or model: no request will ever succeed
-PASSING = (408, 409, 425, 429)  # besides 5xx: another request may succeed
-NO_MONEY = "insufficient_quota"  # comes with status 429, but does not pass
-NO_KEY = "none"  # the client insists on a key; not all servers do
-
-Count = Annotated[int, Field(ge=0, lt=1 << 31)]  # of tokens, or the id of a token
+LONGEST_FAULT = 300  # characters of a server's error message that are shown
+WRONG_SETUP = (401, 403, 404)  # the key or the model is wrong: no request will ever succeed
+PASSING = (408, 409, 425, 429)  # like 5xx: another request may succeed
+NO_MONEY = "insufficient_quota"  # the code of an error of status 429 that waiting does not end
+NO_KEY = "none"  # for servers without a key, since the client insists on one
 
 
 class Usage(BaseModel):
-    """The tokens of a request, as the server counts them."""
+    """The tokens of a request, counted by the server."""
 
-    prompt_tokens: Count
-    completion_tokens: Count
+    prompt_tokens: NonNegativeInt
+    completion_tokens: NonNegativeInt
 
 
 class Choice(BaseModel):
-    """A reply of either endpoint."""
+    """A reply from the endpoint completions or chat/completions."""
 
     text: str | None = Field(None, validation_alias=AliasChoices(AliasPath("message", "content"), "text"))
     finish_reason: str | None = None
-    token_ids: list[Count] | None = None  # vLLM's and SGLang's
+    token_ids: list[NonNegativeInt] | None = None  # only from vLLM and SGLang
 
 
 class Answer(BaseModel):
-    """What a server answers to a request."""
+    """A server's answer to a request."""
 
     choices: list[Choice] = Field(min_length=1)
     usage: Usage | None = None
 
 
 def connect(flags: ServerFlags, own_key: str | None = None) -> openai.AsyncOpenAI:
-    """A client for one event loop. `own_key` is that of a server which this program has started on this machine.
+    """A client for one event loop. `own_key`: the key of a server that this program has started on this machine.
 
-    Requests to such a server ignore the proxies of the environment. Other servers get the key of OPENAI_API_KEY.
+    Requests to our own servers ignore the proxies of the environment. Other servers get the key in OPENAI_API_KEY.
     """
-    for library in ("openai", "httpx", "httpx2"):  # they log each request
+    for library in ("openai", "httpx", "httpx2"):  # otherwise they log each request
         logging.getLogger(library).setLevel(logging.WARNING)
     limits = httpx2.Limits(max_connections=flags.max_concurrency, max_keepalive_connections=flags.max_concurrency)
     return openai.AsyncOpenAI(
         api_key=own_key or os.environ.get(KEY_VARIABLE) or NO_KEY,
         base_url=flags.openai_base_url,
         max_retries=flags.openai_retries,
-        timeout=openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None),  # wait for a connection
+        timeout=openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None),  # no limit in the queue
         http_client=openai.DefaultAsyncHttpxClient(limits=limits, follow_redirects=False, trust_env=own_key is None),
     )
 
@@ -70,8 +67,8 @@ def connect(flags: ServerFlags, own_key: str | None = None) -> openai.AsyncOpenA
 class ServerPlayer:
     """Plays with a model behind a server.
 
-    With `tokens`, prompts are sent as token ids, and replies are read from token ids where the server gives them; a
-    draw then depends only on `seed`, the game and the message.
+    With `tokens`, prompts are sent as token ids, and replies are decoded from token ids where the server returns them.
+    Requests then have a seed, so that a draw depends only on `seed`, the game and the message.
     """
 
     def __init__(
@@ -90,9 +87,9 @@ class ServerPlayer:
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply.
 
-        Raises ReplyUnavailable for a request that failed after all retries, for an answer that is empty, broken off or
-        malformed, and for a single refused request; PlayerUnusable for a wrong key or model, a used-up quota, and a
-        first request that is refused.
+        Raises ReplyUnavailable if the request failed after all retries, if the answer is empty, broken off or
+        malformed, and if the server refuses a single request. Raises PlayerUnusable for a wrong key or model, for a
+        used-up quota, and if the first request is refused.
         """
         content, cut = self.tokens.encode_turn(turn) if self.tokens else (turn.prompt(), False)
         path = "/chat/completions" if self.flags.openai_api == CHAT else "/completions"
@@ -108,11 +105,11 @@ class ServerPlayer:
         return self._read(answer, cut)
 
     def limit(self, turn: Turn) -> int:
-        """The most tokens of a reply."""
+        """The most tokens of a reply. (The benchmark replaces this.)"""
         return self.sampling.max_new_tokens
 
     def _request(self, content: str | list[int], turn: Turn) -> dict:
-        """A request's body. `top_k`, `min_tokens` and what follows them are vLLM's and SGLang's; top_k -1 is all."""
+        """The body of a request. Only vLLM and SGLang know `min_tokens`, `top_k` and the fields for `tokens`."""
         sampling, limit = self.sampling, self.limit(turn)
         request: dict[str, object] = {"model": self.model, "temperature": 0}
         if self.flags.openai_api == CHAT:
@@ -124,7 +121,7 @@ class ServerPlayer:
         if self.tokens or self.flags.openai_extra_sampling:
             request["min_tokens"] = min(sampling.min_new_tokens, limit)
             if sampling.do_sample:
-                request["top_k"] = sampling.top_k or -1
+                request["top_k"] = sampling.top_k or -1  # -1: all tokens
         if self.tokens:
             request |= {"stop_token_ids": self.tokens.stop_ids, "return_token_ids": True}
             request["seed"] = player.draw_seed(self.seed, turn)
@@ -139,8 +136,8 @@ class ServerPlayer:
         text = choice.text
         if choice.finish_reason not in (player.STOP, player.LENGTH):
             raise self._lost(f"the reply was broken off ({choice.finish_reason!r:.40})")
-        # A chat model's answer is empty if its thinking took all tokens, or if a filter held the text back. A base
-        # model may end its reply at once, as in local play.
+        # A chat model's text is empty if thinking took all tokens, or if a filter held the text back. A base model may
+        # end its reply at once, as in local play.
         if text is None or (self.flags.openai_api == CHAT and not text.strip()):
             raise self._lost("the reply is empty")
         if self.tokens and choice.token_ids is not None:
@@ -148,7 +145,7 @@ class ServerPlayer:
         return Reply(text, choice.finish_reason, tokens, cut, prompt_tokens)
 
     def _failure(self, error: openai.APIError) -> Exception:
-        """What a failed request means: the end of the run, or of one game."""
+        """The exception for a failed request: PlayerUnusable ends the run, ReplyUnavailable one game."""
         if not isinstance(error, openai.APIStatusError):
             return self._lost(f"{error.message} {error.__cause__ or ''}")
         status = error.status_code
@@ -159,7 +156,7 @@ class ServerPlayer:
         return lost
 
     def _lost(self, why: str) -> ReplyUnavailable:
-        """The loss of a game, in one line without the key."""
+        """The exception that loses a game. Its message is one line and does not contain the key."""
         server = self.client.base_url.netloc.decode()
         if self.client.api_key != NO_KEY:
             why = why.replace(self.client.api_key, "***")

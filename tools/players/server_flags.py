@@ -1,4 +1,4 @@
-"""The flags of players `openai:MODEL`, whose model is behind an OpenAI-compatible server. They need no openai."""
+"""The flags of players `openai:MODEL`, whose model is behind an OpenAI-compatible server. No openai."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tools.flags import flag
 from utils import too_small
 
-PREFIX = "openai:"
+SERVER = "openai:"  # begins the name of a player behind a server
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 INSTALL = 'pip install "openai>=3.54,<4"'
@@ -17,7 +17,7 @@ INSTALL = 'pip install "openai>=3.54,<4"'
 
 @dataclass(kw_only=True)
 class ServerFlags:
-    """How players openai:MODEL are reached and asked."""
+    """The flags of players openai:MODEL."""
 
     openai_api: str = flag("endpoint of players openai:MODEL", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
     openai_base_url: str | None = flag(
@@ -33,13 +33,13 @@ class ServerFlags:
         default=None,
         metavar="MODEL",
     )
-    openai_retries: int = flag("how often a failed request is repeated", default=10)
+    openai_retries: int = flag("how many times a failed request is repeated", default=10)
     openai_timeout: float = flag("seconds without an answer after which a request has failed", default=600)
-    max_concurrency: int = flag("requests to the server at once; of each process", default=64)
-    max_total_tokens: int | None = flag("begin no game once the server has counted so many tokens", default=None)
+    max_concurrency: int = flag("requests of each process to the server at once", default=64)
+    max_total_tokens: int | None = flag("begin no game once the server has counted this many tokens", default=None)
 
     def server_problems(self, names: Sequence[str], *, chat_template: bool, min_new_tokens: int) -> list[str]:
-        """What is wrong with these flags for players of these names, a phrase each."""
+        """The problems of these flags for players of these names, a phrase each."""
         if not any(map(is_server, names)):
             return []
         problems = too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
@@ -56,21 +56,21 @@ class ServerFlags:
         if not re.fullmatch("[!-~]*", key):
             problems.append(f"{KEY_VARIABLE} holds a blank, a line end or a character that is not ASCII: set it again")
         if not (url or key):
-            problems.append(f"{PREFIX}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
+            problems.append(f"{SERVER}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
         return problems
 
     def server_setting(self, name: str) -> dict:
-        """A player as runs are compared by it. The server may move."""
+        """What the settings file of a run says of a player. The server's URL is not part of it, so it may change."""
         setting = {"path": name, "api": self.openai_api, "extra_sampling": self.openai_extra_sampling}
         return setting | ({"tokenizer": self.openai_tokenizer} if self.openai_tokenizer else {})
 
 
 @dataclass
 class ServerUse:
-    """What this process has had from servers in this start."""
+    """What this process has used of servers since it started."""
 
     tokens: int = 0
-    limit: float = math.inf  # tokens after which no game begins
+    limit: float = math.inf  # no game begins once so many tokens are used
     answered: bool = False  # whether any request has succeeded
 
     @property
@@ -79,8 +79,5 @@ class ServerUse:
 
 
 def is_server(name: str) -> bool:
-    return name.startswith(PREFIX)
-
-
-def model_of(name: str) -> str:
-    return name.removeprefix(PREFIX)
+    """Whether a player is a model behind a server."""
+    return name.startswith(SERVER)

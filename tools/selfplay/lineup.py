@@ -17,9 +17,9 @@ from tools.games import prompts
 from tools.games.game import Game
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Player, ScriptedPlayer, Turn
-from tools.players.server_flags import ServerUse, is_server, model_of
+from tools.players.server_flags import SERVER, ServerUse, is_server
 from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import UserError, model_fingerprint
+from utils import UserError, model_fingerprint, model_folder
 
 VLLM_GAMES = 256  # games at once with vLLM, unless a flag says otherwise
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Lineup:
         `names` are those of roles[0] and roles[1]. `seed` seeds the draws on servers; models in this process draw from
         torch's generator.
         """
-        folders = {name: models.model_folder(name).resolve() for name in names if is_local(name)}
+        folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
         if self.flags.engine == VLLM:
             of_folder = self._vllm_players(set(folders.values()), seed)
         else:
@@ -53,7 +53,9 @@ class Lineup:
             from tools.players.server import ServerPlayer, connect  # needs an optional package
 
             how = (connect(self.flags), self.flags, self.sampling, self.use)
-            players |= {name: ServerPlayer(model_of(name), *how, self._tokens(name), seed) for name in servers}
+            players |= {
+                name: ServerPlayer(name.removeprefix(SERVER), *how, self._tokens(name), seed) for name in servers
+            }
         for name in names:
             if name.startswith(SCRIPTED):
                 players[name] = ScriptedPlayer(self.game.scripted(name.removeprefix(SCRIPTED)))
@@ -150,7 +152,7 @@ class Lineup:
     def _tokens(self, name: str) -> models.ModelTokens | None:
         """The tokenizer of a model folder or a player, loaded without its model; None if it is not known."""
         if is_local(name):
-            name = str(models.model_folder(name).resolve())
+            name = str(model_folder(name).resolve())
         elif is_server(name) and self.flags.openai_tokenizer:
             name = self.flags.openai_tokenizer
         else:
@@ -174,4 +176,4 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
         return name
     if is_server(name):
         return flags.server_setting(name)
-    return {"path": name, "sha256": model_fingerprint(models.model_folder(name))}
+    return {"path": name, "sha256": model_fingerprint(model_folder(name))}

@@ -159,7 +159,7 @@ class Run:
         def choose() -> str:
             if begun.results() and begun.path.is_file():
                 return VLLM if begun.read().get("engine") == VLLM else AUTO
-            return AUTO if self.flags.device_map else self.flags.choose_engine(AUTO)
+            return AUTO if self.flags.device_map else self.flags.choose_engine()
 
         self.flags.engine = settings["engine"] = from_rank_0(choose)
 
