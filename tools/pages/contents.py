@@ -104,7 +104,7 @@ class Report:
                 history, word, turns = episode["history"], episode["target_word"], episode["max_turns"]
                 counted.add(episode, None if "outcome" in episode else self.game.verdict(history, word, turns))
             except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise UserError(f"{where}: not a finished game ({error})") from None
+                raise UserError(f"{where}: cannot be shown: {error}") from None
         games = counted.sampled()
         self.games += [game | {"source": len(self.sources)} for game in games]
         self.sources.append({"name": name, "games": counted.games, "sampled": len(games)})
