@@ -75,7 +75,7 @@ class Bench:
         return random_llama(vocabulary, self.seed, dtype=dtype, **config)
 
     def run(self) -> None:
-        """Print the table."""
+        """Measure all modes and print the table; `lines` of each benchmark measures."""
         rows = [list(self.columns)]
         for line in self.lines():
             rows.append([form.format(line[name]) for name, form in self.columns.items()])
@@ -84,10 +84,6 @@ class Bench:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
         print(f"{device}; {packages}")
-
-    def lines(self) -> list[dict]:
-        """Measure all modes."""
-        raise NotImplementedError
 
 
 def in_new_process(measure: Callable[..., dict], *args) -> dict:
