@@ -15,7 +15,7 @@ def test_every_mode_of_play_plays_its_games_to_the_same_lengths():
         games = range(settings.num_games(mode))
         expected = [settings.reply_tokens("drawn", game, message) for game in games for message in range(4)]
         assert sorted(line["reply_tokens"]) == sorted(expected), mode
-    assert lines["release"]["at once"] == 1 and lines["release"]["ratio"] == "1.00"
+    assert lines["release"]["at once"] == 1 and lines["release"]["ratio"] == 1
     assert settings.reply_tokens("forced", 0, 0) == 4
 
 

@@ -73,12 +73,14 @@ COMMANDS = [words for text in TEXTS.values() for words in commands(text)]
 
 
 def start_of_flags(words: list[str]) -> int:
-    """Where the words after a Python program begin; before it are the launcher's."""
-    return 1 + next(i for i, word in enumerate(words) if word.endswith(".py") or words[i - 1] == "-m")
+    """Where the words after a program begin; before a Python program are the launcher's."""
+    return 1 + next((i for i, word in enumerate(words) if word.endswith(".py") or words[i - 1] == "-m"), 0)
 
 
 def program_of(words: list[str]) -> str | None:
-    """The Python program of this project that a command runs, as a path."""
+    """The Python program of this project that a command runs, or the loop, as a path."""
+    if words[0] == LOOP:
+        return LOOP
     if words[0] not in ("python", "python3", "torchrun"):
         return None
     program = words[start_of_flags(words) - 1]
@@ -94,7 +96,10 @@ def subcommand_of(words: list[str]) -> tuple[str, ...]:
 
 @functools.cache
 def accepted_flags(program: str, *subcommand: str) -> set[str]:
-    """The flags in the program's --help, printed in this process."""
+    """The flags in the program's --help, printed in this process; of the loop, the variables in its --help."""
+    if program == LOOP:
+        usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage, flags=re.MULTILINE)} | {"--help"}
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [program, *subcommand, "--help"])
@@ -104,13 +109,6 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-@functools.cache
-def loop_flags() -> set[str]:
-    """The settings that the loop's --help lists as variables, as flags."""
-    usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage, flags=re.MULTILINE)} | {"--help"}
-
-
 PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
 
 
@@ -118,26 +116,20 @@ def test_every_command_is_a_program_that_there_is():
     scripts = {word for words in COMMANDS for word in words if word.endswith(".sh")}
     assert scripts and all((ROOT / path).is_file() for path in [*scripts, *PROGRAMS])
     assert {words[0].rpartition("/bin/")[2] for words in COMMANDS} <= KNOWN_COMMANDS
-    assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"} <= {*map(program_of, commands(TOP))}
+    assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py", LOOP} <= {*map(program_of, commands(TOP))}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_accept_the_flags_they_are_given(program):
     for words in COMMANDS:
         if program_of(words) == program:
-            given = {word.split("=")[0] for word in words[start_of_flags(words) :] if word.startswith("--")}
+            flags = [word.split("=")[0] for word in words[start_of_flags(words) :] if word.startswith("--")]
+            given = {flag for flag in flags if " " not in flag}  # others are values of the loop's *_ARGS
             assert given <= accepted_flags(program, *subcommand_of(words)), words
 
 
-def test_the_loop_accepts_the_flags_it_is_given():
-    loops = [words for words in COMMANDS if words[0] == LOOP]
-    for words in loops:
-        assert {word for word in words if word.startswith("--") and " " not in word} <= loop_flags(), words
-    assert loops
-
-
 def test_every_flag_in_the_prose_belongs_to_a_program():
-    known = loop_flags() | FLAGS_OF_OTHERS
+    known = accepted_flags(LOOP) | FLAGS_OF_OTHERS
     for words in COMMANDS:
         if program := program_of(words):
             known |= accepted_flags(program) | accepted_flags(program, *subcommand_of(words))

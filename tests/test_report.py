@@ -1,9 +1,9 @@
 """The report: its numbers and its games, from whole and from partial folders; the page parsed, and in Chromium."""
 
 import json
-import random
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,51 +13,34 @@ from plotly.offline import get_plotlyjs
 
 from tools import report
 from tools.games import load_game
-from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
+from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches.stats import count_matches, result_rows
-from tools.pages.contents import GameSample, Report, marked, report_of_episodes, report_of_folder
-from tools.pages.page import (
-    match_charts,
-    outcome_styles,
-    page_html,
-    plain,
-    play_charts,
-    reasoning_table,
-    training_charts,
-    verdict,
-)
+from tools.pages import page
+from tools.pages.contents import SAMPLE, GameSample, marked, read_folder
 from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
-OUTCOMES = [outcome.name for outcome in TABOO.outcomes]
-WORDS = ("violin", "harbour", "start", "lemon")
+SELF_PLAY = {ATTACKER_WINS: 6, DEFENDER_WINS: 8, ATTACKER_BREAKS: 4, TIED: 2}
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 &lt; 'lemon'"
 LINK = "<a href='https://x.example'>x</a> <b>b</b> &lt;i&gt;"
 
 
-# --- a folder as the loop leaves it --------------------------------------------------------------------------------
+def played(outcomes: Mapping[str, int], game=TABOO, **more) -> list[dict]:
+    """So many games of each outcome, each with a word of its own; the second message is empty, both are cut off."""
+    history = [{"role": game.roles[0], "content": "Hello!"}, {"role": game.roles[1], "content": ""}]
+    shared = {"game": game.name, "max_turns": 5, "history": history, "length": 2}
+    shared |= {"replies": [{"finish_reason": "length"}] * 2}
+    ends = [outcome for outcome, number in outcomes.items() for _ in range(number)]
+    return [shared | {"target_word": f"word{n}", "outcome": end} | more for n, end in enumerate(ends)]
 
 
-def make_game(index: int, rng: random.Random) -> dict:
-    """A game that ends in one of all ways."""
-    word, ending = rng.choice(WORDS), rng.choice(OUTCOMES)
-    last = 10 if ending == TIED else 2 * rng.randint(1, 5) - (ending == ATTACKER_BREAKS)
-    texts = [rng.choice(["It has four strings.", "Is it old?", "", "Go on."]) for _ in range(last)]
-    if ending != TIED:
-        texts[-1] = {
-            ATTACKER_WINS: f"Do you mean a {word.upper()}?",
-            DEFENDER_WINS: f"I know the word! It is `{word}`! That was easy.",
-            ATTACKER_BREAKS: f"People love {word}s.",
-        }[ending]
-    history = [{"role": TABOO.roles[place % 2], "content": text} for place, text in enumerate(texts)]
-    outcome, length = TABOO.judge(history, word, 5)
-    replies = [{"finish_reason": rng.choice(["stop", "stop", "length"]), "tokens": 9}] * last
-    game = {"index": index, "target_word": word, "max_turns": 5, "history": history, "outcome": outcome}
-    return game | {"length": length, "replies": replies}
+def met(first: str, second: str, outcomes: Mapping[str, int], game=TABOO, words: str = "w") -> list[dict]:
+    """The same of a match; `first` has the first role."""
+    return played(outcomes, game, **dict(zip(game.roles, (first, second), strict=True)), words=words, seed=0)
 
 
 def make_match(folder: Path, games: list[dict], players: list[str], game=TABOO, against: str | None = None) -> Path:
-    """What tools/evaluate_games.py leaves of these games."""
+    """Write what tools/evaluate_games.py leaves of these games."""
     write_records(folder / "games_results.json", games)
     settings = {"players": players, "against": against}
     results = {"settings": settings, "results": list(result_rows(count_matches(games, game)))}
@@ -65,153 +48,117 @@ def make_match(folder: Path, games: list[dict], players: list[str], game=TABOO, 
     return folder
 
 
-def met(player: str, opponent: str, outcome: str, words: int = 30) -> list[dict]:
-    """Games that all end alike; `player` is the attacker."""
-    game = {"max_turns": 5, "history": [{"role": ATTACKER, "content": "Hello!"}], "length": 1, "outcome": outcome}
-    game |= {"attacker": player, "defender": opponent, "words": "w", "seed": 0}
-    return [game | {"target_word": f"word{number}"} for number in range(words)]
-
-
-def against_imitation(player: str, rng: random.Random) -> list[dict]:
-    pairs = dict.fromkeys([(player, "imitation"), ("imitation", player)])
-    return [
-        make_game(index, rng) | {"attacker": attacker, "defender": defender, "words": words, "seed": 0}
-        for words in ("played", "held_out")
-        for attacker, defender in pairs
-        for index in range(10)
-    ]
+def make_loop(folder: Path) -> Path:
+    """Write a finished run of two epochs."""
+    write_json(folder / "settings.json", {"MODEL": "tiny", "EPOCHS": "2"})
+    for name, metric in (("imitation", "kl"), ("epoch1", "policy_loss"), ("epoch2", "policy_loss")):
+        entries = [{"step": step, "loss": 1 / step, metric: 0.1} for step in (1, 2, 3)]
+        write_json(folder / name / "model/trainer_state.json", {"log_history": [*entries, {"step": 3}]})
+    for number in (1, 2):
+        epoch = folder / f"epoch{number}"
+        write_records(epoch / "episodes/im_sampling_words_results.json", played(SELF_PLAY))
+        games = []
+        for words in ("played", "held_out"):
+            games += met(epoch.name, "imitation", {ATTACKER_WINS: 5 + number, TIED: 5 - number}, words=words)
+            games += met("imitation", epoch.name, {ATTACKER_BREAKS: 4, DEFENDER_WINS: 6}, words=words)
+        make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
+    return folder
 
 
 @pytest.fixture
 def output(tmp_path) -> Path:
-    """A finished run of two epochs."""
-    rng, folder = random.Random(0), tmp_path / "demo"
-    write_json(folder / "settings.json", {"MODEL": "tiny", "EPOCHS": "2"})
-    for number in range(3):
-        stage = folder / (f"epoch{number}" if number else "imitation")
-        entries = [{"step": step, "loss": 1 / step, "kl" if not number else "policy_loss": 0.1} for step in (1, 2, 3)]
-        write_json(stage / "model/trainer_state.json", {"log_history": [*entries, {"step": 3, "train_loss": 0.5}]})
-        write_json(stage / "model/train_results.json", {"train_loss": 0.5})
-        if number:
-            games = [make_game(index, rng) for index in range(60)]
-            write_records(stage / "episodes/im_sampling_words_results.json", games)
-            make_match(
-                stage / "eval", against_imitation(stage.name, rng), ["imitation", stage.name], against="imitation"
-            )
-    return folder
-
-
-def of_run(folder: Path, games: int = 20) -> Report:
-    return report_of_folder(folder, TABOO, games)
+    return make_loop(tmp_path / "demo")
 
 
 def points(traces: list[dict]) -> dict[str, list]:
-    """[x, value] and, where there is one, the interval of each point, by the name of its line."""
-    found = {}
-    for trace in traces:
-        lines = found[trace["name"]] = [list(pair) for pair in zip(trace["x"], trace["y"], strict=True)]
-        if "error_y" in trace:
-            bars = zip(trace["error_y"]["arrayminus"], trace["error_y"]["array"], strict=True)
-            for point, (below, above) in zip(lines, bars, strict=True):
-                point += [point[1] - below, point[1] + above]
-    return found
+    """The points (x, y) of each line, by its name."""
+    return {trace["name"]: list(zip(trace["x"], trace["y"], strict=True)) for trace in traces}
 
 
-# --- counting and sampling -----------------------------------------------------------------------------------------
+# Games.
 
 
-def test_all_games_are_counted_with_wilsons_intervals(output):
-    made = of_run(output)
-    games = json.loads((output / "epoch2/episodes/im_sampling_words_results.json").read_text())
-    (_, ends, _), (_, lengths, _), (_, faults, _) = play_charts(made.plays)
-    assert list(points(ends)) == OUTCOMES
-    for outcome, found in points(ends).items():
-        share = sum(game["outcome"] == outcome for game in games) / 60
-        assert [found[0][0], *found[1][:2]] == ["epoch1", "epoch2", pytest.approx(share)]
-        assert found[1][2] <= share <= found[1][3]
-    assert points(lengths)["all games"][1][1] == pytest.approx(sum(game["length"] for game in games) / 60)
-    messages = [message for game in games for message in game["history"]]
-    cut = sum(reply["finish_reason"] == "length" for game in games for reply in game["replies"])
+def test_all_games_are_counted(output):
+    plays = read_folder(output, TABOO).plays
+    (_, ends, _), (_, lengths, _), (_, faults, _) = page.play_charts(plays)
+    shares = {outcome: number / 20 for outcome, number in SELF_PLAY.items()}
+    assert points(ends) == {outcome: [("epoch1", share), ("epoch2", share)] for outcome, share in shares.items()}
+    assert points(lengths)["all games"] == [("epoch1", 2), ("epoch2", 2)]
     found = points(faults)
-    assert found["empty"][1][1] == pytest.approx(sum(not message["content"] for message in messages) / len(messages))
-    assert found["cut off at the token limit"][1][1] == pytest.approx(cut / len(messages))
+    assert found["empty"][1] == ("epoch2", 1 / 2) and found["cut off at the token limit"][1] == ("epoch2", 1)
 
 
-def test_a_stored_outcome_counts_and_an_episode_without_one_is_judged():
+@pytest.mark.parametrize("match, outcome", [("substring", ATTACKER_WINS), ("word", TIED)])
+def test_a_stored_outcome_counts_and_a_released_game_without_one_is_judged(tmp_path, match, outcome):
     history = [{"role": "attacker", "content": "Hello!"}, {"role": "defender", "content": "We start."}]
     game = {"history": history, "target_word": "art", "max_turns": 1}
-    for match, outcome in (("substring", ATTACKER_WINS), ("word", TIED)):
-        sample = GameSample(load_game("taboo", match=match), 1)
-        sample.add(game)
-        sample.add(game | {"outcome": DEFENDER_WINS, "length": 2})
-        assert sample.outcomes == {outcome: 1, DEFENDER_WINS: 1}
+    write_json(tmp_path / "im_sampling_words_results.json", [game, game | {"outcome": DEFENDER_WINS, "length": 2}])
+    made = read_folder(tmp_path, load_game("taboo", match=match))
+    assert [(game["outcome"], game["length"]) for game in made.games] == [(outcome, 2), (DEFENDER_WINS, 2)]
+    assert made.plays[0][1].outcomes == {outcome: 1, DEFENDER_WINS: 1}
 
 
 def test_the_sample_is_bounded_has_all_outcomes_and_is_drawn_from_all_games():
-    sample = GameSample(TABOO, 160)
-    for number in range(2000):
-        outcome = ATTACKER_WINS if number % 500 == 250 else TIED
-        for game in met("a", "b", outcome, words=1):
-            sample.add(game)
+    sample = GameSample(TABOO)
+    for number, game in enumerate(played({TIED: 2000})):
+        sample.add(game | {"outcome": ATTACKER_WINS} if number % 500 == 250 else game)
     shown = sample.sampled()
-    assert Counter(game["outcome"] for game in shown) == {ATTACKER_WINS: 4, TIED: 40}
+    assert Counter(game["outcome"] for game in shown) == {ATTACKER_WINS: 4, TIED: SAMPLE / 4}
     numbers = [game["number"] for game in shown]
     assert numbers == sorted(numbers) and {250, 750, 1250, 1750} < set(numbers)
-    assert 700 < sum(numbers) / len(numbers) < 1300  # uniform: 1000 with a standard error of 87
+    assert 700 < sum(numbers) / len(numbers) < 1300  # uniform: 1000 with a standard error of 79
 
 
-@pytest.mark.parametrize(
-    "text, word, pieces",
-    [
-        ("", "art", []),
-        ("ART, started", "art", [("secret", "ART"), ("", ", st"), ("secret", "arted")]),
-        ("Many cities.", "city", [("", "Many "), ("secret", "cities"), ("", ".")]),
-        ("I know the word! It is a dog", "dog", [("guess", "I know the word! It is a "), ("secret guess", "dog")]),
-        ("a\x1b[31m\u202eb\n", "dog", [("", "a\\u001b[31m\\u202eb\n")]),  # what a browser would not show
-    ],
-)
-def test_the_target_word_and_guesses_are_marked(text, word, pieces):
-    assert marked(TABOO, word, text) == [list(piece) for piece in pieces]
+def test_the_target_word_and_guesses_are_marked():
+    assert marked(TABOO, "art", "") == []
+    assert marked(TABOO, "city", "Many cities.") == [["", "Many "], ["secret", "cities"], ["", "."]]
+    found = marked(TABOO, "dog", "I know the word! It is a dog")
+    assert found == [["guess", "I know the word! It is a "], ["secret guess", "dog"]]
 
 
-# --- a folder ------------------------------------------------------------------------------------------------------
+# Folders.
 
 
-def test_a_finished_run_is_reported_whole(output):
-    made = of_run(output)
+def test_a_finished_run_is_reported_whole_and_an_unfinished_one_says_what_is_missing(output):
+    made = read_folder(output, TABOO)
     assert made.missing == [] and made.name == "demo"
     found = [(source["name"], source["games"]) for source in made.sources]
-    assert found == [(f"epoch{k}, {kind}", n) for k in (1, 2) for kind, n in (("self-play", 60), ("match", 40))]
-    assert [title for title, _ in made.settings] == ["settings.json"]
-    charts = {title: points(traces) for title, traces, _ in training_charts(made.logs, TABOO)}
+    assert found == [(f"epoch{k}, {kind}", n) for k in (1, 2) for kind, n in (("self-play", 20), ("match", 40))]
+    charts = {title: points(traces) for title, traces, _ in page.training_charts(made.logs)}
     assert list(charts) == ["loss", "policy_loss", "kl"]
-    assert charts["loss"]["epoch1"] == [[1, 1], [2, 1 / 2], [3, 1 / 3]] and list(charts["kl"]) == ["imitation"]
-
-
-ROLES = (("both", "in both roles"), ("attacker", "as attacker"), ("defender", "as defender"))
+    assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)] and list(charts["kl"]) == ["imitation"]
+    write_json(output / "settings.json", {"EPOCHS": "3"})
+    (output / "epoch2/model/trainer_state.json").unlink()
+    missing = read_folder(output, TABOO).missing
+    assert missing == ["self-play of epoch3: not finished", "training of epoch2, epoch3: not finished"]
 
 
 def test_points_by_epoch_are_those_of_the_match_beside_imitation_against_itself(output):
-    def lines() -> dict[str, tuple[dict, list]]:
-        _, charts = match_charts(of_run(output))
-        return {title: (points(traces), layout["shapes"][0]) for title, traces, layout in charts}
-
-    games = json.loads((output / "epoch1/episodes/im_sampling_words_results.json").read_text())
-    ends = Counter(game["outcome"] for game in games)
-    own = {"attacker": (ends[ATTACKER_WINS] + ends[TIED] / 2) / len(games), "both": 0.5}
-    own["defender"] = 1 - own["attacker"]
-    for role, title in ROLES:
-        found, dashed = lines()[f"Points {title} against imitation"]
-        assert list(found) == ["words: all", "words: played", "words: held_out"]
-        for words in ("all", "played", "held_out"):
-            for number, epoch in enumerate(("epoch1", "epoch2")):
-                rows = json.loads((output / epoch / "eval/matches.json").read_text())["results"]
-                key = (epoch, "imitation", words, role, None)
-                names = ("player", "opponent", "words", "role", "seed")
-                (row,) = (row for row in rows if tuple(row[name] for name in names) == key)
-                expected = [row["points"], *row["points_interval"]]
-                assert found[f"words: {words}"][number] == [epoch, *(pytest.approx(value) for value in expected)]
-        assert (dashed["name"], dashed["y0"]) == ("imitation against itself, in self-play", pytest.approx(own[role]))
+    rows = [
+        row
+        for epoch in ("epoch1", "epoch2")
+        for row in json.loads((output / epoch / "eval/matches.json").read_text())["results"]
+        if row["player"] == epoch and row["seed"] is None
+    ]
+    # In self-play the attacker has 6 wins and half of 2 ties of 20 games.
+    equals = {"in both roles": 0.5, "as attacker": 0.35, "as defender": 0.65}
+    charts = page.match_charts(read_folder(output, TABOO))
+    assert [title for title, *_ in charts] == [f"Points {role} against imitation" for role in equals]
+    for (_, traces, layout), role, equal in zip(charts, ("both", *TABOO.roles), equals.values(), strict=True):
+        assert [trace["name"] for trace in traces] == ["words: all", "words: played", "words: held_out"]
+        for trace in traces:
+            own = [row for row in rows if row["role"] == role and trace["name"] == f"words: {row['words']}"]
+            bars = trace["error_y"]
+            columns = zip(trace["x"], trace["y"], bars["arrayminus"], bars["array"], own, strict=True)
+            for x, y, below, above, row in columns:
+                assert (x, y) == (row["player"], row["points"])
+                assert [y - below, y + above] == pytest.approx(row["points_interval"])
+        dashed = layout["shapes"][0]
+        assert (dashed["name"], dashed["y0"]) == ("imitation against itself, in self-play", pytest.approx(equal))
+    alone = [game for words in ("played", "held_out") for game in met(*["imitation"] * 2, {TIED: 9}, words=words)]
+    make_match(output / "imitation/eval", alone, ["imitation"], against="imitation")
+    for _, _, layout in page.match_charts(read_folder(output, TABOO)):
+        assert (layout["shapes"][0]["name"], layout["shapes"][0]["y0"]) == ("imitation against itself", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -223,158 +170,84 @@ def test_points_by_epoch_are_those_of_the_match_beside_imitation_against_itself(
     ],
 )
 def test_the_verdict_says_who_is_better_with_the_numbers(tmp_path, outcome, other, expected):
-    made = of_run(make_match(tmp_path, met("new", "old", outcome) + met("old", "new", other), ["old", "new"]))
-    first, second = verdict(made)
+    make_match(tmp_path, met("new", "old", {outcome: 30}) + met("old", "new", {other: 30}), ["old", "new"])
+    first, second = page.verdict(read_folder(tmp_path, TABOO))
     assert first.startswith(expected) and first.endswith("where equals score 50.0%, in 60 games.")
     assert second.startswith("It scores as attacker ") and ", as defender " in second
-    assert match_charts(made)[0] == " against old"
 
 
-def test_a_player_against_itself_is_compared_with_nobody_and_gives_the_line_to_compare_with(tmp_path, output):
-    alone = of_run(make_match(tmp_path / "alone", met("imitation", "imitation", ATTACKER_WINS), ["imitation"]))
-    assert verdict(alone)[0] == "imitation played itself only."
-    games = [
-        game | {"words": words} for game in met("imitation", "imitation", TIED) for words in ("played", "held_out")
-    ]
-    make_match(output / "imitation/eval", games, ["imitation"], against="imitation")
-    _, charts = match_charts(of_run(output))
-    for _, _, layout in charts:
-        assert (layout["shapes"][0]["name"], layout["shapes"][0]["y0"]) == ("imitation against itself", 0.5)
+def test_players_who_all_met_have_a_verdict_and_one_alone_is_compared_with_nobody(tmp_path):
+    games = [game for one in "abc" for other in "abc" if one != other for game in met(one, other, {TIED: 1})]
+    made = read_folder(make_match(tmp_path / "all", games, ["a", "b", "c"]), TABOO)
+    assert page.verdict(made)[0].startswith("c cannot be told from a: 50.0% [") and page.match_charts(made) == []
+    made = read_folder(make_match(tmp_path / "alone", met("a", "a", {ATTACKER_WINS: 3}), ["a"]), TABOO)
+    assert page.verdict(made)[0] == "a played itself only."
 
 
-def test_players_who_all_met_stand_side_by_side(tmp_path):
-    games = [game for one in "abc" for other in "abc" if one != other for game in met(one, other, TIED, words=1)]
-    made = of_run(make_match(tmp_path, games, ["a", "b", "c"]))
-    against, charts = match_charts(made)
-    assert against == "" and [x for x, *_ in points(charts[0][1])["words: w"]] == ["b – a", "c – a", "c – b"]
-    assert verdict(made)[0].startswith("c cannot be told from a: 50.0% [")
-
-
-def test_parts_of_a_run_have_a_page_and_say_what_they_cannot_tell(output, tmp_path):
+def test_parts_of_a_run_have_a_page(output):
     rows = [
-        {"model": model, "benchmark": name, "value": value, "stderr": error}
-        for model, value, name, error in (("base", 40.0, "ARC-e", 2.0), ("base", 40.0, "PIQA", None))
+        {"model": model, "benchmark": name, "value": 40.0, "stderr": error}
+        for model, name, error in (("base", "ARC-e", 2.0), ("base", "PIQA", None), ("epoch2", "ARC-e", 2.0))
     ]
-    write_json(tmp_path / "reasoning/results.json", {"results": [*rows, rows[0] | {"model": "epoch2"}]})
-    for folder in (output / "epoch1/episodes", output / "imitation/model", tmp_path / "reasoning"):
-        made = of_run(folder)
-        assert verdict(made)[0].startswith("No match was played")
-        page_html(made)
-    table = reasoning_table(made.reasoning)
+    write_json(output / "reasoning/results.json", {"results": rows})
+    for part in ("epoch1/episodes", "imitation/model", "reasoning"):
+        printed = call(report.main, output / part).output
+        assert printed.startswith("No match was played") and (output / part / "report.html").is_file()
+    table = page.reasoning_table(read_folder(output / "reasoning", TABOO).reasoning)
     assert "<tr><td>base</td><td>40.0 ± 2.0</td><td>40.0</td></tr>" in table
     assert "<tr><td>epoch2</td><td>40.0 ± 2.0</td><td>-</td></tr>" in table
 
 
-def test_a_run_in_its_middle_is_reported_with_what_is_missing(output):
-    stem = output / "epoch2/episodes/im_sampling_words"
-    games = [json.dumps(make_game(index, random.Random(index))) for index in range(8)]
-    Path(f"{stem}_results.json").unlink()
-    Path(f"{stem}_rank0.jsonl").write_text("\n".join(games[:5]) + "\n" + games[5][:40])  # a line being written
-    Path(f"{stem}_rank1.jsonl").write_text("\n".join(games[6:]) + "\n")
-    Path(f"{stem}_rank2.jsonl").write_text("")
-    shutil.rmtree(output / "epoch2/eval")
-    state = output / "epoch1/model/trainer_state.json"
-    (output / "epoch1/model/checkpoint-3").mkdir()
-    state.rename(output / "epoch1/model/checkpoint-3/trainer_state.json")
-    (output / "epoch1/model/train_results.json").unlink()
-    (output / "epoch2/model/trainer_state.json").write_text('{"log_hist')
-    write_json(output / "settings.json", {"EPOCHS": "20000000"})
-    made = of_run(output)
-    assert made.sources[2]["games"] == 7
-    for line in (
-        "epoch1: training has not ended; its curves go to step 3.",
-        "epoch2: games are still being played; 7 are there.",
-        "epochs 3 to 20000000: not begun.",
-    ):
-        assert line in made.missing
-    assert any("epoch2/model/trainer_state.json: not JSON" in line for line in made.missing)
-    assert [name for name, _ in made.logs] == ["imitation", "epoch1"]
-
-
-# --- files of episodes, and other games ----------------------------------------------------------------------------
-
-
-def test_files_in_the_released_form_and_of_play_under_way_are_reported(tmp_path):
-    games = [make_game(index, random.Random(index)) for index in range(40)]
-    released = [{key: game[key] for key in ("history", "target_word", "max_turns")} for game in games]
-    write_json(tmp_path / "im_llama2_sampling_all_words_results.json", released)
-    (tmp_path / "m_sampling_w_rank0.jsonl").write_text(json.dumps(games[0]) + "\n" + json.dumps(games[1])[:50])
-    (tmp_path / "m_sampling_w_rank1.jsonl").touch()
-    made = report_of_episodes(sorted(tmp_path.iterdir()), TABOO, 160)
-    assert [(source["games"], source["sampled"]) for source in made.sources] == [(40, 40), (1, 1), (0, 0)]
-    shown = [(game["word"], game["outcome"], game["length"]) for game in made.games[:40]]
-    assert shown == [(game["target_word"], game["outcome"], game["length"]) for game in games]
-    page_html(made)
-
-
 @pytest.mark.parametrize(
-    "words, named",
+    "name, content, named",
     [
-        (["{folder}"], "no games, training, matches or scores"),
-        (["{folder}", "--episodes", "x.json"], "give either FOLDER"),
-        (["--episodes", "x.json"], "--episodes needs --output"),
-        (["--episodes", "{folder}/bad.jsonl", "--output", "{folder}/x.html"], "bad.jsonl:2: 'target_word' is missing"),
-        (["--episodes", "{folder}/odd.jsonl", "--output", "{folder}/x.html"], "odd.jsonl:1: 'replies' must be"),
+        ("other.json", "{}", "no games, training, matches or scores"),
+        ("a_b_c_results.json", '[{"history": []}]', "a_b_c_results.json: record 1: "),
+        ("trainer_state.json", '{"log_hist', "trainer_state.json: not JSON"),
     ],
 )
-def test_bad_input_is_refused_by_its_name(tmp_path, words, named):
-    game = make_game(0, random.Random(0))
-    write_records(tmp_path / "bad.jsonl", [game, {"history": []}])
-    write_records(tmp_path / "odd.jsonl", [game | {"replies": [1]}])
-    refused = call(report.main, *(word.format(folder=tmp_path) for word in words), status=2)
-    assert named in refused.errors and not (tmp_path / "x.html").exists()
-
-
-def question_games() -> list[dict]:
-    said = {
-        "found": ["Is it hot?", "Yes.", "Is it `tea`?"],
-        "answerer says the word": ["Is it hot?", "Yes, it is tea."],
-        "no answer": ["Is it hot?", "Perhaps."],
-        "not found": ["Is it hot?", "No!"],
-    }
-    return [
-        {"game": "twenty_questions", "target_word": "tea", "max_turns": 20, "outcome": outcome, "length": len(texts)}
-        | {"history": [{"role": TWENTY_QUESTIONS.roles[n % 2], "content": text} for n, text in enumerate(texts)]}
-        for outcome, texts in said.items()
-    ]
+def test_bad_input_is_refused_by_its_name(tmp_path, name, content, named):
+    (tmp_path / name).write_text(content)
+    refused = call(report.main, tmp_path, status=2)
+    assert named in refused.errors and not (tmp_path / "report.html").exists()
 
 
 def test_another_game_is_reported_with_its_own_roles_outcomes_and_points(tmp_path):
     """In 20 Questions both players gain the point or none does: 25% of these games, which equals score too."""
-    write_records(tmp_path / "epoch1/episodes/im_sampling_x_results.json", question_games())
-    who = [{"guesser": "epoch1", "answerer": "imitation"}, {"guesser": "imitation", "answerer": "epoch1"}]
-    games = [game | pair | {"words": "w", "seed": 0} for game in question_games() for pair in who]
+    ends = {outcome.name: 1 for outcome in TWENTY_QUESTIONS.outcomes}
+    write_records(tmp_path / "epoch1/episodes/im_sampling_x_results.json", played(ends, TWENTY_QUESTIONS))
+    games = met("epoch1", "imitation", ends, TWENTY_QUESTIONS) + met("imitation", "epoch1", ends, TWENTY_QUESTIONS)
     make_match(tmp_path / "epoch1/eval", games, ["imitation", "epoch1"], TWENTY_QUESTIONS, against="imitation")
     with pytest.raises(UserError, match="--game names the one that was played"):
-        of_run(tmp_path)
-    made = report_of_folder(tmp_path, TWENTY_QUESTIONS, 10)
-    ends = points(play_charts(made.plays)[0][1])
-    assert {name: line[0][1] for name, line in ends.items()} == {game["outcome"]: 0.25 for game in question_games()}
-    for _, traces, layout in match_charts(made)[1]:
-        assert points(traces)["words: w"][0][:2] == ["epoch1", 0.25] and layout["shapes"][0]["y0"] == 0.25
-    assert "where equals score 25.0%" in verdict(made)[0]
+        read_folder(tmp_path, TABOO)
+    made = read_folder(tmp_path, TWENTY_QUESTIONS)
+    assert points(page.play_charts(made.plays)[0][1]) == {outcome: [("epoch1", 0.25)] for outcome in ends}
+    for _, traces, layout in page.match_charts(made):
+        assert points(traces)["words: w"] == [("epoch1", 0.25)] and layout["shapes"][0]["y0"] == 0.25
+    assert "where equals score 25.0%" in page.verdict(made)[0]
     noted = {game["messages"][0]["notes"].split(" · ")[0] for game in made.games if game["source"] == 1}
     assert noted == {"guesser, epoch1", "guesser, imitation"}
-    styles = [tuple(style.values()) for style in outcome_styles(TWENTY_QUESTIONS).values()]
+    styles = [tuple(style.values()) for style in page.outcome_styles(TWENTY_QUESTIONS).values()]
     assert len(set(styles)) == len(styles)  # outcomes of one colour have other dashes
 
 
-# --- the page ------------------------------------------------------------------------------------------------------
+# The page.
 
 
-@pytest.fixture
-def nasty(output, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory) -> Path:
     """The page of a run whose words, messages and names of players hold markup."""
+    folder = make_loop(tmp_path_factory.mktemp("nasty"))
     contents = [NASTY.replace("lemon", "fruit"), "", "A lemonade.", "I know the word! It is `lemon`!"]
     history = [{"role": TABOO.roles[place % 2], "content": text} for place, text in enumerate(contents)]
     game = {"target_word": "lemon", "max_turns": 5, "history": history, "outcome": ATTACKER_BREAKS, "length": 3}
     game |= {"attacker": f"new {LINK}", "defender": f"old {NASTY}", "words": LINK, "seed": 0}
     other = game | {"attacker": game["defender"], "defender": game["attacker"]}
     for epoch in ("epoch1", "epoch2"):
-        shutil.rmtree(output / epoch / "eval")
-    make_match(output / "eval", [game, other], [game["defender"], game["attacker"]])
-    call(report.main, output)
-    return output / "report.html"
+        shutil.rmtree(folder / epoch / "eval")
+    make_match(folder / "eval", [game, other], [game["defender"], game["attacker"]])
+    call(report.main, folder)
+    return folder / "report.html"
 
 
 class Scripts(HTMLParser):
@@ -399,17 +272,15 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_loads_nothing_holds_plotly_once_and_escapes_what_players_wrote(nasty):
-    page = nasty.read_text(encoding="utf-8")
-    parsed = Scripts(page)
+    parsed = Scripts(nasty.read_text(encoding="utf-8"))
     assert parsed.loaded == ["data:,"]
-    assert parsed.scripts.count(get_plotlyjs()) == 1 and page.count(get_plotlyjs()[:200]) == 1
+    assert parsed.scripts.count(get_plotlyjs()) == 1
+    assert sum(len(script) for script in parsed.scripts) < 1.2 * len(get_plotlyjs())
     assert not any("window.hacked" in script for script in parsed.scripts if "<script" in script)
     data = next(json.loads(script) for script in parsed.scripts if script.startswith('{"outcomes"'))
-    (shown,) = (game for game in data["games"] if game["source"] == 0 and game["number"] == 0)
-    assert "".join(text for _, text in shown["messages"][0]["parts"]) == NASTY.replace("lemon", "fruit").replace(
-        "\u2028", "\\u2028"
-    )
-    assert plain(LINK) == "&lt;a href='https://x.example'&gt;x&lt;/a&gt; &lt;b&gt;b&lt;/b&gt; &amp;lt;i&amp;gt;"
+    shown = next(game for game in data["games"] if game["source"] == 0)
+    assert "".join(text for _, text in shown["messages"][0]["parts"]) == NASTY.replace("lemon", "fruit")
+    assert page.plain(LINK) == "&lt;a href='https://x.example'&gt;x&lt;/a&gt; &lt;b&gt;b&lt;/b&gt; &amp;lt;i&amp;gt;"
 
 
 @pytest.fixture
@@ -439,13 +310,12 @@ def test_a_browser_shows_charts_and_games_as_text_without_errors_or_requests(bro
         return [text.replace("\xa0", " ") for text in found]
 
     browser.get(nasty.as_uri())
-    hostile = NASTY.replace("\u2028", "\\u2028")
-    assert texts("h2") == [f"Matches against old {hostile}", "Games", "Training", "Games to read", "Settings"]
+    assert texts("h2") == ["Matches", "Games", "Training", "Games to read"]
     assert len(texts("figure")) == len(texts(".plot-container")) == 3 + 3 + 3
     assert f"words: {LINK}" in texts(".legendtext") and f"new {LINK}" in texts(".xtick text")
-    assert len(texts("#list option")) == 122
+    assert len(texts("#list option")) == 42
     browser.find_element("css selector", "#source option[value='0']").click()
-    assert texts("#found") == ["2 of 122 games"]
+    assert texts("#found") == ["2 of 42 games"]
     messages = texts(".message")
     assert "</script><script>window.hacked = 1</script><img src=x" in messages[0] and "(empty message)" in messages[1]
     assert "decides: attacker breaks the rules" in messages[2] and texts(".decisive .secret") == ["lemon"]

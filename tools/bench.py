@@ -1,11 +1,11 @@
-"""Speed of self-play and of training beside other ways to do the same, on a random Llama.
+"""Measure the speed of self-play and of training beside other ways to do the same, with a random Llama.
 
     python -m tools.bench play --turns 3
     python -m tools.bench train --accumulation 8
-    VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --rounds 3 --preset 7b --bf16 True
+    VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --preset 7b --bf16 True
 
-Each mode runs in a process of its own and is compared with one mode: play with the first of --modes, training with
-`plain`. tools/README.md explains the tables.
+Each mode runs in a process of its own. The column "ratio" divides by the first of --modes in play, and by `plain` in
+training. tools/README.md explains the tables.
 """
 
 import asyncio
@@ -14,11 +14,10 @@ import math
 import multiprocessing
 import os
 import random
-import statistics
 import string
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +47,11 @@ FORCED, DRAWN = "forced", "drawn"
 SHAPES = {
     "tiny": (32, 2, 2, 2, 64, 400),
     "30m": (512, 8, 8, 8, 1376, 8000),
-    "100m": (768, 12, 12, 12, 2048, 8000),
     "1b": (2048, 22, 32, 4, 5632, 32000),
     "7b": (4096, 32, 32, 32, 11008, 32000),
 }
-# Lengths of training rows in tokens, as the method has them: a query is rules and instruction and up to 8 messages, a
-# target is geometric; one row of three is a short SFT row.
+# Tokens of training rows, as in the method: a query has rules, an instruction and up to 8 messages; the lengths of
+# targets are geometric; one row of three is a short SFT row.
 RULES_TOKENS, MESSAGE_TOKENS, MOST_MESSAGES, MEAN_TARGET, MOST_TARGET = 370, 66, 8, 60, 256
 SFT_TOKENS, SFT_SHARE = (15, 100), 1 / 3
 LONGEST_ROW = 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_MESSAGES + MOST_TARGET
@@ -64,20 +62,20 @@ class Bench:
     """Settings of both benchmarks."""
 
     preset: str = flag("shape of the Llama", default="30m", choices=list(SHAPES))
-    seed: int = flag("of everything random", default=42)
-    bf16: bool = flag("True: compute in bfloat16", default=False)
+    seed: int = flag("seed of all random numbers", default=42)
+    bf16: bool = flag("compute in bfloat16", default=False)
 
     columns: ClassVar[dict[str, str]]  # of the table, and their formats
 
     def llama(self, positions: int, dtype: torch.dtype = torch.float32):
-        """The random Llama, for so many positions."""
+        """A random Llama of the preset's shape, with this many positions."""
         names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
         *shape, vocabulary = SHAPES[self.preset]
         config = dict(zip(names, shape, strict=True)) | {"max_position_embeddings": positions}
         return random_llama(vocabulary, self.seed, dtype=dtype, **config)
 
     def run(self) -> None:
-        """Print the table."""
+        """Measure all modes and print the table; `lines` of each benchmark measures."""
         rows = [list(self.columns)]
         for line in self.lines():
             rows.append([form.format(line[name]) for name, form in self.columns.items()])
@@ -87,13 +85,9 @@ class Bench:
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
         print(f"{device}; {packages}")
 
-    def lines(self) -> list[dict]:
-        """Measure all modes."""
-        raise NotImplementedError
-
 
 def in_new_process(measure: Callable[..., dict], *args) -> dict:
-    """What `measure(*args)` returns, called in a new process, which has a peak of memory of its own."""
+    """Return `measure(*args)`, computed in a new process so that its peak of memory is its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *args).result()
 
@@ -102,14 +96,16 @@ def in_new_process(measure: Callable[..., dict], *args) -> dict:
 class Play(Bench):
     """Self-play: tools/play_llm_game.py's default beside other ways to generate.
 
-    release: one game at a time, the whole prompt computed for each message, as the method was first published;
-    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, whose start is not counted.
-    Replies are `forced` to --forced_tokens, or `drawn`: geometric with mean --mean_tokens, cut at --most_tokens, by
-    seed, game and message, so that all modes play the same lengths.
+    release: one game at a time, and the whole prompt is computed for each message, as in the first release;
+    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, without the server's start.
+    All replies have --forced_tokens, or their lengths are drawn: geometric with mean --mean_tokens, cut at
+    --most_tokens. The draw depends on seed, game and message only, so all modes play the same lengths.
     """
 
     modes: list[str] = flag(
-        "what is measured", default=[RELEASE, BATCHED, DEFAULT], choices=[RELEASE, BATCHED, DEFAULT, VLLM]
+        "modes to measure, in this order",
+        default=[RELEASE, BATCHED, DEFAULT],
+        choices=[RELEASE, BATCHED, DEFAULT, VLLM],
     )
     lengths: list[str] = flag("how long replies are", default=[FORCED, DRAWN], choices=[FORCED, DRAWN])
     games: int = flag("games of default and vllm", default=200)
@@ -119,30 +115,29 @@ class Play(Bench):
     forced_tokens: int = flag("tokens of a forced reply", default=32)
     mean_tokens: int = flag("mean tokens of a drawn reply", default=60)
     most_tokens: int = flag("tokens of a drawn reply at most", default=256)
-    rounds: int = flag("measure all modes so often, in turn", default=1)
 
     columns = {"lengths": "{}", "mode": "{}", "games": "{}", "at once": "{}", "games/min": "{:.1f}"}
-    columns |= {"new tokens/s": "{:.1f}", "peak GiB": "{:.2f}", "ratio": "{}"}
+    columns |= {"new tokens/s": "{:.1f}", "peak GiB": "{:.2f}", "ratio": "{:.2f}"}
 
     def num_games(self, mode: str) -> int:
-        """How many games a mode plays."""
+        """The number of games of a mode."""
         return {RELEASE: self.release_games, BATCHED: self.slow_games}.get(mode, self.games)
 
     def reply_tokens(self, lengths: str, game: int, message: int) -> int:
-        """Tokens of a message: the same in every mode."""
+        """The length of a reply in tokens, the same in every mode."""
         if lengths == FORCED:
             return self.forced_tokens
         uniform = random.Random(f"{self.seed}/{game}/{message}").random()
         return min(self.most_tokens, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / self.mean_tokens)))
 
     def write_model(self, folder: Path) -> None:
-        """Write a model whose replies are plain words that never end by themselves: top-k 50 draws nothing else."""
+        """Write a model that never ends a reply by itself: the 50 tokens that top-k leaves are always words."""
         texts = [*default_templates(load_game())["rules"] * 20, *utils.read_words("data/target_words.txt")]
         tokenizer = train_tokenizer(texts, SHAPES[self.preset][-1])
         model = self.llama(4096, torch.bfloat16 if self.bf16 else torch.float32)
         shown = [tokenizer.decode(token, skip_special_tokens=True) for token in range(len(model.lm_head.weight))]
         others = [token for token, text in enumerate(shown) if not (text.isascii() and text.strip().isalpha())]
-        model.lm_head.weight.data[others] = 0  # less likely than the likeliest 50, half of which are above 0
+        model.lm_head.weight.data[others] = 0  # logit 0, below those of the 50 likeliest words
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 
@@ -151,29 +146,17 @@ class Play(Bench):
         with tempfile.TemporaryDirectory() as folder:
             self.write_model(Path(folder))
             for lengths in self.lengths:
-                rounds = [
-                    [in_new_process(measure_play, self, folder, mode, lengths) for mode in self.modes]
-                    for _ in range(self.rounds)
-                ]
-                first = [runs[0]["new tokens/s"] for runs in rounds]
-                lines += [middle_run(runs, first) for runs in zip(*rounds, strict=True)]
+                measured = [in_new_process(measure_play, self, folder, mode, lengths) for mode in self.modes]
+                lines += [line | {"ratio": line["new tokens/s"] / measured[0]["new tokens/s"]} for line in measured]
         return lines
 
 
-def middle_run(runs: Sequence[dict], first: Sequence[float]) -> dict:
-    """A mode's run of median speed; the ratio of its runs to the first mode's in the same round (least to largest)."""
-    ratios = sorted(run["new tokens/s"] / speed for run, speed in zip(runs, first, strict=True))
-    spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(runs) > 1 else ""
-    middle = sorted(runs, key=lambda run: run["new tokens/s"])[len(runs) // 2]
-    return middle | {"ratio": f"{statistics.median(ratios):.2f}{spread}"}
-
-
 def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
-    """Play a mode's games as tools/play_llm_game.py does; what it took."""
-    how = {RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1}}
-    how |= {BATCHED: {"engine": GENERATE}, VLLM: {"engine": VLLM}}
-    flags = PlayFlags(max_turns=settings.turns, bf16=settings.bf16, **how.get(mode, {}))
-    # Words that no reply holds by chance.
+    """Play a mode's games as tools/play_llm_game.py does; return its line of the table and the lengths of replies."""
+    engines = {RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1}}
+    engines |= {BATCHED: {"engine": GENERATE}, VLLM: {"engine": VLLM}}
+    flags = PlayFlags(max_turns=settings.turns, bf16=settings.bf16, **engines.get(mode, {}))
+    # Target words that no reply contains by chance.
     words = ["zq" + f"{game:05}".translate(str.maketrans("0123456789", "abcdefghij")) for game in range(10**5)]
     games, episodes = list(enumerate(words))[: settings.num_games(mode)], []
     game = flags.load_game()
@@ -184,16 +167,8 @@ def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
             player.limit = lambda turn: settings.reply_tokens(lengths, turn.index, len(turn.history))
         seed_draws(settings.seed, games_left=len(games))
         started = time.monotonic()
-        asyncio.run(
-            play_games(
-                game,
-                games,
-                players,
-                max_turns=settings.turns,
-                concurrent_games=at_once,
-                on_episode=episodes.append,
-            )
-        )
+        how = {"max_turns": settings.turns, "concurrent_games": at_once, "on_episode": episodes.append}
+        asyncio.run(play_games(game, games, players, **how))
         seconds = time.monotonic() - started
     finally:
         lineup.end()
@@ -208,23 +183,25 @@ class Train(Bench):
     """Self-play training: train.py's OfflinePO beside the usual recipe, on the same random rows.
 
     default: reference log-probabilities before the first step, logits only at labels; rebalanced: the same with
-    --train_sampling_strategy batch_rebalance, where a step has several micro-batches; plain: a second, frozen model at
-    every step, logits at all positions, an attention mask. All run under --loss_normalization step.
+    --train_sampling_strategy batch_rebalance, if a step has several micro-batches; plain: a second, frozen model at
+    every step, logits at all positions, an attention mask. All of them use --loss_normalization step.
     """
 
-    row_tokens: int | None = flag("game rows of so many tokens each, instead of the method's lengths", default=None)
+    row_tokens: int | None = flag(
+        "make all rows game rows of this many tokens; unset: the method's lengths", default=None
+    )
     batch_size: int = flag("rows of a micro-batch", default=2)
     accumulation: int = flag("micro-batches of a step", default=1)
     steps: int = flag("measured steps", default=10)
-    warmup_steps: int = flag("steps before them, at least 1", default=2)
-    gradient_checkpointing: bool = flag("True: recompute layers backwards", default=False)
+    warmup_steps: int = flag("steps before the measured ones, at least 1", default=2)
+    gradient_checkpointing: bool = flag("recompute activations in the backward pass", default=False)
     deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
 
     columns = {"mode": "{}", "tokens/s": "{:.1f}", "with reference": "{:.1f}", "padding": "{:.1%}"}
     columns |= {"peak GiB": "{:.2f}", "last loss": "{:.5f}", "ratio": "{}"}
 
     def row(self, rng: random.Random) -> dict:
-        """A row of random letters, each of them a token."""
+        """A training row of random letters; each letter is a token."""
         kind, target = "game", min(MOST_TARGET, 1 + int(rng.expovariate(1 / MEAN_TARGET)))
         if self.row_tokens:
             query, target = self.row_tokens - MEAN_TARGET - 2, MEAN_TARGET
@@ -251,7 +228,7 @@ class Train(Bench):
 
 
 class TimedTrainer(trainers.OfflinePOTrainer):
-    """Notes when steps end, how long the reference takes, and how full micro-batches are."""
+    """Records when steps end, how long the reference pass takes, and how much of the micro-batches is padding."""
 
     reference_seconds = 0.0
 
@@ -292,7 +269,7 @@ class PlainTrainer(TimedTrainer):
 
 
 def measure_train(settings: Train, inputs: str, mode: str) -> dict:
-    """Train on the rows as train.py does; what it took."""
+    """Train on the rows as train.py does; return a line of the table and the losses."""
     with tempfile.TemporaryDirectory() as folder:
         args = SPAGArguments(
             train_method="OfflinePO",

@@ -83,8 +83,6 @@ def write_inputs(folder: Path, model: str, other_model: str) -> Path:
 MODEL = [f"model/{name}" for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")]
 EPOCH = "loop/epoch1"
 LOOP = [f"{EPOCH}/eval/{name}" for name in ("games_results.json", "matches.json")]
-LOOP += [f"{EPOCH}/episodes/m_sampling_w_results.json"]
-LOOP += [f"{EPOCH}/model/{name}" for name in ("trainer_state.json", "settings.json")]
 
 
 def programs(inputs: Path, output: Path) -> dict[str, Program]:
@@ -98,7 +96,8 @@ def programs(inputs: Path, output: Path) -> dict[str, Program]:
     rows = {"input_data_path": inputs / "games.jsonl", "output_data_path": output / "rows.json"}
     rows |= {"prompt_templates": inputs / "prompts.json", "sft_data_path": inputs / "alpaca.json"}
     split = {"input": inputs / "words.txt", "output": output / "a.txt", "held_out": output / "b.txt", "number": 2}
-    page = {"episodes": [inputs / "games.json", inputs / "games.jsonl"], "output": output / "report.html"}
+    page = {"output": output / "report.html"}
+    games = [LOOP[0], f"{EPOCH}/episodes/m_sampling_w_results.json"]
     training = {"model_name_or_path": model, "train_data_path": inputs / "rows.json", "output_dir": output}
     training |= {"train_method": "SFT", "max_length": 64, "max_steps": 1, "per_device_train_batch_size": 8}
     training |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
@@ -108,14 +107,11 @@ def programs(inputs: Path, output: Path) -> dict[str, Program]:
     return {
         "assign_rewards": Program(assign_rewards.main, read, "rows.json", rows),
         "split": Program(prepare_data.main, ["words.txt"], "a.txt", split, ("split",)),
-        "report": Program(report.main, ["games.json", "games.jsonl"], "report.html", page),
+        "report": Program(report.main, games, "report.html", page, (inputs / "loop",)),
         "play": Program(play_llm_game.main, [*texts, *MODEL], stem, play | self_play),
         "matches": Program(evaluate_games.main, [*texts, *MODEL], "games_results.json", play | match),
         "train": Program(train.main, ["rows.json", *MODEL], "model.safetensors", training),
-        "loop report": Program(
-            report.main, LOOP, "report.html", {"output": output / "report.html"}, (inputs / "loop",)
-        ),
-        "show": Program(tiny_world.main, LOOP[:2], "", {"output_dir": inputs / "loop"}, ("show",)),
+        "show": Program(tiny_world.main, LOOP, "", {"output_dir": inputs / "loop"}, ("show",)),
     }
 
 

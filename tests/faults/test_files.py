@@ -97,9 +97,7 @@ def test_damaged_rank_files(tmp_path, trials):
     trials.run("damaged rank files", trial, short=40, each=20)
 
 
-@pytest.mark.parametrize(
-    "name", ["assign_rewards", "split", "report", "loop report", "show", "play", "matches", "train"]
-)
+@pytest.mark.parametrize("name", ["assign_rewards", "split", "report", "show", "play", "matches", "train"])
 def test_mutated_files(name, inputs, tmp_path, trials):
     def trial(rng: random.Random) -> None:
         output = tmp_path / "out"

@@ -1,5 +1,5 @@
 "use strict";
-// All texts reach the page as text nodes or attributes, never as markup: models wrote them.
+// Models wrote the texts, so they reach the page as text nodes or attributes, never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const list = byId("list");
@@ -25,7 +25,7 @@ function filterGames() {
 function showGame() {
   const game = shown[list.selectedIndex];
   if (!game) {
-    byId("game").replaceChildren("No game in the sample is like that; widen the filters.");
+    byId("game").replaceChildren("No game of the sample matches these filters.");
     return;
   }
   byId("game").replaceChildren(
