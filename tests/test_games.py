@@ -78,7 +78,7 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ('name = "taboo"', "the name 'taboo' is taken"),
+        ('name = "taboo"', "has a game called 'taboo'"),
         ("def __init__(self): raise ValueError('no shouting')", "20 Questions: no shouting"),
         ('roles = ("one", "one")', "roles are"),
         ('roles = ("history", "two")', "roles are"),

@@ -117,7 +117,7 @@ def test_each_shipped_rule_text_states_the_rules(index):
     "change, problem",
     [
         ({"rules": []}, "'rules' must be a list of one or more texts"),
-        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, "'rules' .* ends in a newline"),
+        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, "'rules' .* ending in a newline"),
         ({"attacker_instruction": "No word."}, "{target_word} must stand in 'attacker_instruction'"),
         ({"defender_instruction": "It is `{target_word}`."}, "{target_word} must not stand in 'defender_instruction'"),
         ({"defender_instruction": "Go on"}, "'defender_instruction' must be a text that ends in a full stop"),
