@@ -207,7 +207,6 @@ def test_points_follow_from_winner_breach_and_outcome():
     "texts, outcome, length",
     [
         (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
-        (["Is it `pear`?", "No, it is not"], "not found", 2),
         (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
@@ -223,7 +222,6 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
     "texts, outcome, length",
     [
         (["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
-        (["Are you from `Paris`? Are you from `Lyon` ?"], "found", 1),
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
@@ -247,10 +245,8 @@ def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
         (["[I keep: ]", "[accept]"], "deal", 2, (0.0, 1.0)),
         (["[I keep: 1 hat] or rather [I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),  # the last one
         (["[I keep: 2 book]", "Hm.", "[accept]"], "no deal", 3, (0.0, 0.0)),  # nothing to accept
-        (["[accept]", "[accept]"], "no deal", 2, (0.0, 0.0)),
         (["I keep: 2 book", "[accept]"], "no deal", 2, (0.0, 0.0)),
         (["[I keep: 3 book]", "[accept]"], "offer of what is not there", 1, (0.0, 0.0)),
-        (["Hello", "[I keep: 1 ball]"], "offer of what is not there", 2, (0.0, 0.0)),
         (["[I keep: everything]"], "offer of what is not there", 1, (0.0, 0.0)),
         (["a", "b", "c", "d", "e", "[I keep: 2 book]", "[accept]"], "no deal", 6, (0.0, 0.0)),
     ],

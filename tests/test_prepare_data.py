@@ -45,7 +45,7 @@ def test_a_wrong_split_is_refused_and_writes_nothing(files, tmp_path):
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_game_makes_its_word_list_where_it_can(tmp_path):
+def test_a_game_that_can_makes_its_word_list(tmp_path):
     prepare("tasks", game="bargain", number=3, output=tmp_path / "bargains.txt")
     tasks = (tmp_path / "bargains.txt").read_text().splitlines()
     assert len(tasks) == 3 and all(len(task.split()) == 3 for task in tasks)

@@ -3,16 +3,13 @@ import random
 
 import pytest
 from conftest import load_golden
-from hypothesis import given
-from hypothesis import strategies as st
 from scripted import messages
 
 from tools.games import prompts
-from tools.games.taboo import Taboo
+from tools.games.taboo import DEFENDER_WINS, Taboo
 from utils import UserError
 
 GAME = Taboo()
-GUESS_SENTENCE = "I know the word! It is `target word`!"
 TEMPLATES = {
     "rules": [f"RULE {index} in {{max_turns}} turns.\n" for index in range(8)],
     "attacker_instruction": "Hint at `{target_word}`.",
@@ -68,11 +65,6 @@ def test_training_prompts_follow_the_recorded_draws(draws):
     assert prompt == assemble(draws, history)
 
 
-def test_the_recorded_draws_cover_every_layout():
-    kinds = {(d["prompt_type"], d["alpaca_system_prefix"], d["alpaca_instruction_as_prefix"]) for d in SAMPLES}
-    assert len(kinds) == 6 and {draws["rule_index"] for draws in SAMPLES} == set(range(8))
-
-
 def test_slots_are_filled_by_plain_replacement_and_never_twice():
     history = messages(GAME, "{max_turns} {target_word} {} {0}", "fine")
     for prompt in (
@@ -82,23 +74,14 @@ def test_slots_are_filled_by_plain_replacement_and_never_twice():
         assert "{max_turns} {target_word} {} {0}" in prompt and "Hint at `{max_turns}`" in prompt
 
 
-@given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
-def test_only_the_attacker_is_told_the_target_word(seed, history):
-    attacker = GAME.next_role("zebra", history) == "attacker"
-    assert ("zebra" in prompts.play_prompt(GAME, history, "zebra", 5)) is attacker
-    assert ("zebra" in prompts.training_prompt(GAME, history, "zebra", 5, rng=random.Random(seed))) is attacker
-
-
 # --- prompt files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(8))
-def test_each_shipped_rule_text_states_the_rules(index):
-    rule = prompts.default_templates(GAME)["rules"][index]
-    assert GUESS_SENTENCE in rule and "{max_turns}" in rule and rule.endswith("\n")
-    for fact in ("attacker", "defender", "target word", "win", "form", "tie", "turn"):
-        assert fact in rule.lower()
-    assert "breaks the rules" in rule
+def test_each_shipped_rule_text_of_taboo_tells_the_sentence_that_the_judge_takes_as_a_guess():
+    sentence = "I know the word! It is `target word`!"
+    assert GAME.judge(messages(GAME, "Hm?", sentence.replace("target word", "art")), "art", 3).outcome == DEFENDER_WINS
+    rules = prompts.default_templates(GAME)["rules"]
+    assert len(rules) == 8 and all(sentence in rule and "{max_turns}" in rule for rule in rules)
 
 
 @pytest.mark.parametrize(
