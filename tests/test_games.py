@@ -211,7 +211,7 @@ def test_points_follow_from_winner_breach_and_outcome():
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
         (["Is it red?", "- *No*"], "not found", 2),
-        (["a", "Yes", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
+        (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
     ],
 )
 def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
@@ -226,7 +226,7 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
-        (["a", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
+        (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],
 )
 def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
