@@ -1,8 +1,14 @@
-"""A player for tests, whose messages are given."""
+"""What tests of games share: a player whose messages are given, and histories."""
 
 from collections.abc import Mapping, Sequence
 
+from tools.games import Game
 from tools.players.player import STOP, Reply, Turn
+
+
+def messages(game: Game, *texts: str) -> list[dict[str, str]]:
+    """A history in which the roles take turns; the first one opens."""
+    return [{"role": game.roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 class ScriptedPlayer:

@@ -18,35 +18,24 @@ from utils import read_json_or_jsonl, write_records
 
 
 class Case(NamedTuple):
-    """A game, two of its tasks, what the roles say in a game of each, and what follows."""
+    """A game, two of its tasks, what the roles say in a game of each, and how these games end."""
 
     game: Game
     tasks: list[str]
     messages: tuple[list[list[str]], list[list[str]]]
     outcomes: list[str]
     rewards: list[float]  # of the rows, all of the first game
-    person: tuple[list[list[str]], str, list[str]]  # the other role says; what he says; what he is shown
 
 
-CASES = {
-    "twenty_questions": Case(
+CASES = [
+    Case(
         load_game("twenty_questions"),
         ["apple", "lamp"],
-        ([["Is it round?", "Is it `apple`?"], ["Is it big?", "Is it `sun`?", "Is it red?"]], [["Yes."], ["No."] * 3]),
+        ([["Is it round?", "Is it `apple`?"], ["Is it red?", "Is it `sun`?", "Is it big?"]], [["Yes."], ["No."] * 3]),
         ["found", "not found"],
         [0.8 / 1.8, 1.0, 1 / 1.8],
-        (
-            [["Is it round?", "Is it `apple`?"]],
-            "Yes, it is.",
-            [
-                "you are the answerer",
-                "The target word: apple",
-                "Begin each answer with",
-                "--- found (",
-            ],
-        ),
     ),
-    "guess_my_city": Case(
+    Case(
         load_game("guess_my_city"),
         ["Lyon, France, Europe", "Cusco, Peru, South America"],
         (
@@ -55,13 +44,8 @@ CASES = {
         ),
         ["found", "not found"],
         [0.8 / 1.8, 1.0, 1 / 1.8],
-        (
-            [["What do you eat?", "Are you from `Lyon, France`?"]],
-            "Quenelles.",
-            ["you are the answerer", "Lyon", "--- found ("],
-        ),
     ),
-    "bargain": Case(
+    Case(
         load_game("bargain"),
         ["book:2:4/1 hat:1:2/8", "ball:1:1/1"],
         (
@@ -70,16 +54,11 @@ CASES = {
         ),
         ["deal", "no deal"],  # the first gets 8 of 10, the second 8 of 10
         [0.8 * 0.8 / 1.8, 0.8 * 0.8 / 1.8, 0.8 / 1.8, 0.8 / 1.8],
-        (
-            [["[I keep: 2 book]"]],
-            "[accept]",
-            ["you are the second_buyer", "2 book (worth 1 each), 1 hat (worth 8 each)", "80% for the second_buyer"],
-        ),
     ),
-}
+]
 
 
-@pytest.fixture(params=CASES.values(), ids=list(CASES))
+@pytest.fixture(params=CASES, ids=lambda case: case.game.name)
 def case(request):
     return request.param
 
@@ -101,14 +80,11 @@ SHORT = {"max_turns": 2, "max_length": 1600, "max_new_tokens": 4, "logging_steps
 
 
 def play(game, tasks, players):
+    """The episodes of these players."""
     episodes = []
     games = play_games(game, enumerate(tasks), players, max_turns=3, concurrent_games=1, on_episode=episodes.append)
     asyncio.run(games)
     return episodes
-
-
-def scripted(case):
-    return {role: ScriptedPlayer(said) for role, said in zip(case.game.roles, case.messages, strict=True)}
 
 
 def test_a_model_plays_and_its_games_are_judged_and_reported(run, case, words, tiny_model, tmp_path):
@@ -133,8 +109,9 @@ def test_two_models_meet_and_graded_points_are_their_mean(run, case, words, tiny
     assert pooled["a", "both"]["games"] == 4 and pooled["a", "both"]["points"] == pooled["b", "both"]["points"]
 
 
-def test_games_that_pay_become_rows_and_two_steps_learn_from_them(run, case, tiny_model, other_model, tmp_path):
-    episodes = play(case.game, case.tasks, scripted(case))
+def test_games_that_pay_become_rows_and_a_step_learns_from_them(run, case, tiny_model, other_model, tmp_path):
+    players = {role: ScriptedPlayer(said) for role, said in zip(case.game.roles, case.messages, strict=True)}
+    episodes = play(case.game, case.tasks, players)
     assert [episode["outcome"] for episode in episodes] == case.outcomes
     write_records(tmp_path / "games.json", episodes)
     run(assign_rewards, input_data_path=tmp_path / "games.json", output_data_path=tmp_path / "rows.json")
@@ -142,24 +119,25 @@ def test_games_that_pay_become_rows_and_two_steps_learn_from_them(run, case, tin
     assert [row["role"] for row in rows] == [message["role"] for message in episodes[0]["history"]]
     assert [row["reward"] for row in rows] == pytest.approx(case.rewards)
     settings = {"train_method": "OfflinePO", "model_name_or_path": tiny_model, "ref_model_name_or_path": other_model}
-    settings |= {"train_data_path": tmp_path / "rows.json", "output_dir": tmp_path / "out", "max_steps": 2}
-    settings |= {"per_device_train_batch_size": len(rows), "max_length": 2048, "logging_steps": 1}
-    settings |= {"learning_rate": 1e-3, "save_strategy": "no"}
+    settings |= {"train_data_path": tmp_path / "rows.json", "output_dir": tmp_path / "out", "max_steps": 1}
+    settings |= {"per_device_train_batch_size": len(rows), "logging_steps": 1, "save_strategy": "no"}
     trainer = train.set_up(flags_of(settings))
     train.run(trainer)
-    steps = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
-    assert len(steps) == 2 and "reward_attacker" not in steps[0]
+    (step,) = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
+    assert "reward_attacker" not in step
     for role in case.game.roles:
-        mean = [row["reward"] for row in rows if row["role"] == role]
-        assert steps[0][f"reward_{role}"] == pytest.approx(sum(mean) / len(mean))
+        rewards = [row["reward"] for row in rows if row["role"] == role]
+        assert step[f"reward_{role}"] == pytest.approx(sum(rewards) / len(rewards))
 
 
 def test_a_person_is_told_the_secret_and_why_the_game_has_ended(case, monkeypatch, capsys):
-    said, reply, expected = case.person
-    person = HumanPlayer(case.game)
-    monkeypatch.setattr("builtins.input", lambda prompt: reply)
-    players = dict(zip(case.game.roles, (ScriptedPlayer(said), person), strict=True))
-    person.end(play(case.game, case.tasks[:1], players)[0])
+    first, second = case.game.roles
+    person, lines = HumanPlayer(case.game), iter(case.messages[1][0])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    (episode,) = play(case.game, case.tasks[:1], {first: ScriptedPlayer(case.messages[0]), second: person})
+    person.end(episode)
     shown = capsys.readouterr().out
-    for text in expected:
+    why = case.game.explain(episode["target_word"], episode["history"], episode["outcome"])
+    for text in (f"you are the {second}", case.game.hint(second), f"--- {case.outcomes[0]} (", why):
         assert text in shown
+    assert all(secret in shown for secret in case.game.secrets(second, case.tasks[0], ()).values())

@@ -6,10 +6,9 @@ import random
 import re
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedPlayer
+from scripted import ScriptedPlayer, messages
 
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
@@ -21,11 +20,6 @@ from utils import UserError
 
 QUESTIONS, CITY, BARGAIN = TwentyQuestions(), load_game("guess_my_city"), load_game("bargain")
 OWN_GAMES = [name for name in own_games() if name != "textarena"]  # which needs a package, and has its own tests
-
-
-def messages(game, *texts):
-    """A history in which the roles take turns."""
-    return [{"role": game.roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 # Messages that decide a game with its example task, and some that do not.
@@ -63,7 +57,6 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
     "name, options, complaint",
     [
         ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, textarena, twenty_questions"),
-        ("game", {}, "there is bargain"),
         ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
         ("taboo", {"depth": "3"}, "--game_options of Adversarial Taboo: .*'depth'; it has match"),
         ("twenty_questions", {"match": "word"}, "--game_options of 20 Questions: .*'match'; it has none"),
@@ -78,7 +71,7 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ('name = "taboo"', "the name 'taboo' is taken"),
+        ('name = "taboo"', "has a game called 'taboo'"),
         ("def __init__(self): raise ValueError('no shouting')", "20 Questions: no shouting"),
         ('roles = ("one", "one")', "roles are"),
         ('roles = ("history", "two")', "roles are"),
@@ -93,13 +86,11 @@ def test_an_own_game_that_would_give_wrong_results_is_refused(tmp_path, text, co
 
 
 def test_all_that_an_incomplete_game_lacks_is_listed_at_once(tmp_path):
-    (tmp_path / "half.py").write_text(
-        "from tools.games import Game\nclass Half(Game):\n    name, roles = 'half', ('one', 'two')\n"
-    )
-    with pytest.raises(UserError) as raised:
+    half = "from tools.games import Game\nclass Half(Game):\n    name, roles = 'half', ('one', 'two')\n"
+    (tmp_path / "half.py").write_text(half)
+    lacking = ("title", "max_turns", "prompt_file", "outcomes", "example_task", "secrets", "decide")
+    with pytest.raises(UserError, match=".*".join(f"Half.{name} is missing" for name in lacking)):
         load_game(f"{tmp_path}/half.py:Half")
-    for name in ("title", "max_turns", "prompt_file", "outcomes", "example_task", "secrets", "decide"):
-        assert f"Half.{name} is missing" in str(raised.value)
 
 
 # --- what follows for every game -------------------------------------------------------------------------------------
@@ -162,31 +153,28 @@ class Counting(Game):
         return "left wins" if len(history) == 3 else None
 
 
-def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far():
-    game, players = Counting(), {role: ScriptedPlayer([["a", "b"]] * 2) for role in Counting.roles}
+@pytest.mark.parametrize("task, order", [("0", ["left", "right", "left"]), ("1", ["right", "left", "right"])])
+def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far(task, order):
+    game, players = Counting(), {role: ScriptedPlayer([["a", "b"]]) for role in Counting.roles}
     templates = {"rules": ["Count.\n"]} | {f"{role}_instruction": "You: {said}." for role in game.roles}
-    for task, opener in (("0", "left"), ("1", "right")):
-        episode = asyncio.run(play_game(game, task, players, max_turns=2, templates=templates))
-        order = [message["role"] for message in episode["history"]]
-        assert order[0] == opener and order[0] == order[2] != order[1]
-        rows = assign_rewards([episode], game=game, rng=random.Random(0), templates=templates)
-        assert [row["role"] for row in rows] == [role for role in order if role == "left"]
-        for index, role in enumerate(order):
-            history = episode["history"][:index]
-            known = f"You: {role} of {task} after {index}."
-            assert known in prompts.play_prompt(game, history, task, 2, templates)
-            said = chat_messages(history, role, "Count.\n", known)
-            assert [each["role"] for each in said[:2]] == ["system", "user"]  # also for the first role as the second
-            assert (said[1]["content"] == prompts.NO_HISTORY) == (role == opener)
-            turns = [turn for turn in players[role].asked if len(turn.history) == index]
-            assert {"said": known[5:-1]} in [turn.secrets for turn in turns]
-        places = [index for index, role in enumerate(order) if role == "left"]
-        for row, index in zip(rows, places, strict=True):
-            assert re.search(f"You: left of {task} after {index}[.:]", row["query"])
+    episode = asyncio.run(play_game(game, task, players, max_turns=2, templates=templates))
+    assert [message["role"] for message in episode["history"]] == order
+    for index, role in enumerate(order):
+        history, known = episode["history"][:index], f"You: {role} of {task} after {index}."
+        assert known in prompts.play_prompt(game, history, task, 2, templates)
+        system, first, *_ = chat_messages(history, role, "Count.\n", known)
+        assert (system["role"], first["role"]) == ("system", "user")
+        assert (first["content"] == prompts.NO_HISTORY) == (role == order[0])
+        (turn,) = [turn for turn in players[role].asked if len(turn.history) == index]
+        assert turn.secrets == {"said": known[5:-1]}
+    rows = assign_rewards([episode], game=game, rng=random.Random(0), templates=templates)
+    places = [index for index, role in enumerate(order) if role == "left"]  # who wins
+    for row, index in zip(rows, places, strict=True):
+        assert row["role"] == "left" and re.search(f"You: left of {task} after {index}[.:]", row["query"])
 
 
-def test_outcomes_and_points_that_a_game_should_not_give_are_errors():
-    wrong = {"decide": lambda self, task, history: "fuond", "points": lambda *_: (2.0, 0.0)}
+def test_outcomes_and_points_that_a_game_must_not_give_are_errors():
+    wrong = {"decide": lambda *_: "fuond", "points": lambda *_: (2.0, 0.0)}
     game = type("Misspelt", (TwentyQuestions,), wrong)()
     with pytest.raises(ValueError, match="has no outcome 'fuond'; it has found, answerer says the word"):
         game.judge(messages(game, "Is it red?"), "apple", 3)
@@ -210,8 +198,6 @@ def test_points_follow_from_winner_breach_and_outcome():
         "tied game": (0.5, 0.5),
     }
     assert taboo.rewards("apple", [], "attacker breaks the rules") == {}
-    with pytest.raises(ValueError, match="has no outcome 'draw'"):
-        taboo.points("apple", [], "draw")
 
 
 # --- 20 Questions and Guess My City ----------------------------------------------------------------------------------
@@ -221,12 +207,11 @@ def test_points_follow_from_winner_breach_and_outcome():
     "texts, outcome, length",
     [
         (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
-        (["Is it `pear`?", "No, it is not"], "not found", 2),
         (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
-        (["Is it red?", "Yes, like pineapples"], "not found", 2),
+        (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
         (["Is it red?", "- *No*"], "not found", 2),
-        (["a", "Yes", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
+        (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
     ],
 )
 def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
@@ -237,13 +222,11 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
     "texts, outcome, length",
     [
         (["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
-        (["Are you from `Paris`? Are you from `Lyon` ?"], "found", 1),
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
-        (["Are you from `Paris`?", "No, further south."], "not found", 2),
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
-        (["a", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
+        (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],
 )
 def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
@@ -262,10 +245,8 @@ def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
         (["[I keep: ]", "[accept]"], "deal", 2, (0.0, 1.0)),
         (["[I keep: 1 hat] or rather [I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),  # the last one
         (["[I keep: 2 book]", "Hm.", "[accept]"], "no deal", 3, (0.0, 0.0)),  # nothing to accept
-        (["[accept]", "[accept]"], "no deal", 2, (0.0, 0.0)),
         (["I keep: 2 book", "[accept]"], "no deal", 2, (0.0, 0.0)),
         (["[I keep: 3 book]", "[accept]"], "offer of what is not there", 1, (0.0, 0.0)),
-        (["Hello", "[I keep: 1 ball]"], "offer of what is not there", 2, (0.0, 0.0)),
         (["[I keep: everything]"], "offer of what is not there", 1, (0.0, 0.0)),
         (["a", "b", "c", "d", "e", "[I keep: 2 book]", "[accept]"], "no deal", 6, (0.0, 0.0)),
     ],
@@ -275,6 +256,8 @@ def test_a_bargain_is_judged_and_paid_by_its_rules(texts, outcome, length, point
     assert BARGAIN.judge(history, task, 3) == (outcome, length)
     assert BARGAIN.points(task, history[:length], outcome) == pytest.approx(points)
     assert list(BARGAIN.rewards(task, history[:length], outcome).values()) == pytest.approx(points)
+    shares = [f"{share:.0%} " for share in points if outcome == "deal"]
+    assert all(share in BARGAIN.explain(task, history[:length], outcome) for share in shares)
 
 
 @pytest.mark.parametrize(
@@ -299,15 +282,9 @@ def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
     greedy = played | {"target_word": task, "history": messages(BARGAIN, "[I keep: 2 book, 1 hat]", "[accept]")}
     rows = assign_rewards([fair, greedy], game=BARGAIN, decay_weight=0.5, rng=random.Random(0))
     # N_first = 2, N_second = 1, N = 3: weights 3 / 4 and 3 / 2. The first's shares of a game of two: 1/3 and 2/3.
-    expected = [
-        ("first_buyer", 0.4 / 3, 0.75),
-        ("second_buyer", 0.9, 1.5),
-        ("first_buyer", 0.8 / 3, 0.75),
-        ("first_buyer", 1.0, 0.75),
-    ]
-    assert [row["role"] for row in rows] == [role for role, _, _ in expected]
-    assert [row["reward"] for row in rows] == pytest.approx([reward for _, reward, _ in expected])
-    assert [row["weight"] for row in rows] == [weight for _, _, weight in expected]
+    assert [row["role"] for row in rows] == ["first_buyer", "second_buyer", "first_buyer", "first_buyer"]
+    assert [row["reward"] for row in rows] == pytest.approx([0.4 / 3, 0.9, 0.8 / 3, 1.0])
+    assert [row["weight"] for row in rows] == [0.75, 1.5, 0.75, 0.75]
 
 
 def test_bargains_are_drawn_and_each_is_a_task():
@@ -315,16 +292,3 @@ def test_bargains_are_drawn_and_each_is_a_task():
     assert len(set(tasks)) == 50 and tasks == BARGAIN.tasks(50, random.Random(1))
     for task in tasks:
         BARGAIN.check_task(task)
-    with pytest.raises(ValueError, match="20 Questions makes no tasks of its own"):
-        QUESTIONS.tasks(1, random.Random(1))
-
-
-# --- one file each ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["twenty", "guess_my_city", "bargain"])
-def test_nothing_outside_its_file_knows_of_a_game(name):
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("tools/**/*.sh")]
-    sources = [path for path in sources if path.parent.name != "tiny"]  # the embedded world compares games
-    named = [path.name for path in sources if name in path.read_text(encoding="utf-8").lower()]
-    assert len(named) == 1 and named[0].startswith(name)

@@ -8,41 +8,44 @@ from helpers import call, flags_of
 
 from tools import prepare_data
 
+WORDS = [f"word{number}" for number in range(40)]
+
 
 def prepare(command: str, status: int = 0, **flags):
-    """Run a command of the program; gives how it ended."""
+    """Run a command of the program; return how it ended."""
     return call(prepare_data.main, command, *flags_of(flags), status=status)
 
 
-def test_a_list_is_split_into_words_of_training_and_held_out_ones(tmp_path):
-    words = [f"word{number}" for number in range(40)]
-    (tmp_path / "all.txt").write_text("\n".join([*words, "word3", ""]))
+@pytest.fixture
+def files(tmp_path):
+    """The flags of a split, with a list that repeats a word."""
+    (tmp_path / "all.txt").write_text("\n".join([*WORDS, "word3", ""]))
+    return {"input": tmp_path / "all.txt", "held_out": tmp_path / "held.txt", "output": tmp_path / "train.txt"}
 
+
+def test_a_list_is_split_into_words_of_training_and_held_out_ones(files):
     def split(seed):
-        files = {"input": tmp_path / "all.txt", "held_out": tmp_path / "held.txt", "output": tmp_path / "train.txt"}
         prepare("split", **files, number=10, seed=seed)
-        return [(tmp_path / name).read_text().splitlines() for name in ("train.txt", "held.txt")]
+        return [files[name].read_text().splitlines() for name in ("output", "held_out")]
 
     train, held_out = split(seed=0)
-    assert len(held_out) == 10 and sorted(train + held_out) == sorted(words)
-    assert [train, held_out] == [sorted(each, key=words.index) for each in (train, held_out)]
+    assert len(held_out) == 10 and sorted(train + held_out) == sorted(WORDS)
+    assert [train, held_out] == [sorted(each, key=WORDS.index) for each in (train, held_out)]
     assert split(seed=0) == [train, held_out] != split(seed=1)
 
 
-def test_a_wrong_split_is_refused_and_writes_nothing(tmp_path):
-    (tmp_path / "all.txt").write_text("\n".join(f"word{number}" for number in range(40)))
-    good = {"input": tmp_path / "all.txt", "held_out": tmp_path / "held.txt", "output": tmp_path / "train.txt"}
+def test_a_wrong_split_is_refused_and_writes_nothing(files, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for change, message in (
         ({"output": tmp_path / "all.txt"}, "all.txt: would be written over"),
         ({"held_out": tmp_path / "train.txt"}, "train.txt: would be written over"),
-        ({"input": tmp_path / "none.txt"}, "none.txt: no such file"),
+        ({"number": 40}, "--number 40: must be between 1 and 39"),
     ):
-        assert message in prepare("split", status=2, **good | change).errors
+        assert message in prepare("split", status=2, **files | change).errors
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_game_makes_its_word_list_where_it_can(tmp_path):
+def test_a_game_that_can_makes_its_word_list(tmp_path):
     prepare("tasks", game="bargain", number=3, output=tmp_path / "bargains.txt")
     tasks = (tmp_path / "bargains.txt").read_text().splitlines()
     assert len(tasks) == 3 and all(len(task.split()) == 3 for task in tasks)
@@ -62,6 +65,5 @@ def test_the_shipped_word_list_is_the_one_that_its_description_names():
     words = shipped.read_text().splitlines()
     assert len(set(words)) == len(words) == 50_000
     assert all(word.isascii() and word.isalpha() and word.islower() and len(word) >= 3 for word in words)
-    assert hashlib.sha256(shipped.read_bytes()).hexdigest() in (ROOT / "data" / "README.md").read_text(
-        encoding="utf-8"
-    )
+    described = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(shipped.read_bytes()).hexdigest() in described

@@ -3,15 +3,13 @@ import random
 
 import pytest
 from conftest import load_golden
-from hypothesis import given
-from hypothesis import strategies as st
+from scripted import messages
 
 from tools.games import prompts
-from tools.games.taboo import Taboo
+from tools.games.taboo import DEFENDER_WINS, Taboo
 from utils import UserError
 
 GAME = Taboo()
-GUESS_SENTENCE = "I know the word! It is `target word`!"
 TEMPLATES = {
     "rules": [f"RULE {index} in {{max_turns}} turns.\n" for index in range(8)],
     "attacker_instruction": "Hint at `{target_word}`.",
@@ -19,21 +17,13 @@ TEMPLATES = {
 }
 
 
-def messages(*texts):
-    """A history in which the players take turns."""
-    return [{"role": GAME.roles[index % 2], "content": text} for index, text in enumerate(texts)]
-
-
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def recorded_play_prompts():
-    for index, case in enumerate(load_golden("queries.json")["fixed_converter"]["cases"]):
-        if not case["raises"]:
-            yield pytest.param(case, id=str(index))
+PLAYED = [case for case in load_golden("queries.json")["fixed_converter"]["cases"] if not case["raises"]]
 
 
-@pytest.mark.parametrize("case", recorded_play_prompts())
+@pytest.mark.parametrize("case", PLAYED, ids=range(len(PLAYED)))
 def test_play_prompts_have_the_recorded_structure(case):
     prompt = prompts.play_prompt(GAME, case["history"], case["target_word"], case["max_turns"], TEMPLATES)
     rule = f"RULE 0 in {case['max_turns']} turns.\n"
@@ -44,11 +34,13 @@ def test_play_prompts_have_the_recorded_structure(case):
     assert prompt == f"{rule}{middle}\n\n### Instruction: {instruction}{case['ends_with']}"
 
 
-HISTORY_KINDS = {"empty": [], "attacker_last": messages("QQ1"), "defender_last": messages("QQ1", "RR1")}
+SAMPLES = load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
+ASKED, ANSWERED = messages(GAME, "QQ1"), messages(GAME, "QQ1", "RR1")
+HISTORY_KINDS = {"empty": [], "attacker_last": ASKED, "defender_last": ANSWERED}
 
 
 def assemble(draws, history):
-    """A training prompt put together from recorded draws, for target TGT and 7 turns, by the recorded layout."""
+    """The training prompt that recorded draws give in the recorded layout, for the word TGT and 7 turns."""
     separator = "\n" + draws["dialog_separator"]
     own, other = draws["player_names"]
     speaker = "defender" if draws["history_kind"] == "attacker_last" else "attacker"
@@ -66,27 +58,15 @@ def assemble(draws, history):
     return (system if draws["alpaca_system_prefix"] else "") + rule + game + request
 
 
-@pytest.mark.parametrize(
-    "draws",
-    [
-        pytest.param(draws, id=f"{draws['history_kind']}-{draws['seed']}")
-        for draws in load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
-    ],
-)
+@pytest.mark.parametrize("draws", SAMPLES, ids=lambda draws: f"{draws['history_kind']}-{draws['seed']}")
 def test_training_prompts_follow_the_recorded_draws(draws):
     history = HISTORY_KINDS[draws["history_kind"]]
     prompt = prompts.training_prompt(GAME, history, "TGT", 7, rng=random.Random(draws["seed"]), templates=TEMPLATES)
     assert prompt == assemble(draws, history)
 
 
-def test_the_recorded_draws_cover_every_layout():
-    samples = load_golden("queries.json")["random_converter"]["seed_samples"]["samples"]
-    kinds = {(d["prompt_type"], d["alpaca_system_prefix"], d["alpaca_instruction_as_prefix"]) for d in samples}
-    assert len(kinds) == 6 and {draws["rule_index"] for draws in samples} == set(range(8))
-
-
 def test_slots_are_filled_by_plain_replacement_and_never_twice():
-    history = messages("{max_turns} {target_word} {} {0}", "fine")
+    history = messages(GAME, "{max_turns} {target_word} {} {0}", "fine")
     for prompt in (
         prompts.play_prompt(GAME, history, "{max_turns}", 4, TEMPLATES),
         prompts.training_prompt(GAME, history, "{max_turns}", 4, rng=random.Random(0), templates=TEMPLATES),
@@ -94,30 +74,21 @@ def test_slots_are_filled_by_plain_replacement_and_never_twice():
         assert "{max_turns} {target_word} {} {0}" in prompt and "Hint at `{max_turns}`" in prompt
 
 
-@given(st.integers(), st.sampled_from(list(HISTORY_KINDS.values())))
-def test_only_the_attacker_is_told_the_target_word(seed, history):
-    attacker = GAME.next_role("zebra", history) == "attacker"
-    assert ("zebra" in prompts.play_prompt(GAME, history, "zebra", 5)) is attacker
-    assert ("zebra" in prompts.training_prompt(GAME, history, "zebra", 5, rng=random.Random(seed))) is attacker
-
-
 # --- prompt files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(8))
-def test_each_shipped_rule_text_states_the_rules(index):
-    rule = prompts.default_templates(GAME)["rules"][index]
-    assert GUESS_SENTENCE in rule and "{max_turns}" in rule and rule.endswith("\n")
-    for fact in ("attacker", "defender", "target word", "win", "form", "tie", "turn"):
-        assert fact in rule.lower()
-    assert "breaks the rules" in rule
+def test_each_shipped_rule_text_of_taboo_tells_the_sentence_that_the_judge_takes_as_a_guess():
+    sentence = "I know the word! It is `target word`!"
+    assert GAME.judge(messages(GAME, "Hm?", sentence.replace("target word", "art")), "art", 3).outcome == DEFENDER_WINS
+    rules = prompts.default_templates(GAME)["rules"]
+    assert len(rules) == 8 and all(sentence in rule and "{max_turns}" in rule for rule in rules)
 
 
 @pytest.mark.parametrize(
     "change, problem",
     [
         ({"rules": []}, "'rules' must be a list of one or more texts"),
-        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, "'rules' .* ends in a newline"),
+        ({"rules": [*TEMPLATES["rules"][:7], "No newline"]}, "'rules' .* ending in a newline"),
         ({"attacker_instruction": "No word."}, "{target_word} must stand in 'attacker_instruction'"),
         ({"defender_instruction": "It is `{target_word}`."}, "{target_word} must not stand in 'defender_instruction'"),
         ({"defender_instruction": "Go on"}, "'defender_instruction' must be a text that ends in a full stop"),

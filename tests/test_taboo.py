@@ -4,20 +4,14 @@ import pytest
 from conftest import load_golden
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import messages
 from textblob import Word
 
 from tools.games import taboo
 
-# What the released judge makes of these is not to be met: an error here, or another verdict (see below).
+# Recorded games that the released judge gets wrong: here they are errors, or have another verdict.
 BETTER_HERE = {"regex_chars", "multiword", "other_role", "malformed"}
-GUESS_SENTENCE = "I know the word! It is `target word`!"
 GAME = taboo.Taboo()
-
-
-def messages(*texts, first=taboo.ATTACKER):
-    """A history in which the players take turns."""
-    order = GAME.roles if first == taboo.ATTACKER else GAME.roles[::-1]
-    return [{"role": order[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 def judge(history, word, max_turns, *, match="substring"):
@@ -25,8 +19,8 @@ def judge(history, word, max_turns, *, match="substring"):
 
 
 def judge_reply(text, word, **settings):
-    """The outcome when the defender's first reply is `text`."""
-    return judge(messages("Hm?", text), word, 3, **settings).outcome
+    """The outcome if the defender's first reply is `text`."""
+    return judge(messages(GAME, "Hm?", text), word, 3, **settings).outcome
 
 
 # --- judge: recorded games -------------------------------------------------------------------------------------------
@@ -62,15 +56,12 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
 @pytest.mark.parametrize(
     "text, right",
     [
-        ("I know the word! It is an art", True),  # the gap takes " is an "
-        ("I know the word! It is `start`!", True),  # ... and " is `st"
-        ("I know the word! It's 1234art", True),  # 8 characters of gap, counting "'s 1234" and one more
-        ("I know the word! It 1234567art", True),
+        ("I know the word! It is `start`!", True),  # the gap is " is `st"
+        ("I know the word! It 1234567art", True),  # a gap of eight characters
         ("I know the word! It 12345678art", False),
-        ("I know the word! It 1234567`art`", True),  # a quoted form may begin one later
-        ("I know the word! It 1234567`art", False),
+        ("I know the word! It 1234567`art`", True),  # the quotes belong to the form, and begin after eight characters
         ("I know the word! Itart", False),  # the gap has at least one character
-        ("I know the word! It is\nart", False),  # ... and no line ends in it
+        ("I know the word! It is\nart", False),  # and no line ends in it
         ("I know the word! It is song. I know the word! It is art.", True),
     ],
 )
@@ -93,14 +84,10 @@ def test_blanks_around_a_target_word_do_not_matter():
 @pytest.mark.parametrize(
     "text, outcome",
     [
-        ("Let us start.", taboo.TIED),
-        ("Modern art.", taboo.ATTACKER_WINS),
-        ("_art_ **arts**", taboo.ATTACKER_WINS),
+        ("Let us start a party, artist.", taboo.TIED),
+        ("_art_", taboo.ATTACKER_WINS),
         ("starts and 'art's", taboo.ATTACKER_WINS),
         ("start, arting", taboo.ATTACKER_WINS),
-        ("party", taboo.TIED),
-        ("artist", taboo.TIED),
-        ("art school", taboo.ATTACKER_WINS),
         ("start of art", taboo.ATTACKER_WINS),  # not the first occurrence
         ("I know the word! It is `start`!", taboo.ATTACKER_WINS),  # a wrong guess
         ("I know the word! It is party", taboo.ATTACKER_WINS),
@@ -110,7 +97,9 @@ def test_blanks_around_a_target_word_do_not_matter():
 )
 def test_whole_word_matching_does_not_look_inside_words(text, outcome):
     assert judge_reply(text, "art", match="word") == outcome
-    # edges that are no letters
+
+
+def test_an_edge_of_a_word_that_is_no_letter_may_touch_letters():
     assert judge_reply("I like C++11.", "c++", match="word") == taboo.ATTACKER_WINS
     assert judge_reply("I like xc++.", "c++", match="word") == taboo.TIED
 
@@ -141,8 +130,7 @@ PIECES = [
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 histories = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(GAME.roles), texts))
-words = ["art", "child", "c++", "Start", "pear", "s", "this", "a.b", "\\d", "what?", "a|b", "(x)", "{2}"]
-words = st.sampled_from(words)
+words = st.sampled_from(["art", "child", "c++", "Start", "s", "this", "a.b", "\\d", "what?", "a|b", "(x)", "{2}"])
 turns = st.integers(min_value=1, max_value=4)
 
 
@@ -182,25 +170,18 @@ def test_what_follows_the_decisive_message_does_not_count(history, more, word, m
     "texts, over",
     [
         ([], False),
-        (["An apple"], True),  # broken rules
-        (["Hello", "Apple"], True),  # decided
+        (["An apple"], True),  # decided
         (["Hello", "I know the word! It is `pear`!"], True),
         (["Hello", "Oh, I know the word, but what is it?"], True),  # decides nothing, yet play ends
         (["I know the word"], False),  # from the attacker it does not
-        (["Hello", "I know the word", "Really?"], False),
-        (["Hello", "Hi", "Fine?", "Fine"], True),  # two turns are over
         (["Hello", "Hi", "Fine?"], False),
+        (["Hello", "Hi", "Fine?", "Fine"], True),  # two turns are over
     ],
 )
 def test_play_stops_when_decided_at_the_last_turn_or_at_the_sentence_of_a_guess(texts, over):
-    assert GAME.is_over(messages(*texts), "apple", 2) is over
-
-
-def test_the_sentence_of_the_rules_is_a_guess_that_the_judge_takes():
-    sentence = GUESS_SENTENCE.replace("target word", "apple")
-    assert judge_reply(sentence, "apple") == judge_reply(sentence, "apple", match="word") == taboo.DEFENDER_WINS
+    assert GAME.is_over(messages(GAME, *texts), "apple", 2) is over
 
 
 def test_a_part_of_a_turn_counts_as_a_message():
-    history = [{"role": role, "content": "well"} for role in ("attacker", "defender") * 3]
+    history = messages(GAME, *["well"] * 6)
     assert [judge(history, "apple", turns).length for turns in (1, 1.2, 1.5, 2)] == [2, 3, 3, 4]

@@ -3,8 +3,8 @@
     python -m tools.prepare_data tasks --game GAME --number 1000 --output data/tasks.txt
     python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 
-`tasks` makes the list of a game that can make its own tasks. `split` holds words back, for evaluation on words that
-self-play never sees.
+`tasks` writes the list of a game that can make its own tasks. `split` takes words out of a list, so that models can be
+evaluated on words that self-play never sees.
 """
 
 import random
@@ -19,9 +19,9 @@ from utils import UserError, end_with_launcher, read_words, replacing, run_progr
 
 @dataclass(kw_only=True)
 class Split:
-    """Draw words to be held out from a list, and write both parts in the order of the list, a repeated word once."""
+    """Draw words to hold out. Both parts are written in the order of the list, each word once."""
 
-    input: str = flag("word list, one a line")
+    input: str = flag("word list, one word a line")
     output: str = flag("file to write for the remaining words")
     held_out: str = flag("file to write for the held-out words")
     number: int = flag("number of held-out words", default=500)
@@ -39,7 +39,7 @@ class Split:
 
 @dataclass(kw_only=True)
 class Tasks(GameChoice):
-    """Write the word list of a game that can make its own tasks."""
+    """Write the word list of a game that makes its own tasks."""
 
     output: str = flag("file to write")
     number: int = flag("largest number of tasks", default=1000)

@@ -1,4 +1,4 @@
-"""What is played. A game is one file with a subclass of `Game` and a prompt file; `load_game` finds it by its name."""
+"""The games. Each is a file with a subclass of `Game`, and a prompt file; `load_game` finds it by its name."""
 
 from tools.games.game import Game, Outcome, Verdict, load_game
 

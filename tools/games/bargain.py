@@ -1,4 +1,4 @@
-"""A bargain: two buyers divide goods that each values in his own way; each is paid by his share of the worth."""
+"""A bargain: two buyers divide goods that are worth different amounts to them. Each is paid his share of the worth."""
 
 import random
 import re
@@ -15,7 +15,7 @@ KEPT = re.compile(r"(\d{1,3}) (\w+)", re.ASCII)
 
 
 class Bargain(Game):
-    """A task is a list of goods, `book:2:5/1 hat:1:0/9`: two books, each worth 5 to the first, 1 to the second."""
+    """A task is a list of goods: `book:2:5/1 hat:1:0/9` has two books, each worth 5 to the first, 1 to the second."""
 
     name, title, max_turns = "bargain", "A bargain", 6
     prompt_file = ROOT / "configs" / "prompts" / "bargain.json"
@@ -30,7 +30,7 @@ class Bargain(Game):
     def check_task(self, task: str) -> None:
         goods = [GOODS.fullmatch(item) for item in task.split()]
         if not all(goods) or len({item[1].lower() for item in goods}) < len(goods):
-            raise ValueError(f"{task!r} are no goods; expected NAME:NUMBER:VALUE/VALUE of each kind, each kind once")
+            raise ValueError(f"{task!r} is not a list of goods; expected NAME:NUMBER:VALUE/VALUE, each name once")
         if not all(_worth(task, role, _stock(task)) for role in (0, 1)):
             raise ValueError(f"{task!r}: the goods are worth nothing to one of the buyers")
 
@@ -70,7 +70,7 @@ class Bargain(Game):
         return [(GUESS, *match.span()) for match in OFFER.finditer(text)]
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
-        """Of each, 3 kinds of 1 to 4 pieces, a piece being worth 1 to 10 to either buyer."""
+        """Bargains over 3 kinds of goods, 1 to 4 pieces of each; a piece is worth 1 to 10 to either buyer."""
 
         def drawn(kind: str) -> str:
             return f"{kind}:{rng.randint(1, 4)}:{rng.randint(1, 10)}/{rng.randint(1, 10)}"
@@ -87,7 +87,7 @@ def _stock(task: str) -> dict[str, int]:
 
 
 def _kept(task: str, text: str) -> dict[str, int] | None:
-    """What the last offer of a message keeps; None if it cannot be had."""
+    """How many of each kind the last offer of a message keeps; None if there are not so many."""
     items = [part.strip() for part in OFFER.findall(text)[-1].split(",") if part.strip()]
     kept = {match[2].lower(): int(match[1]) for match in map(KEPT.fullmatch, items) if match}
     stock = _stock(task)

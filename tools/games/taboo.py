@@ -15,8 +15,8 @@ MATCHES = (SUBSTRING, WHOLE_WORD)
 
 PREDICTION = re.compile(r"i know the word! it(?=.)")  # in lower-cased text
 SENTENCE = re.compile(PREDICTION.pattern + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-MAX_GAP = 8  # characters that may stand between the prediction's "it" and the word
-PREDICTION_BEGINNING = "i know the word"  # after this from the defender, right or wrong, play stops
+MAX_GAP = 8  # largest number of characters between the prediction's "it" and the word
+PREDICTION_BEGINNING = "i know the word"  # when the defender says this, play stops, whether the guess is right or not
 
 
 class Taboo(Game):
@@ -73,7 +73,7 @@ class Taboo(Game):
         return said + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
 
     def _predicts_right(self, text: str, word: str) -> bool:
-        """Whether one to MAX_GAP characters of the line after a prediction's "it" lead to a derivative."""
+        """Whether a derivative follows a prediction's "it" on the same line, after one to MAX_GAP characters."""
         forms = derivatives(word)
         for prediction in PREDICTION.finditer(text):
             end = prediction.end()
@@ -85,10 +85,10 @@ class Taboo(Game):
         return False
 
     def _contains(self, text: str, word: str) -> bool:
-        """Whether any derivative is in the text. All but the plural contain the word itself, so two look-ups do."""
-        if self.match == SUBSTRING:
+        """Whether any derivative is in the text."""
+        if self.match == SUBSTRING:  # all derivatives but the plural contain the word itself
             return word in text or _plural(word) in text
-        for form in derivatives(word)[:4]:  # in quotes, forms stand alone too
+        for form in derivatives(word)[:4]:  # the others are these in quotes, where they stand alone too
             places = re.finditer(f"(?={re.escape(form)})", text)
             if any(_stands_alone(text, place.start(), form) for place in places):
                 return True
@@ -98,7 +98,7 @@ class Taboo(Game):
 def derivatives(word: str) -> list[str]:
     """The 16 lower-cased texts that count as `word`: itself, -ing, -ed and plural, bare and in three kinds of quotes.
 
-    The plural is that of the whole text by TextBlob's rules, right or wrong. Raises ValueError for a blank word.
+    The plural is what TextBlob makes of the whole text, right or wrong. Raises ValueError for a blank word.
     """
     word = word.strip().lower()
     if not word:
@@ -109,13 +109,13 @@ def derivatives(word: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 12)
 def _any_form(word: str) -> re.Pattern:
-    """Any derivative: the first four, since the others are these in quotes; the longest wins."""
+    """A pattern that finds any derivative, the longest first. The four without quotes are enough."""
     forms = sorted(derivatives(word)[:4], key=len, reverse=True)
     return re.compile("|".join(map(re.escape, forms)), re.IGNORECASE)
 
 
 def _stands_alone(text: str, start: int, form: str) -> bool:
-    """Whether no letter or digit at an edge of the form, found at `start`, is joined to another one outside it."""
+    """Whether the form, found at `start`, is not part of a longer word: no two letters or digits meet at its edges."""
     end = start + len(form)
     joined_before = start > 0 and text[start - 1].isalnum() and form[0].isalnum()
     joined_after = end < len(text) and text[end].isalnum() and form[-1].isalnum()
@@ -129,13 +129,11 @@ def _plural(word: str) -> str:
 
 @lru_cache(maxsize=1)
 def _inflect():
-    """TextBlob's rules of inflection, one file of it: the package itself would import NLTK, which takes seconds."""
+    """TextBlob's module of inflection rules. Importing the whole package would import NLTK, which takes seconds."""
     if not (package := importlib.util.find_spec("textblob")):
         raise ModuleNotFoundError("No module named 'textblob'", name="textblob")
     (folder,) = package.submodule_search_locations
     spec = importlib.util.spec_from_file_location("textblob_inflect", Path(folder, "en", "inflect.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # Lists there; words are looked up in them more often than anything else is done.
-    module.plural_categories = {name: frozenset(words) for name, words in module.plural_categories.items()}
     return module

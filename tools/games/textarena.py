@@ -1,19 +1,16 @@
 """TextArena's two-player games (PyPI `textarena`): --game textarena --game_options env=TicTacToe-v0.
 
-A task is a seed. The environment has no way back, so every decision replays it: reset with the seed, then one step for
-each message.
+A task is a seed. An environment cannot take a move back, so every decision replays the game: the environment is reset
+with the seed, then takes one step for each message.
 """
 
 import ast
-import contextlib
 import functools
 import importlib.metadata
 import inspect
-import io
 import math
 import random
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,11 +19,9 @@ from tools.games.game import ROOT, Game, History, Outcome
 
 VERSION = "0.7.4"  # of the package; another version may have other rules
 ZERO, ONE = "player_zero", "player_one"
-DRAW, UNFINISHED = "draw", "unfinished"
 BOARD = "board"  # a view
 MAX_TURNS = 50  # of environments without a limit of their own
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]  # of TicTacToe
-MOVE = re.compile(r"\[\s*(\d+)\s*\]")  # in TicTacToe
 
 
 class TextArena(Game):
@@ -40,8 +35,8 @@ class TextArena(Game):
         Outcome(f"{ONE} wins", winner=ONE),
         Outcome(f"{ZERO} errs", winner=ONE, breach=True),
         Outcome(f"{ONE} errs", winner=ZERO, breach=True),
-        Outcome(DRAW),
-        Outcome(UNFINISHED),
+        Outcome("draw"),
+        Outcome("unfinished"),
     )
     example_task = "0"
 
@@ -52,7 +47,7 @@ class TextArena(Game):
         self.env, self.view, self.name, self.title = env, view, f"{self.name}:{env}", env
         if why := self._refusal():
             raise ValueError(f"env={env}: {why}")
-        limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments end one message later
+        limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments take one more
         self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS
 
     def check_task(self, task: str) -> None:
@@ -66,11 +61,11 @@ class TextArena(Game):
         return self.roles[self._replay(task, history).current_player_id]
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """The environment's rules for this player, and all that it has told this player; of boards only the last."""
+        """The rules for this player, and what the environment has told this player; only the last board is shown."""
         told = self._replay(task, history).observations[self.roles.index(role)]
-        boards = [text for _, text, kind in told if kind.name == "GAME_BOARD"]
-        news = [text for _, text, kind in told if kind.name not in ("PROMPT", "PLAYER_ACTION", "GAME_BOARD")]
         rules = [text for _, text, kind in told if kind.name == "PROMPT"]
+        news = [text for _, text, kind in told if kind.name not in ("PROMPT", "PLAYER_ACTION", "GAME_BOARD")]
+        boards = [text for _, text, kind in told if kind.name == "GAME_BOARD"]
         if self.view == BOARD:
             return {"observations": "".join(boards[-1:]).strip()}
         return {"game_rules": "\n".join(rules).strip(), "observations": "\n".join(news + boards[-1:]).strip()}
@@ -81,7 +76,7 @@ class TextArena(Game):
             return None
         zero, one = state.rewards[0], state.rewards[1]
         if zero == one:
-            return DRAW
+            return "draw"
         winner, loser = (ZERO, ONE) if zero > one else (ONE, ZERO)
         invalid = state.game_info[self.roles.index(loser)].get("invalid_move")
         return f"{loser} errs" if invalid else f"{winner} wins"
@@ -90,9 +85,9 @@ class TextArena(Game):
         return str(self._replay(task, history).game_info[0].get("reason") or super().explain(task, history, outcome))
 
     def scripted(self, name: str) -> Callable[[Any], str]:
-        if self.env != "TicTacToe-v0" or name not in ("random", "minimax"):
-            return super().scripted(name)
-        return _random_move if name == "random" else _best_move
+        if self.env == "TicTacToe-v0" and name in ("random", "minimax"):
+            return _random_move if name == "random" else _best_move
+        return super().scripted(name)
 
     def _replay(self, task: str, history: History):
         """TextArena's state after these messages. The global random state is left as it was."""
@@ -124,17 +119,12 @@ class TextArena(Game):
 
         if f"{self.env}-raw" not in ENV_REGISTRY:
             return "TextArena has no environment of this name; names read like TicTacToe-v0"
-        silent = io.StringIO()  # some environments print while they fail to download
         try:
-            with (
-                mock.patch("socket.getaddrinfo", side_effect=OSError("no network")),
-                contextlib.redirect_stdout(silent),
-                contextlib.redirect_stderr(silent),
-            ):
+            with mock.patch("socket.getaddrinfo", side_effect=OSError("no network")):
                 state = self._replay(self.example_task, ())
         except Exception as error:  # each environment fails in its own way
-            line = next(filter(str.strip, str(error).replace("*", "").splitlines()), "").strip()
-            return f"it cannot be reset for two players without a network ({type(error).__name__}: {line})"
+            reason = str(error).strip("*\n ").partition("\n")[0]
+            return f"it cannot be reset for two players without a network ({type(error).__name__}: {reason})"
         if not isinstance(state, textarena.TwoPlayerState):
             return "it is not a game of two players who take turns"
         if _hides_moves(textarena.make(f"{self.env}-raw")):
@@ -143,51 +133,45 @@ class TextArena(Game):
 
 
 def _hides_moves(env) -> bool:
-    """Whether the source of an environment tells a move (PLAYER_ACTION) to one player only, or to none."""
-    source = textwrap.dedent(inspect.getsource(type(env)))
-    calls = [
-        {each.arg: ast.unparse(each.value) for each in node.keywords}
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_observation"
-    ]
-    moves = [call for call in calls if any(value.endswith(".PLAYER_ACTION") for value in call.values())]
-    return not moves or any(call.get("to_id", "-1") != "-1" for call in moves)
+    """Whether an environment, by its source, shows some move (PLAYER_ACTION) to one player only, or shows none."""
+    nodes = ast.walk(ast.parse(inspect.getsource(type(env))))
+    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+    moves = [call for call in calls if re.match(r"[\w.]+\.add_observation\(", call) and ".PLAYER_ACTION" in call]
+    return not moves or any("to_id=" in call and "to_id=-1" not in call for call in moves)
 
 
-# TicTacToe's scripted players. A board is nine characters, O for player zero, X for player one, and "." for free.
+# TicTacToe's scripted players. A board is nine characters: O of player zero, who opens, X of player one, "." if free.
 
 
-def _board(history: History) -> str:
-    board = ["."] * 9
-    for index, message in enumerate(history):
-        board[int(MOVE.search(message["content"])[1])] = "OX"[index % 2]
-    return "".join(board)
+def _next_boards(board: str) -> dict[int, str]:
+    """The board after each move of the player whose turn it is, by the cell of the move."""
+    mark = "OX"[(9 - board.count(".")) % 2]
+    return {cell: board[:cell] + mark + board[cell + 1 :] for cell in range(9) if board[cell] == "."}
+
+
+def _boards_after(history: History) -> dict[int, str]:
+    boards = _next_boards("." * 9)
+    for message in history:
+        cell = int(re.search(r"\[\s*(\d+)\s*\]", message["content"])[1])
+        boards = _next_boards(boards[cell])
+    return boards
 
 
 def _random_move(turn) -> str:
-    """Any free cell, drawn by the number of the game and of its messages."""
+    """Any free cell, drawn by the number of the game and the number of its messages."""
     rng = random.Random(f"{turn.index}/{len(turn.history)}")
-    return f"[{rng.choice(_free(_board(turn.history)))}]"
+    return f"[{rng.choice(list(_boards_after(turn.history)))}]"
 
 
 def _best_move(turn) -> str:
     """The first of the cells that are best against the best answers (minimax)."""
-    board, mark = _board(turn.history), "OX"[len(turn.history) % 2]
-    return f"[{max(_free(board), key=lambda cell: -_value(_place(board, cell, mark)))}]"
-
-
-def _free(board: str) -> list[int]:
-    return [cell for cell, mark in enumerate(board) if mark == "."]
-
-
-def _place(board: str, cell: int, mark: str) -> str:
-    return board[:cell] + mark + board[cell + 1 :]
+    boards = _boards_after(turn.history)
+    return f"[{max(boards, key=lambda cell: -_value(boards[cell]))}]"
 
 
 @functools.cache
 def _value(board: str) -> int:
-    """What best play gives the player to move: 1 for a win, 0 for a draw, -1 for a loss."""
-    before, mark = ("O", "X") if board.count("O") > board.count("X") else ("X", "O")
-    if any(all(board[cell] == before for cell in line) for line in LINES):
+    """What best play gives the player whose turn it is: 1 for a win, 0 for a draw, -1 for a loss."""
+    if any(board[a] == board[b] == board[c] != "." for a, b, c in LINES):
         return -1
-    return max((-_value(_place(board, cell, mark)) for cell in _free(board)), default=0)
+    return max((-_value(after) for after in _next_boards(board).values()), default=0)

@@ -38,7 +38,7 @@ class JudgedGames:
                 self._verdicts.append(None)
                 continue
             try:
-                verdict = game.verdict(*(record[key] for key in EPISODE_KEYS))
+                verdict = game.judge(*(record[key] for key in EPISODE_KEYS))
                 self.paid.update(rewards_of(game, record, verdict).keys())
             except Exception:
                 logger.error("%s: the rules of %s raised an error", where, game.title)
