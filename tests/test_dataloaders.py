@@ -128,7 +128,7 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, mon
     monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", at_once)
     paths = [write_rows(tmp_path / "a.json", ROWS, lines=False), write_rows(tmp_path / "b.jsonl", ROWS)]
     encoded, counts = load_rows(paths, tokenizer, tmp_path / "rows.arrow" if stored else None)
-    assert counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, mostly_cut=0, dropped=0, negative=0)
+    assert counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, dropped=0, negative=0)
     expected = [encode_example(row, tokenizer) for row in ROWS * 2]
     for found, direct in zip(RowDataset(encoded, counts), expected, strict=True):
         assert {name: found[name] for name in direct} == direct
@@ -155,7 +155,7 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
     with pytest.raises(utils.UserError, match=r"a\.jsonl:2: .*--drop_unscored_rows"):
         load_rows([path], tokenizer)
     encoded, counts = load_rows([path], tokenizer, drop_unscored=True)
-    assert len(encoded) == 1 and counts == dataloaders.RowCounts(1, 0, 0, mostly_cut=1, dropped=1, negative=0)
+    assert len(encoded) == 1 and counts == dataloaders.RowCounts(1, 0, truncated=0, dropped=1, negative=0)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,24 @@ def test_at_ratio_one_the_gradient_is_reward_minus_beta_unless_the_kl_is_detache
     assert_close(logprob.grad.item(), -slope)
 
 
+@pytest.mark.parametrize(
+    ("reward", "log_ratio", "released", "detached"),
+    [
+        (-1.0, 0.0, 1.0 + 0.2, 1.0),  # -(R - beta), and -R
+        (-1.0, -1.0, 0.2 * 0.8, 0.0),  # below 1 - eps: +beta (1 - eps), and flat
+        (-1.0, -4.9, 0.2 * 0.8, 0.0),
+        (-1.0, -6.0, 0.0, -0.2 * math.exp(-6)),  # A is beta: r (beta - A), and -A r
+        (1.0, 1.0, 0.2 * 1.2, 0.0),  # above 1 + eps
+    ],
+)
+def test_past_the_clip_the_loss_is_flat_only_if_the_kl_is_detached(reward, log_ratio, released, detached):
+    for detach_kl, slope in ((False, released), (True, detached)):
+        logprob = tensor(log_ratio, grad=True)
+        loss, _ = offline(logprob, tensor(0.0), tensor(reward), detach_kl=detach_kl)
+        loss.backward()
+        assert_close(logprob.grad.item(), slope)
+
+
 def test_clipping_stops_the_ratio_where_it_would_gain_and_not_where_it_loses():
     up, down = math.log(1.5), math.log(0.5)
     for log_ratio, reward, factor in [(up, 1.0, 1.2), (up, -1.0, 1.5), (down, 1.0, 0.5), (down, -1.0, 0.8)]:
