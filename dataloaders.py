@@ -261,7 +261,6 @@ class SPAGCollator:
     Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64); of shape (batch,):
     weights, rewards, sft_mask (float32), and, if the rows have them, ref_logprobs (float32) and roles (int64); and
     `scored_places`, (scored tokens,).
-    Raises ValueError for an empty batch.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -270,8 +269,6 @@ class SPAGCollator:
         self.pad_left = tokenizer.padding_side == "left"
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        if not examples:
-            raise ValueError("cannot make a batch of no rows")
 
         def column(name: str) -> torch.Tensor:
             return torch.tensor([example[name] for example in examples], dtype=torch.float32)

@@ -341,9 +341,9 @@ class SPAGTrainer(Trainer):
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         if self.module.training:
             self.metrics.add(metrics, inputs)
-        else:  # the Trainer weighs the losses of evaluation batches by their rows
+        else:  # the Trainer weights the losses of evaluation batches by their rows
             self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
-        return (loss, {"logprob": logprob}) if return_outputs else loss
+        return loss
 
     def logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
         """(batch,) log-probabilities under the policy or the reference."""
@@ -375,7 +375,8 @@ class SPAGTrainer(Trainer):
             return batches, None
         totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
-        # The Trainer averages over micro-batches and ranks, so each is divided by the mean of their counts.
+        # The Trainer takes the mean over micro-batches and ranks. With sums of costs divided by the mean count, that
+        # mean is the total cost divided by the total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def _get_train_sampler(self, train_dataset=None):

@@ -5,12 +5,9 @@ import os
 import random
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
@@ -444,63 +441,7 @@ def test_a_checkpoint_of_the_same_run_is_continued_elsewhere_and_any_other_is_re
     refused(output, settings, "checkpoint-2: there is no settings.json")
 
 
-def test_a_second_start_into_one_folder_is_refused_and_writes_nothing(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model)
-    trainer = train.set_up(flags(tmp_path / "out", settings))
-    before = contents(tmp_path / "out")
-    second = start([PYTHON, "train.py", *flags(tmp_path / "out", settings)])
-    assert "another process is writing to this run" in finish(second, status=2)
-    assert contents(tmp_path / "out") == before
-    train.run(trainer)
-    reset_process()
-    assert (tmp_path / "out" / "train_results.json").is_file()
-
-
 # --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.kills
-def test_a_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(800))
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=80, train_sampling_strategy="random")
-    settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
-    expected, output, kills = run(tmp_path / "whole", settings), tmp_path / "killed", 0
-    for threshold in (4, 16):
-        process = start([PYTHON, "train.py", *flags(output, settings)])
-        while process.poll() is None and not any(step >= threshold for step in saved_steps(output)):
-            time.sleep(0.02)
-        time.sleep(random.uniform(0, 0.2))
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-    assert kills >= 1
-    half_written = output / "checkpoint-79"
-    half_written.mkdir()
-    (half_written / "trainer_state.json").write_text("{")
-    steps = run(output, settings, resume_from_checkpoint=True)
-    assert [step["step"] for step in steps] == list(range(1, 81))
-    assert_same_training(steps, output, expected, tmp_path / "whole", tiny_model, tolerance=1e-6)
-    assert trainers.is_complete(output / "checkpoint-80") and (output / "train_results.json").is_file()
-
-
-@pytest.mark.kills
-def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model
-):
-    settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=4)
-    settings |= {"deepspeed": ROOT / "configs" / "zero3.json", "save_strategy": "steps", "save_steps": 1}
-    output = tmp_path / "out"
-    process = start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(output, settings)])
-    while process.poll() is None and not trainers.is_complete(output / "checkpoint-1"):
-        time.sleep(0.02)
-    assert process.poll() is None
-    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for each in processes:
-        each.kill()
-    process.communicate()
-    psutil.wait_procs(processes, timeout=30)
-    steps = launch(output, 2, settings)
-    expected, plain_output = plain_runs[other_model]
-    assert_same_training(steps, output, expected, plain_output, tiny_model)
 
 
 def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
@@ -782,13 +723,6 @@ def test_a_loss_that_is_not_finite_stops_training(tmp_path, tiny_model):
         tmp_path / "out", offline_po(path, tiny_model, tiny_model), "the loss of step 1 is .*; training stops here"
     )
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_bad_flags_end_the_program_with_one_message(tmp_path):
-    wrong = ["--train_method", "DPO", "--output_dir", tmp_path / "out", "--clip", "1"]
-    printed = finish(start([PYTHON, "train.py", *wrong]), status=2)
-    assert "Traceback" not in printed and "--train_method DPO is unknown" in printed
-    assert "unknown flag --clip; did you mean --clip_range?" in printed
 
 
 @pytest.mark.parametrize(("module", "name"), [(trainers, "offline_po_loss"), (dataloaders, "normalize_row")])
