@@ -28,8 +28,9 @@ ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
 def normalize_row(record: dict) -> dict:
     """Return a raw record as query, target, weight, reward, is_sft, role, chat_template.
 
-    Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
-    only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts already contain special tokens.
+    Texts are those of `query` and `target`, or else of `prompt` and `answer`, or else of a raw Alpaca row. A missing
+    weight or reward is 1.0. Only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts already
+    contain special tokens.
 
     Raises UserError for a missing or non-text query or target, for a weight or reward that is not a finite number, and
     for a `chat_template` that is neither true nor false.
@@ -258,9 +259,9 @@ class RowDataset(torch.utils.data.Dataset):
 class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side.
 
-    Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64); of shape (batch,):
-    weights, rewards, sft_mask (float32), and, if the rows have them, ref_logprobs (float32) and roles (int64); and
-    `scored_places`, (scored tokens,).
+    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
+    sft_mask, float32 of shape (batch,); and scored_places, (scored tokens,). If the rows have them, also ref_logprobs,
+    float32, and roles, int64, of shape (batch,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -269,7 +270,6 @@ class SPAGCollator:
         self.pad_left = tokenizer.padding_side == "left"
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-
         def column(name: str) -> torch.Tensor:
             return torch.tensor([example[name] for example in examples], dtype=torch.float32)
 
@@ -277,7 +277,7 @@ class SPAGCollator:
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
             "labels": labels,
-            "scored_places": scored_places(labels),  # on the CPU: a GPU would have to wait for their number
+            "scored_places": scored_places(labels),  # on the CPU, since on a GPU nonzero() would wait for its result
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
             "weights": column("weight"),
             "rewards": column("reward"),

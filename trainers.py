@@ -311,7 +311,7 @@ class SPAGTrainer(Trainer):
         self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
-        """Called once the model is wrapped, on its device and, on resume, loaded."""
+        """Called when training starts; the model is wrapped, on its device and, on resume, loaded."""
         if self.args.should_save:
             self.check_saving()
         if self.state.global_step:
@@ -431,7 +431,7 @@ class SPAGTrainer(Trainer):
     def rows_dealt(self) -> np.ndarray:
         """Which rows training uses, (rows,) of bool: all, unless --max_steps ends within the first epoch.
 
-        If training used another row, its log-probability would be NaN, and `log` would stop training.
+        The other rows keep NaN as their log-probability: if one were used, `log` would stop training.
         """
         args, rows = self.args, len(self.train_dataset)
         micro_batches = args.max_steps * args.gradient_accumulation_steps
@@ -481,7 +481,7 @@ class SPAGTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-        """Yields the reference in eval mode: the model to call, and the causal LM inside it."""
+        """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
         training = self.model.training
         self.model.eval()
         try:
@@ -512,9 +512,9 @@ class SPAGTrainer(Trainer):
             return model.to(self.args.device)
         import deepspeed
 
-        policys = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        config = {name: policys[name] for name in ("bf16", "fp16", "steps_per_print") if name in policys}
-        zero = policys["zero_optimization"].items()
+        of_policy = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = {name: of_policy[name] for name in ("bf16", "fp16", "steps_per_print") if name in of_policy}
+        zero = of_policy["zero_optimization"].items()
         zero = {name: value for name, value in zero if name != "offload_optimizer" and value != "auto"}
         config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -548,12 +548,10 @@ class SPAGTrainer(Trainer):
                 raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
             if logs.get("log_ratio", 0) < RUNAWAY:
-                message = (
-                    "step %d: log_ratio is %.2f; the policy moves far from the reference, and replies degenerate. "
-                )
-                message += "Use %s a smaller --learning_rate or a larger --lm_kl_coeff"
-                detach = "--detach_kl True," if self.args.detach_kl is False else ""
-                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], detach)
+                remedy = "--detach_kl True, " if self.args.detach_kl is False else ""
+                remedy += "a smaller --learning_rate or a larger --lm_kl_coeff"
+                message = "step %d: log_ratio is %.2f; the policy is far from the reference and may degenerate. Use %s"
+                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], remedy)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)
