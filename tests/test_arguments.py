@@ -65,13 +65,6 @@ def test_the_published_command_lines_are_accepted_and_mean_what_they_meant(given
     assert args.detach_kl is False
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_tf32_goes_and_bf16_stays_with_one_warning(given, caplog):
-    args = parse_arguments(minimal(given, "--bf16", "True", "--tf32", "True"))
-    assert args.use_cpu and args.no_gpu_found and args.bf16 and args.tf32 is None
-    assert [record.levelname for record in caplog.records if "--tf32 is ignored" in record.message] == ["WARNING"]
-
-
 @pytest.fixture
 def old_gpu(monkeypatch):
     """A GPU before Ampere, pretended; torch says that it supports bf16, which it emulates."""
@@ -134,7 +127,7 @@ def test_all_problems_are_listed_at_once(given):
         ("SFT", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0; it must be at least 1"),
         ("SFT", "--num_train_epochs 0", "--num_train_epochs must be above 0"),
         ("SFT", "--output_dir M", "is the model's own folder"),
-        ("SFT", "--torch_compile True", "--torch_compile: each batch would be compiled anew"),
+        ("SFT", "--torch_compile True", "--torch_compile: every batch would be compiled again"),
         ("SFT", "--warmup_ratio 3", "--warmup_ratio 3.0: expected a share of the steps"),
         ("SFT", "--load_best_model_at_end True", "requires the save and eval strategy to match"),
     ],
