@@ -1,14 +1,12 @@
-"""Every setting of train.py, and what each method takes and refuses.
+"""The settings of train.py, and which of them each method uses.
 
-transformers.TrainingArguments brings the Trainer's settings; the ones below are this project's. Two flags of older
-transformers, which published commands use, keep their meaning: --evaluation_strategy and --warmup_ratio.
+transformers.TrainingArguments defines the Trainer's settings; the ones below are this project's. Published commands
+use two flags of older transformers, which keep their meaning: --evaluation_strategy and --warmup_ratio.
 """
 
 import argparse
-import importlib.util
 import itertools
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +18,7 @@ from transformers.utils import is_torch_tf32_available
 
 import utils
 
-# What each method takes, with the paper's values as defaults. An argument that a method does not list is refused.
+# The arguments of each method, with the paper's values as defaults. A method refuses the arguments of the others.
 REFERENCE_NAME = "ref_model_name_or_path"
 REFERENCE = {REFERENCE_NAME: None, "loss_normalization": "micro_batch"}
 METHOD_ARGUMENTS = {
@@ -33,8 +31,8 @@ METHOD_ARGUMENTS = {
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
 
-# Settings that the results depend on; `same_run` adds data, models and the rows of a step. The number of processes,
-# the ZeRO stage, the machine, logging and saving are not among them.
+# Settings that change the results; `same_run` adds data, models and the rows of a step. The number of processes, the
+# ZeRO stage, the machine, logging and saving do not change them.
 SAME_RUN = (
     *("train_method", "lm_kl_coeff", "lm_sft_coeff", "clip_range", "detach_kl", "loss_normalization"),
     *("lora_rank", *LORA_ARGUMENTS),
@@ -62,7 +60,7 @@ class SPAGArguments(TrainingArguments):
     clip_range: float | None = _help("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.")
     detach_kl: bool | None = _help("Keep the gradient out of the KL inside OfflinePO's advantage.")
     loss_normalization: str | None = _help(
-        "Rows are counted per micro_batch (as released), or per optimizer step over all ranks.",
+        "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
         choices=["micro_batch", "step"],
     )
 
@@ -80,18 +78,17 @@ class SPAGArguments(TrainingArguments):
     # Data.
     train_data_path: list[str] | None = _help("JSON or JSONL files of rows; data/README.md has the format.")
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
-    max_length: int = _help("Tokens of a row at most.", default=2048)
-    allow_cuts: bool = _help("Train although most rows lose nearly all of their tokens to the cut.", default=False)
+    max_length: int = _help("Maximum number of tokens in a row.", default=2048)
     allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
     allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
     padding_side: str = _help(
-        "Side on which shorter rows of a batch are filled up.", default="right", choices=["left", "right"]
+        "Side on which the shorter rows of a batch are padded.", default="right", choices=["left", "right"]
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
-    drop_unscored_rows: bool = _help("Leave out rows of whose target the cut leaves nothing.", default=False)
-    show_examples: int = _help("Print this many rows as they are trained on, and stop; nothing is written.", default=0)
+    drop_unscored_rows: bool = _help("Leave out rows whose whole target is cut off by --max_length.", default=False)
+    show_examples: int = _help("Print this many rows as the model sees them and stop; nothing is written.", default=0)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
-    warmup_ratio: float | None = _help("Share of the steps that warm up; --warmup_steps above 0 wins over it.")
+    warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
     def __post_init__(self):
         if problems := find_problems(self):
@@ -103,15 +100,14 @@ class SPAGArguments(TrainingArguments):
         if self.lora_rank and REFERENCE_NAME in taken:
             self.ref_model_name_or_path = self.model_name_or_path
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):
-            self.resume_from_checkpoint = None  # every start continues
+            self.resume_from_checkpoint = None  # every start continues from the last checkpoint anyway
         self._hand_over_old_flags()
         self._settle_device()
         if self.show_examples:
-            self.deepspeed, self.max_steps = None, -1  # a few rows, and all of them
-            self.output_dir = tempfile.gettempdir()  # the Trainer makes its folder, and writes nothing into this one
-        self.remove_unused_columns = False  # the collator takes what it needs
+            self.deepspeed = None  # no process group is needed
+        self.remove_unused_columns = False  # the collator chooses the columns
         if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # every trained parameter takes part in every step
+            self.ddp_find_unused_parameters = False  # every trainable parameter is used in every step
         try:
             super().__post_init__()
         except ValueError as error:  # transformers refuses the settings
@@ -138,19 +134,19 @@ class SPAGArguments(TrainingArguments):
             self.dataloader_pin_memory = False
 
     @property
-    def derived_folder(self) -> Path | None:
-        """Where encoded rows and the reference's log-probabilities are while training runs; None: in memory."""
-        return None if self.show_examples else Path(self.output_dir) / "derived"
+    def derived_folder(self) -> Path:
+        """Folder of the encoded rows and the reference's log-probabilities, until training ends."""
+        return Path(self.output_dir) / "derived"
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Half precision where DeepSpeed keeps fp32 copies, and for a frozen base under adapters; else fp32."""
+        """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32."""
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return half if self.deepspeed or self.lora_rank else torch.float32
 
     @cached_property
     def same_run(self) -> dict:
-        """Everything that the results depend on, as `utils.RunSettings` compares it."""
+        """Everything that changes the results. `utils.RunSettings` compares it between two starts."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
@@ -170,12 +166,12 @@ class SPAGArguments(TrainingArguments):
     def _setup_devices(self) -> torch.device:
         """The device of this process.
 
-        On a CPU the Trainer would set up accelerate without DeepSpeed; here DeepSpeed uses the same gloo group.
+        On a CPU the Trainer does not tell accelerate about DeepSpeed; this method does, and DeepSpeed uses gloo.
         """
         if self.deepspeed and "LOCAL_RANK" not in os.environ:
             self._set_up_alone()
         device = super()._setup_devices
-        self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU; several take torchrun
+        self._n_gpu = min(self._n_gpu, 1)  # one process uses one GPU; torchrun starts one for each
         if self.deepspeed and self.use_cpu:
             import deepspeed
             from accelerate.utils import DistributedType
@@ -185,7 +181,7 @@ class SPAGArguments(TrainingArguments):
         return device
 
     def _set_up_alone(self) -> None:
-        """Set torchrun's variables for one process: without them DeepSpeed looks for MPI."""
+        """Set the variables that torchrun would set for one process; without them DeepSpeed looks for MPI."""
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
         if not torch.distributed.is_initialized():
@@ -220,8 +216,8 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
 
 
 def find_problems(args) -> list[str]:
-    """Everything wrong with the settings that shows before anything is loaded, a line each."""
-    found = (_method_problems(args), _package_problems(args), _value_problems(args), _device_problems(args))
+    """The problems of the settings that can be found before anything is loaded, one line each."""
+    found = (_method_problems(args), _value_problems(args), _device_problems(args))
     return [*itertools.chain(*found), *_path_problems(args)]
 
 
@@ -243,22 +239,11 @@ def _method_problems(args) -> Iterator[str]:
     per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
     if args.train_sampling_strategy == "batch_rebalance" and not per_step:
         yield (
-            "--train_sampling_strategy batch_rebalance deals the rows of a step out by length, which changes the "
-            "averages of micro-batches: it needs --loss_normalization step"
+            "--train_sampling_strategy batch_rebalance distributes the rows of a step by length, which changes the "
+            "averages over micro-batches; it needs --loss_normalization step"
         )
     if args.label_smoothing_factor:
         yield "--label_smoothing_factor is not used by any method"
-
-
-def _package_problems(args) -> Iterator[str]:
-    trackers = args.report_to if isinstance(args.report_to, list) else []
-    needed = {f"--report_to {name}": name for name in ("tensorboard", "wandb") if name in trackers}
-    needed |= {"--lora_rank": "peft"} if args.lora_rank is not None else {}
-    needed |= {"--deepspeed": "deepspeed"} if args.deepspeed else {}
-    needed |= {"--use_liger_kernel": "liger_kernel"} if args.use_liger_kernel else {}
-    for flag, package in needed.items():
-        if importlib.util.find_spec(package) is None:
-            yield f"{flag} needs {package}: pip install {package.replace('_', '-')}"
 
 
 def _value_problems(args) -> Iterator[str]:
@@ -269,18 +254,13 @@ def _value_problems(args) -> Iterator[str]:
     if args.num_train_epochs <= 0 and args.max_steps <= 0:
         yield f"--num_train_epochs must be above 0, got {args.num_train_epochs}"
     if args.torch_compile:
-        yield "--torch_compile: each batch would be compiled anew, since logits are made only at labels"
+        yield "--torch_compile: every batch would be compiled again, because the number of logits changes"
     if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
         yield f"--warmup_ratio {args.warmup_ratio}: expected a share of the steps, at least 0 and below 1"
 
 
 def _device_problems(args) -> Iterator[str]:
-    if args.use_cpu or not torch.accelerator.is_available():
-        if args.fsdp:
-            yield "--fsdp needs GPUs: without them each process would hold the whole model"
-        if args.use_liger_kernel:
-            yield "--use_liger_kernel needs a GPU"
-    elif args.bf16 and torch.cuda.is_available() and torch.version.hip is None:
+    if args.bf16 and not args.use_cpu and torch.cuda.is_available() and torch.version.hip is None:
         if torch.cuda.get_device_capability()[0] < AMPERE:
             yield f"--bf16 True: {torch.cuda.get_device_name()} cannot compute in bf16; use --fp16 True"
 
@@ -295,21 +275,13 @@ def _path_problems(args) -> Iterator[str]:
     if getattr(args.eval_strategy, "value", args.eval_strategy) != "no" and not args.eval_data_path:
         yield "--eval_strategy needs --eval_data_path"
     if isinstance(args.deepspeed, str):
-        yield from _deepspeed_problems(args.deepspeed)
+        try:
+            if "scheduler" in utils.read_json(args.deepspeed):
+                yield f"--deepspeed {args.deepspeed}: its 'scheduler' would overrule --lr_scheduler_type; take it out"
+        except (OSError, utils.UserError) as error:
+            yield f"--deepspeed {error}"
     if any(_same_path(args.output_dir, model) for model in (args.model_name_or_path, args.ref_model_name_or_path)):
         yield f"--output_dir {args.output_dir} is the model's own folder; it would be overwritten"
-
-
-def _deepspeed_problems(path: str) -> Iterator[str]:
-    try:
-        config = utils.read_json(path)
-    except (OSError, utils.UserError) as error:
-        yield f"--deepspeed {error}"
-        return
-    if not isinstance(config, dict) or "zero_optimization" not in config:
-        yield f"--deepspeed {path}: expected an object with a 'zero_optimization' block"
-    elif "scheduler" in config:
-        yield f"--deepspeed {path}: its 'scheduler' block would overrule --lr_scheduler_type; take it out"
 
 
 def _same_path(one: str | None, other: str | None) -> bool:

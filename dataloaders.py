@@ -1,4 +1,4 @@
-"""Training rows: from JSON and JSONL files, over token ids, to padded batches.
+"""Training rows: read from JSON and JSONL files, encoded as token ids, padded to batches.
 
     files -> load_rows -> Arrow table of token ids -> RowDataset -> SPAGCollator -> batch
 
@@ -22,15 +22,15 @@ import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
-KEPT = 0.1  # a row that keeps less than this share of its tokens, or of its target's, is counted as mostly cut
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
 
 
 def normalize_row(record: dict) -> dict:
     """Return a raw record as query, target, weight, reward, is_sft, role, chat_template.
 
-    Texts are taken from `query`/`target`, else `prompt`/`answer`, else raw Alpaca. A missing weight or reward is 1.0;
-    only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts hold their special tokens.
+    Texts are those of `query` and `target`, or else of `prompt` and `answer`, or else of a raw Alpaca row. A missing
+    weight or reward is 1.0. Only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts already
+    contain special tokens.
 
     Raises UserError for a missing or non-text query or target, for a weight or reward that is not a finite number, and
     for a `chat_template` that is neither true nor false.
@@ -61,7 +61,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
     Query and target are tokenized separately and without special tokens. Labels mask BOS and query by their length,
     never by token id, so that PAD may equal EOS. A tokenizer without BOS adds none. A row with `chat_template` is
-    query + target: a chat template wrote these texts, with BOS and the token that ends a message.
+    encoded as query + target, since the chat template already wrote BOS and the token that ends a message.
 
     Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` if the example has
     one. Raises UserError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row with
@@ -109,7 +109,6 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
                 "largest_id": max(kept),
                 "masked_length": masked,
                 "full_length": len(ids),
-                "target_length": len(target) + len(end),
                 "scored_length": len(kept) - max(masked, 1),
             }
         )
@@ -117,7 +116,7 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _labels(row: dict) -> list[int]:
-    """The labels of an encoded row: its ids, with IGNORE_INDEX in the masked places."""
+    """The labels of an encoded row: its ids, with IGNORE_INDEX in place of BOS and query."""
     masked = row["masked_length"]
     return [IGNORE_INDEX] * masked + row["input_ids"][masked:]
 
@@ -125,7 +124,7 @@ def _labels(row: dict) -> list[int]:
 ENCODED_FEATURES = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "largest_id": datasets.Value("int32"),
+        "largest_id": datasets.Value("int32"),  # compared with the size of the model's vocabulary
         "masked_length": datasets.Value("int32"),  # BOS and query, after the cut
         "weight": datasets.Value("float32"),
         "reward": datasets.Value("float32"),
@@ -133,8 +132,7 @@ ENCODED_FEATURES = datasets.Features(
         "role": datasets.Value("string"),
         "where": datasets.Value("string"),  # file:line
         "full_length": datasets.Value("int32"),  # tokens before the cut
-        "target_length": datasets.Value("int32"),  # with EOS, before the cut
-        "scored_length": datasets.Value("int32"),  # labels that a token before them predicts
+        "scored_length": datasets.Value("int32"),  # labels other than the first token, which nothing predicts
     }
 )
 
@@ -146,7 +144,6 @@ class RowCounts:
     rows: int
     sft_rows: int
     truncated: int
-    mostly_cut: int  # rows that keep less than KEPT of their tokens or of their target's; dropped rows count too
     dropped: int
     negative: int  # game rows with a reward below 0
 
@@ -160,12 +157,12 @@ def load_rows(
 ) -> tuple[datasets.Dataset, RowCounts]:
     """Read, check and encode the rows of JSON and JSONL files; return a Dataset of ENCODED_FEATURES.
 
-    With `path` the rows are memory-mapped from this Arrow file, which is made if it does not exist. The caller deletes
-    it when rows, tokenizer or sources change. Without `path` the rows are kept in memory.
+    With `path` the rows are memory-mapped from this Arrow file, which is written if it does not exist. The caller
+    must delete it when rows, tokenizer or source code change. Without `path` the rows are kept in memory.
 
-    A row whose target is cut away completely would be 0/0 in the loss. It is a UserError that names the first such
-    row, or, with `drop_unscored`, left out and counted.
-    Raises FileNotFoundError, and UserError that names file and line for an invalid row.
+    The loss of a row whose whole target is cut off would be 0/0. With `drop_unscored` such rows are left out and
+    counted; otherwise the first one is a UserError.
+    Raises FileNotFoundError, and UserError that names file and line of an invalid row.
     """
     if path is None:
         rows = datasets.Dataset.from_list(list(itertools.chain(*_iter_encoded(paths, tokenizer))), ENCODED_FEATURES)
@@ -173,30 +170,28 @@ def load_rows(
         write_encoded(paths, tokenizer, path)
         rows = datasets.Dataset.from_file(str(path))
     limit = tokenizer.model_max_length
-    names = ("full_length", "target_length", "scored_length", "is_sft", "reward")
-    full, target, scored, is_sft, reward = _columns(rows, *names)
+    full, scored, is_sft, reward = _columns(rows, "full_length", "scored_length", "is_sft", "reward")
     kept = scored > 0
     counts = RowCounts(
         rows=int(kept.sum()),
         sft_rows=int(is_sft[kept].sum()),
         truncated=int((full[kept] > limit).sum()),
-        mostly_cut=int(((limit < KEPT * full) | (scored < KEPT * target)).sum()),
         dropped=int((~kept).sum()),
         negative=int((~is_sft & (reward < 0))[kept].sum()),
     )
     if counts.dropped and not drop_unscored:
         raise utils.UserError(
-            f"{rows[int(kept.argmin())]['where']}: max_length {limit} cuts away the whole target "
+            f"{rows[int(kept.argmin())]['where']}: max_length {limit} cuts off the whole target "
             f"({counts.dropped} such rows). Use --truncation_side left, a larger --max_length, or "
             "--drop_unscored_rows True"
         )
     if not counts.rows:
-        raise utils.UserError(f"{rows[0]['where']}: max_length {limit} cuts away the targets of all {len(rows)} rows")
+        raise utils.UserError(f"{rows[0]['where']}: max_length {limit} cuts off the targets of all {len(rows)} rows")
     return rows.select(np.flatnonzero(kept)) if counts.dropped else rows, counts
 
 
 def write_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Write the encoded rows to an Arrow file, whole or not at all, unless the file exists."""
+    """Write the encoded rows to an Arrow file unless it exists. The file appears only when it is complete."""
     if Path(path).is_file():
         return
     schema = ENCODED_FEATURES.arrow_schema
@@ -210,7 +205,7 @@ def _columns(rows: datasets.Dataset, *names: str) -> list[np.ndarray]:
 
 
 def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[dict]]:
-    """Encoded rows in batches; a fast tokenizer uses all cores for a batch."""
+    """Yield encoded rows in batches, for which a fast tokenizer uses all cores."""
     rows = _iter_rows(paths)
     while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
         yield encode_and_cut(batch, tokenizer)
@@ -229,7 +224,7 @@ def _iter_rows(paths: list[str]) -> Iterator[dict]:
 
 
 class RowDataset(torch.utils.data.Dataset):
-    """Encoded rows, each with the reference model's log-probability once that is known."""
+    """Encoded rows, each with its log-probability under the reference model after `ref_logprobs` is set."""
 
     def __init__(self, rows: datasets.Dataset, counts: RowCounts):
         self.counts = counts
@@ -237,7 +232,7 @@ class RowDataset(torch.utils.data.Dataset):
         self.num_scored_tokens = int(scored.sum())
         self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
         self.number_roles(sorted({role for role in self.role[~self.is_sft] if role}))
-        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token; NaN where it was not computed
+        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token; NaN if not computed
 
     def number_roles(self, names: list[str]) -> None:
         """Number the rows' roles in the order of `names`, from 1; other rows get 0."""
@@ -264,10 +259,9 @@ class RowDataset(torch.utils.data.Dataset):
 class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side.
 
-    Returns tensors of shape (batch, longest): input_ids, labels, attention_mask (all int64); of shape (batch,):
-    weights, rewards, sft_mask (float32), and, if the rows have them, ref_logprobs (float32) and roles (int64); and
-    `scored_places`, (scored tokens,).
-    Raises ValueError for an empty batch.
+    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
+    sft_mask, float32 of shape (batch,); and scored_places, (scored tokens,). If the rows have them, also ref_logprobs,
+    float32, and roles, int64, of shape (batch,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -276,9 +270,6 @@ class SPAGCollator:
         self.pad_left = tokenizer.padding_side == "left"
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        if not examples:
-            raise ValueError("cannot make a batch of no rows")
-
         def column(name: str) -> torch.Tensor:
             return torch.tensor([example[name] for example in examples], dtype=torch.float32)
 
@@ -286,7 +277,7 @@ class SPAGCollator:
         batch = {
             "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
             "labels": labels,
-            "scored_places": scored_places(labels),  # here on the CPU: its size would make a GPU wait
+            "scored_places": scored_places(labels),  # on the CPU, since on a GPU nonzero() would wait for its result
             "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
             "weights": column("weight"),
             "rewards": column("reward"),
@@ -305,5 +296,5 @@ class SPAGCollator:
 
 
 def scored_places(labels: torch.Tensor) -> torch.Tensor:
-    """Places in the flattened labels, (batch, T), whose next label is scored: (scored tokens,)."""
+    """Indices into the flattened (batch, T) labels of the positions that predict a scored label: (scored tokens,)."""
     return F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1)).flatten().nonzero()[:, 0]

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import logging
 import math
-import multiprocessing
 import os
 import re
 import resource
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +38,11 @@ from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 
 logger = logging.getLogger(__name__)
-RUNAWAY = -0.5  # mean log-ratio of a log, below which training warns
+RUNAWAY = -0.5  # training warns when the logged log_ratio is below this
 COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
 
-# A loss returns (loss, metrics). A metric is a scalar, which is a part of the loss, or a pair: (sum over rows, number
-# of rows), or (maximum over rows, number of rows) if its name ends in "_max".
+# A loss returns (loss, metrics). A metric that is a part of the loss is a scalar. Any other metric is a pair: (sum
+# over rows, number of rows), or (maximum over rows, number of rows) if its name ends in "_max".
 Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -68,14 +66,14 @@ def label_logprob(
 ) -> torch.Tensor:
     """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
 
-    Most tokens are prompt, and (batch, T, vocabulary) logits would take most of the memory; these are (scored tokens,
-    vocabulary). `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. With
-    `pads_left` False padding is on the right, where causal attention needs no mask.
+    Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
+    `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
+    means that padding is on the right, where causal attention needs no mask.
     """
     labels, mask = batch["labels"], batch["attention_mask"]
     inputs = {"input_ids": batch["input_ids"]}
     if pads_left:
-        # The same tokens get the same positions on either side.
+        # Positions count from the first token after the padding, as they do when padding is on the right.
         inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     accepted = inspect.signature(module.forward).parameters
     inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
@@ -90,14 +88,14 @@ def label_logprob(
     with output_layer.register_forward_pre_hook(select):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
     if logits.shape[:2] != (1, len(places)):
-        raise ValueError(f"{type(module).__name__} does not use its output layer as other causal LMs do")
+        raise ValueError(f"{type(module).__name__} does not pass one hidden state per token to its output layer")
     logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
     by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
     return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
 
 
 def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
-    """Cross-entropy per token: (batch,) mean log-probabilities of (batch,) tokens each, over `total_tokens`."""
+    """Cross-entropy per token, from each row's mean log-probability and number of tokens, both (batch,)."""
     return -(logprob * num_tokens).sum() / total_tokens
 
 
@@ -111,7 +109,7 @@ def sft_kl_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
-    Takes (batch,) tensors. The sum is divided by `num_rows`, by default the batch's.
+    Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch.
     """
     log_ratio = logprob - ref_logprob
     kl = logprob.exp() * log_ratio
@@ -141,11 +139,12 @@ def offline_po_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """Self-play's clipped policy loss on game rows, and SFT on the rows whose `sft_mask` is 1.
 
-    r = exp(l - l_ref), A = reward - beta * (l - l_ref), whose gradient flows unless `detach_kl`;
+    r = exp(l - l_ref), A = reward - beta * (l - l_ref);
     a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
-    Takes (batch,) tensors. The numbers of rows are by default the batch's; a kind without rows contributes 0.
+    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. The numbers of rows are by default those of
+    the batch; a kind without rows contributes 0.
     """
     sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
@@ -168,7 +167,7 @@ def offline_po_loss(
 
 
 def _divide(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
-    """total / count, and 0 where there is nothing to count."""
+    """total / count, or the total if the count is 0 (then the total is 0 too)."""
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(count > 0, count, 1.0)
 
@@ -208,7 +207,7 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class MetricSums:
-    """Adds up metrics between two logs, on the device: reading them at each step would make a GPU wait."""
+    """Metrics between two logs. They stay on the device, since reading them at each step would make a GPU wait."""
 
     def __init__(self, role_names: Sequence[str] = ()):
         self.role_names = role_names  # number n in a batch's roles is role_names[n - 1]
@@ -220,7 +219,10 @@ class MetricSums:
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, torch.Tensor], weight: float = 1.0) -> None:
-        """Add a micro-batch's metrics, rewards by role and tokens; `weight` is that of the parts of its loss."""
+        """Add the metrics of a micro-batch, its rewards by role and its tokens.
+
+        `weight` is the weight of this micro-batch in the averages of the parts of the loss.
+        """
         sums = dict(metrics) | {"tokens": batch["attention_mask"].sum().float()}
         for name, value in sums.items():
             if not isinstance(value, tuple):
@@ -232,9 +234,9 @@ class MetricSums:
         self.batches.append(sums)
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the metrics of all ranks since the last call, without those of no rows. A collective call.
+        """Return the metrics over all ranks since the last call; those without any rows are left out.
 
-        Adds tokens per second over all ranks, and this rank's peak memory in GiB.
+        Every rank must call this. Adds tokens per second over all ranks, and this rank's peak memory in GiB.
         """
         names = list(self.batches[0])
         flat = [torch.stack([*itertools.chain(*sums.values())]) for sums in self.batches]
@@ -256,12 +258,9 @@ class MetricSums:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held: the GPU's allocator, or resident memory on a CPU."""
+    """The most memory that this process has used: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")  # getrusage of Linux counts the program that launched this one too
-    if status.is_file() and (peak := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
-        return int(peak[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -273,7 +272,7 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def sizes(folder: str | os.PathLike) -> dict[str, int]:
-    """The size of each file of a checkpoint folder, without its mark."""
+    """The size of each file in a checkpoint folder, except COMPLETE."""
     paths = (path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE)
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
@@ -287,21 +286,13 @@ def is_complete(folder: str | os.PathLike) -> bool:
     return isinstance(marked, dict) and bool(marked) and marked.items() <= sizes(folder).items()
 
 
-def end_with_trainer(seed_worker: Callable[[int], None] | None, trainer: int, worker: int) -> None:
-    """Run first in a forked data-loader worker: let it end with the training process, also if that ended just now."""
-    utils.end_with_parent()
-    if os.getppid() != trainer:
-        os._exit(1)
-    if seed_worker:
-        seed_worker(worker)
-
-
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method adds `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`; `counts` None means the counts
-    of the micro-batch. `load_reference` loads the frozen reference model. It is called only where the policy cannot
-    serve as reference: at its start, or with its adapters off.
+    A method defines `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`. If `counts` is None, the
+    loss is normalized by the rows of the micro-batch. `load_reference` loads the frozen reference model. It is not
+    called if the policy can serve as the reference: with its adapters off, or before its first step if both are the
+    same checkpoint.
     """
 
     uses_reference = True
@@ -310,18 +301,17 @@ class SPAGTrainer(Trainer):
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
-        # compute_loss returns a mean over the micro-batch: without this line the Trainer takes it for a sum over the
-        # step and does not divide by the accumulation steps.
+        # compute_loss returns a mean over the micro-batch. Without this line the Trainer would take it for a share of
+        # the sum over the step, and would not divide it by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
-        self.learning_rate = 0.0  # of the step at work
+        self.learning_rate = 0.0  # of the current step
         self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
-        """The model is wrapped, placed and, on resume, loaded; this launch has done no step."""
-        self.check_learning_rate()
+        """Called when training starts; the model is wrapped, on its device and, on resume, loaded."""
         if self.args.should_save:
             self.check_saving()
         if self.state.global_step:
@@ -333,18 +323,8 @@ class SPAGTrainer(Trainer):
         gc.collect()  # frees the reference model
         self.metrics.start()
 
-    def check_learning_rate(self) -> None:
-        """Raise UserError if warm-up sits on the only step, which leaves it no learning rate."""
-        one_step = self.state.max_steps == 1 and not self.state.global_step
-        if one_step and self.args.learning_rate and not self._get_learning_rate():
-            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            raise utils.UserError(
-                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
-                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
-            )
-
     def check_saving(self) -> None:
-        """Raise UserError now if transformers, which validates configurations as it saves, will not save them."""
+        """Raise UserError now if transformers would refuse to save the model's configuration after training."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 self.module.config.save_pretrained(folder)
@@ -355,15 +335,15 @@ class SPAGTrainer(Trainer):
                 raise utils.UserError(" ".join(message.split())) from error
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The method's loss; `num_items_in_batch` is what `get_batch_samples` counted."""
+        """The method's loss; `num_items_in_batch` holds the counts from `get_batch_samples`."""
         logprob = self.logprob(model, self.module, inputs)
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         if self.module.training:
             self.metrics.add(metrics, inputs)
-        else:  # the Trainer weighs the losses of evaluation batches by their rows
+        else:  # the Trainer weights the losses of evaluation batches by their rows
             self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
-        return (loss, {"logprob": logprob}) if return_outputs else loss
+        return loss
 
     def logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
         """(batch,) log-probabilities under the policy or the reference."""
@@ -374,7 +354,10 @@ class SPAGTrainer(Trainer):
         return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The batch's part of the loss over all rows; the Trainer weighs batches by their rows."""
+        """The loss of a batch, scaled so that the Trainer's average over batches is the loss over all rows.
+
+        The Trainer weights each batch by its number of rows.
+        """
         inputs = self._prepare_inputs(inputs)
         rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
         share = len(inputs["labels"]) / rows
@@ -385,18 +368,19 @@ class SPAGTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of an optimizer step and, under `step` normalization, their counts over all ranks."""
-        if self.state.global_step >= self.state.max_steps:  # resumed at the last step: the Trainer would do one more
+        if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
             return batches, None
         totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
-        # The Trainer averages over micro-batches and ranks: dividing each by their mean count divides by the total.
+        # The Trainer takes the mean over micro-batches and ranks. With sums of costs divided by the mean count, that
+        # mean is the total cost divided by the total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def _get_train_sampler(self, train_dataset=None):
-        """The Trainer's sampler; that of `batch_rebalance` follows --seed and knows the lengths of the rows."""
+        """The Trainer's sampler, except that `batch_rebalance` gets our seed and the lengths of our rows."""
         if self.args.train_sampling_strategy != "batch_rebalance":
             return super()._get_train_sampler(train_dataset)
         args = self.args
@@ -412,35 +396,23 @@ class SPAGTrainer(Trainer):
         )
 
     def _prepare_inputs(self, inputs):
-        """Move to the device, in fp32: under DeepSpeed the Trainer would round rewards and log-probabilities."""
+        """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
-
-    def get_train_dataloader(self):
-        return self._end_workers(super().get_train_dataloader())
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        return self._end_workers(super().get_eval_dataloader(eval_dataset))
-
-    def _end_workers(self, dataloader):
-        """Let forked workers end with this process. (torch's own watchdog can miss a process that is killed early.)"""
-        if (dataloader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
-            dataloader.worker_init_fn = partial(end_with_trainer, dataloader.worker_init_fn, os.getpid())
-        return dataloader
 
     # The reference.
 
     def prepare_reference(self) -> None:
-        """Read or compute the reference's log-probabilities of the rows that this run will need."""
+        """Read or compute the reference's log-probabilities for the rows that this run needs."""
         if not self.uses_reference:
             return
         missing = []
         for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
             if dataset is None:
                 continue
-            path = self.args.derived_folder and self.args.derived_folder / f"{name}_ref_logprobs.npy"
+            path = self.args.derived_folder / f"{name}_ref_logprobs.npy"
             values = np.zeros(len(dataset), dtype=np.float32)
             values[self.rows_with_reference(dataset)] = np.nan
-            if self.is_world_process_zero() and path and path.is_file():
+            if self.is_world_process_zero() and path.is_file():
                 values = np.load(path)
             (values,) = broadcast_object_list([values])
             needed = self.rows_dealt() if name == "train" else np.ones(len(dataset), dtype=bool)
@@ -451,20 +423,20 @@ class SPAGTrainer(Trainer):
                 if len(rows):
                     model = model or stack.enter_context(self._reference_model())
                     values[rows] = self._reference_pass(dataset, rows, *model)
-                    if self.is_world_process_zero() and path:
+                    if self.is_world_process_zero():
                         with utils.replacing(path, "wb") as file:
                             np.save(file, values)
                 dataset.ref_logprobs = values
 
     def rows_dealt(self) -> np.ndarray:
-        """Whether training deals a row, (rows,): all of them, unless --max_steps ends within the first epoch.
+        """Which rows training uses, (rows,) of bool: all, unless --max_steps ends within the first epoch.
 
-        A row that is dealt nonetheless has NaN as its log-probability and stops training.
+        The other rows keep NaN as their log-probability: if one were used, `log` would stop training.
         """
         args, rows = self.args, len(self.train_dataset)
         micro_batches = args.max_steps * args.gradient_accumulation_steps
         part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
-        if not part or args.train_sampling_strategy == "group_by_length":  # whose order is drawn as training begins
+        if not part or args.train_sampling_strategy == "group_by_length":  # its order is not known yet
             return np.ones(rows, dtype=bool)
         with torch.random.fork_rng(devices=[]):
             own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))
@@ -473,23 +445,21 @@ class SPAGTrainer(Trainer):
         return dealt
 
     def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(batch,) log-probabilities under the reference, which are stored with the rows."""
-        if "ref_logprobs" not in batch:
-            raise RuntimeError("prepare_reference() computes the reference's log-probabilities; it was not called")
+        """(batch,) log-probabilities under the reference, from `prepare_reference`."""
         return batch["ref_logprobs"]
 
     def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
-        """Log-probabilities in the dtype and autocast of the policy's forward pass, without gradient: (batch,)."""
+        """(batch,) log-probabilities without gradient, under the same autocast as the policy's forward pass."""
         with torch.no_grad(), self.accelerator.autocast():
             return self.logprob(model, module, batch)
 
     def _reference_pass(
         self, dataset: RowDataset, rows: np.ndarray, model: nn.Module, module: PreTrainedModel
     ) -> np.ndarray:
-        """Log-probabilities of these rows under the reference, (len(rows),) in fp32; each rank does its share.
+        """Log-probabilities of these rows under the reference, (len(rows),) in fp32; each rank computes a share.
 
-        The longest rows come first, in chunks of a batch a rank. The last chunk repeats rows to be full, so that all
-        ranks make the same number of forward passes, of about equal length.
+        The rows are sorted by length, longest first, and cut into chunks that hold one batch for each rank. The last
+        chunk is filled up with repeated rows. So all ranks make the same number of forward passes.
         """
         order = np.argsort(-dataset.lengths[rows], kind="stable")
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
@@ -511,7 +481,7 @@ class SPAGTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-        """The reference in eval mode: the model to call, and the causal LM inside it."""
+        """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
         training = self.model.training
         self.model.eval()
         try:
@@ -527,7 +497,7 @@ class SPAGTrainer(Trainer):
             self.model.train(training)
 
     def _starts_at_reference(self) -> bool:
-        """Whether policy and reference are the same checkpoint, by their content."""
+        """Whether policy and reference start from the same weights, compared by content."""
 
         def same() -> bool:
             policy, reference = (self.args.same_run[f"{name}model_name_or_path"] for name in ("", "ref_"))
@@ -536,15 +506,15 @@ class SPAGTrainer(Trainer):
         return utils.from_rank_0(same)
 
     def _load_reference_model(self) -> nn.Module:
-        """The frozen reference in eval mode, on its device; under ZeRO-3 with an engine of its own."""
+        """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
         model = self.load_reference().requires_grad_(False).eval()
         if not is_deepspeed_zero3_enabled():
             return model.to(self.args.device)
         import deepspeed
 
-        policys = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        config = {name: policys[name] for name in ("bf16", "fp16", "steps_per_print") if name in policys}
-        zero = policys["zero_optimization"].items()
+        of_policy = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = {name: of_policy[name] for name in ("bf16", "fp16", "steps_per_print") if name in of_policy}
+        zero = of_policy["zero_optimization"].items()
         zero = {name: value for name, value in zero if name != "offload_optimizer" and value != "auto"}
         config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -554,10 +524,10 @@ class SPAGTrainer(Trainer):
     # Checkpoints and logs.
 
     def _save_checkpoint(self, model, trial):
-        """Mark the folder as complete once every rank has written its part; only then delete older ones."""
+        """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            (folder / COMPLETE).unlink(missing_ok=True)  # a folder that lost a file is written again
+            (folder / COMPLETE).unlink(missing_ok=True)  # the folder may exist, with a file missing
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
@@ -566,24 +536,22 @@ class SPAGTrainer(Trainer):
         if self.args.should_save:
             utils.write_json(folder / COMPLETE, sizes(folder))
             for other in checkpoints(self.args.output_dir):
-                if not is_complete(other):  # left by a kill; save_total_limit must not count it
+                if not is_complete(other):  # left by a killed launch; save_total_limit must not count it
                     shutil.rmtree(other)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
 
     def log(self, logs, start_time=None):
-        """Add the metrics since the last log. Raises UserError for a loss that is NaN or infinite."""
+        """Log these numbers and our metrics since the last log. Raises UserError if the loss is NaN or infinite."""
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 step = self.state.global_step
                 raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
             logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
             if logs.get("log_ratio", 0) < RUNAWAY:
-                message = (
-                    "step %d: log_ratio is %.2f; the policy runs away from the reference, and replies degenerate. "
-                )
-                message += "Use %s a smaller --learning_rate or a larger --lm_kl_coeff"
-                detach = "--detach_kl True," if self.args.detach_kl is False else ""
-                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], detach)
+                remedy = "--detach_kl True, " if self.args.detach_kl is False else ""
+                remedy += "a smaller --learning_rate or a larger --lm_kl_coeff"
+                message = "step %d: log_ratio is %.2f; the policy is far from the reference and may degenerate. Use %s"
+                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], remedy)
         elif "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
         super().log(logs, start_time)
@@ -599,7 +567,8 @@ class _Beginnings(TrainerCallback):
         self.trainer.before_first_step()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.learning_rate = self.trainer._get_learning_rate()  # after the step DeepSpeed returns the next one
+        # Read here, since after the step DeepSpeed would return the learning rate of the next one.
+        self.trainer.learning_rate = self.trainer._get_learning_rate()
 
 
 class SFTTrainer(SPAGTrainer):

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dataloaders import scored_places
 from trainers import label_logprob, offline_po_loss, sequence_logprob, sft_kl_loss, sft_loss
 
 RECORDED = load_golden("losses.json")
@@ -151,6 +150,24 @@ def test_at_ratio_one_the_gradient_is_reward_minus_beta_unless_the_kl_is_detache
     assert_close(logprob.grad.item(), -slope)
 
 
+@pytest.mark.parametrize(
+    ("reward", "log_ratio", "released", "detached"),
+    [
+        (-1.0, 0.0, 1.0 + 0.2, 1.0),  # -(R - beta), and -R
+        (-1.0, -1.0, 0.2 * 0.8, 0.0),  # below 1 - eps: +beta (1 - eps), and flat
+        (-1.0, -4.9, 0.2 * 0.8, 0.0),
+        (-1.0, -6.0, 0.0, -0.2 * math.exp(-6)),  # A is beta: r (beta - A), and -A r
+        (1.0, 1.0, 0.2 * 1.2, 0.0),  # above 1 + eps
+    ],
+)
+def test_past_the_clip_the_loss_is_flat_only_if_the_kl_is_detached(reward, log_ratio, released, detached):
+    for detach_kl, slope in ((False, released), (True, detached)):
+        logprob = tensor(log_ratio, grad=True)
+        loss, _ = offline(logprob, tensor(0.0), tensor(reward), detach_kl=detach_kl)
+        loss.backward()
+        assert_close(logprob.grad.item(), slope)
+
+
 def test_clipping_stops_the_ratio_where_it_would_gain_and_not_where_it_loses():
     up, down = math.log(1.5), math.log(0.5)
     for log_ratio, reward, factor in [(up, 1.0, 1.2), (up, -1.0, 1.5), (down, 1.0, 0.5), (down, -1.0, 0.8)]:
@@ -176,19 +193,14 @@ def test_game_and_sft_rows_are_averaged_apart_and_weighted():
 
 
 def test_a_missing_kind_of_rows_contributes_nothing_and_no_nan():
-    loss, _ = offline(tensor(-1.0, grad=True), tensor(-1.0), tensor(1.0), sft=tensor(1.0))
+    loss, metrics = offline(tensor(-1.0, grad=True), tensor(-1.0), tensor(1.0), sft=tensor(1.0))
     assert_close(loss.item(), 0.5 * 1.0)
+    assert metrics["policy_loss"] == 0 and metrics["ratio_max"] == (0, 0)
     logprob = tensor(-1.0, grad=True)
     loss, metrics = offline(logprob, tensor(-1.0), tensor(1.0), sft=tensor(0.0))
     loss.backward()
     assert_close(loss.item(), -1.0)
     assert logprob.grad.isfinite().all() and metrics["sft_loss"] == 0
-
-
-def test_a_mask_of_booleans_does_as_well_and_no_metric_counts_missing_rows():
-    loss, metrics = offline(tensor(-1.0, -2.0), tensor(-1.0, -1.0), tensor(1.0, 1.0), sft=torch.tensor([True, True]))
-    assert_close(loss.item(), 0.5 * 1.5)
-    assert metrics["policy_loss"] == 0 and metrics["ratio_max"] == (0, 0)
 
 
 def test_given_counts_divide_instead_of_the_batchs_own():
@@ -268,46 +280,3 @@ def test_the_padding_side_does_not_change_the_logprobs(name):
         without_mask = label_logprob(model, model, ragged_batch(pad_left=False), pads_left=False)
     assert_close(right, left, rtol=1e-5, atol=1e-6)
     assert_close(right, without_mask, rtol=1e-5, atol=1e-6)
-
-
-class Waits(TorchDispatchMode):
-    """Remembers the operations whose result, or its size, depends on numbers that only the device knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
-        if function is torch.ops.aten.index.Tensor:  # by a mask only
-            tags = any(index is not None and index.dtype == torch.bool for index in args[1])
-        if tags:
-            self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_scored_places_from_the_collator_give_the_same_numbers_and_no_loss_waits_for_the_device(name):
-    """Only transformers does, once a pass: without mask and cache it looks for packed sequences."""
-    torch.manual_seed(1)
-    model, batch = MODELS[name]().train(), ragged_batch(pad_left=False)
-    model.config.use_cache = False  # as train.py has it
-    with Waits() as waits:
-        expected = label_logprob(model, model, batch, pads_left=False)
-    assert waits.names == ["aten::nonzero", "aten::_local_scalar_dense"]
-    batch["scored_places"] = scored_places(batch["labels"])
-    with Waits() as waits:
-        logprob = label_logprob(model, model, batch, pads_left=False)
-        sft_kl_loss(logprob, expected.detach(), torch.ones(3), kl_coeff=0.1)[0].backward()
-        offline_po_loss(
-            label_logprob(model, model, batch, pads_left=False),
-            expected.detach(),
-            torch.tensor([1.0, -1.0, 0.0]),
-            torch.ones(3),
-            torch.tensor([0.0, 0.0, 1.0]),
-            kl_coeff=0.2,
-            sft_coeff=0.5,
-            clip_range=0.2,
-        )[0].backward()
-    assert torch.equal(logprob, expected)
-    assert waits.names == ["aten::_local_scalar_dense"] * 2

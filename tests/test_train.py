@@ -1,17 +1,16 @@
 """train.py as its user sees it: recorded runs, ways to train that must agree, checkpoints, refusals."""
 
 import json
+import os
 import random
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
 from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
 from safetensors import SafetensorError
@@ -19,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import arguments
 import dataloaders
 import train
 import trainers
@@ -208,17 +206,7 @@ def plain_runs(tmp_path_factory, mixed_rows, tiny_model, other_model) -> dict:
     return outputs
 
 
-def test_accumulation_changes_nothing_under_step_normalization(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model
-):
-    settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=2)
-    steps = run(tmp_path / "out", settings, gradient_accumulation_steps=4)
-    expected, output = plain_runs[other_model]
-    assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, other_model, processes):
+def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, other_model):
     """Each step has the rows that a shuffle with the same seed puts together, in any micro-batch."""
     rows = make_rows(80)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(7)).tolist()
@@ -228,9 +216,9 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     dealt_out = {
         "train_sampling_strategy": "batch_rebalance",
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4 // processes,
+        "gradient_accumulation_steps": 2,
     }
-    steps = launch(tmp_path / "dealt", processes, settings | dealt_out)
+    steps = launch(tmp_path / "dealt", 2, settings | dealt_out)
     assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
     assert len(steps) == 9
 
@@ -248,16 +236,13 @@ def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, oth
     assert_same_training(split, tmp_path / "2x2", whole, tmp_path / "4x1", tiny_model)
 
 
-@pytest.mark.parametrize(
-    ("config", "own_start"),
-    [(None, False), ("zero2.json", False), ("zero3.json", False), ("default_offload_opt_param.json", True)],
-)
-def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config, own_start):
-    reference = tiny_model if own_start else other_model
+@pytest.mark.parametrize("config", [None, "zero2.json", "zero3.json", "default_offload_opt_param.json"])
+def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config):
+    """With offload the model is its own reference, as in the paper; otherwise another model is."""
+    reference = tiny_model if config == "default_offload_opt_param.json" else other_model
     settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2)
-    if config:
-        settings["deepspeed"] = ROOT / "configs" / config
-    steps = launch(tmp_path / "out", 2, settings | {"gradient_accumulation_steps": 2})
+    settings |= {"gradient_accumulation_steps": 2, "deepspeed": config and ROOT / "configs" / config}
+    steps = launch(tmp_path / "out", 2, settings)
     expected, output = plain_runs[reference]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
     assert not (tmp_path / "out" / "derived").exists()
@@ -277,18 +262,9 @@ def test_deepspeed_in_bf16_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
-AS_WITH_A_GPU = """import sys, arguments, train
-arguments.SPAGArguments._settle_device = lambda self: setattr(self, "no_gpu_found", False)  # use_cpu stays unset
-train.main(sys.argv[1:])"""
-
-
-@pytest.mark.parametrize("program", [["-c", AS_WITH_A_GPU], ["train.py"]])
-def test_one_process_under_deepspeed_needs_no_launcher(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model, program
-):
-    """By the Trainer's own way to a device, and by ours on a CPU."""
+def test_one_process_under_deepspeed_needs_no_launcher(tmp_path, plain_runs, mixed_rows, tiny_model, other_model):
     settings = offline_po(mixed_rows, tiny_model, other_model, deepspeed=ROOT / "configs" / "zero2.json")
-    finish(start([PYTHON, *program, *flags(tmp_path / "out", settings)]))
+    finish(start([PYTHON, "train.py", *flags(tmp_path / "out", settings)]))
     expected, output = plain_runs[other_model]
     assert_same_training(steps_of(tmp_path / "out"), tmp_path / "out", expected, output, tiny_model)
 
@@ -313,13 +289,6 @@ def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
         assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
         assert abs(steps[-1]["log_ratio"]) > 1e-3
     assert loaded == [tiny_model] * 2
-
-
-def test_bf16_autocast_starts_near_ratio_one_and_saves_fp32(tmp_path, mixed_rows, tiny_model):
-    steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model, bf16=True))
-    assert abs(steps[0]["log_ratio"]) < 0.01
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 class OnlineTrainer(trainers.OfflinePOTrainer):
@@ -356,16 +325,6 @@ def test_only_rows_that_are_dealt_within_max_steps_pass_the_reference(
     monkeypatch.setattr(trainers.SPAGTrainer, "rows_dealt", lambda self: np.ones(64, dtype=bool))
     assert curve(run(tmp_path / "all", settings)) == pytest.approx(np.array(curve(few)), rel=1e-5)
     assert passed == [32, 64]
-
-
-def test_a_failed_reference_pass_leaves_the_model_in_train_mode(tmp_path, mixed_rows, tiny_model):
-    trainer = train.set_up(flags(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model)))
-    trainer.model.train()
-    with pytest.raises(KeyboardInterrupt), trainer._reference_model() as (model, _):
-        assert not model.training
-        raise KeyboardInterrupt
-    assert trainer.model.training
-    reset_process()
 
 
 # --- a run and its folder ------------------------------------------------------------------------------------------
@@ -465,103 +424,24 @@ def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
     assert not loaded and contents(output) == before
 
 
-def test_a_checkpoint_of_another_run_and_results_without_settings_are_refused(tmp_path, again):
+def test_a_checkpoint_of_the_same_run_is_continued_elsewhere_and_any_other_is_refused(tmp_path, again):
     output, settings = again
     named = {"learning_rate": 2e-3, "resume_from_checkpoint": output / "checkpoint-2"}
     refused(tmp_path / "other", settings, "again/settings.json: made with other settings .learning_rate", **named)
     refused(tmp_path / "other", settings, "nowhere: not a complete", resume_from_checkpoint="nowhere")
     assert not (tmp_path / "other").exists()
+    steps = run(tmp_path / "other", settings, resume_from_checkpoint=output / "checkpoint-2")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    (output / "checkpoint-4" / "optimizer.pt").unlink()
+    utils.write_json(output / "checkpoint-4" / trainers.COMPLETE, trainers.sizes(output / "checkpoint-4"))
+    refused(output, settings, "checkpoint-4: no optimizer.pt")
     (output / "settings.json").write_text("{}")
     refused(output, settings, "settings.json: not the settings file of a run")
     (output / "settings.json").unlink()
     refused(output, settings, "checkpoint-2: there is no settings.json")
 
 
-def test_a_second_start_into_one_folder_is_refused_and_writes_nothing(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model)
-    trainer = train.set_up(flags(tmp_path / "out", settings))
-    before = contents(tmp_path / "out")
-    second = start([PYTHON, "train.py", *flags(tmp_path / "out", settings)])
-    assert "another process is writing to this run" in finish(second, status=2)
-    assert contents(tmp_path / "out") == before
-    train.run(trainer)
-    reset_process()
-    assert (tmp_path / "out" / "train_results.json").is_file()
-
-
 # --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.kills
-def test_a_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(800))
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=80, train_sampling_strategy="random")
-    settings |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
-    expected, output, kills = run(tmp_path / "whole", settings), tmp_path / "killed", 0
-    for threshold in (4, 16):
-        process = start([PYTHON, "train.py", *flags(output, settings)])
-        while process.poll() is None and not any(step >= threshold for step in saved_steps(output)):
-            time.sleep(0.02)
-        time.sleep(random.uniform(0, 0.2))
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-    assert kills >= 1
-    half_written = output / "checkpoint-79"
-    half_written.mkdir()
-    (half_written / "trainer_state.json").write_text("{")
-    steps = run(output, settings, resume_from_checkpoint=True)
-    assert [step["step"] for step in steps] == list(range(1, 81))
-    assert_same_training(steps, output, expected, tmp_path / "whole", tiny_model, tolerance=1e-6)
-    assert trainers.is_complete(output / "checkpoint-80") and (output / "train_results.json").is_file()
-
-
-@pytest.mark.kills
-def test_a_deepspeed_launch_killed_after_a_checkpoint_resumes_to_the_same_end(
-    tmp_path, plain_runs, mixed_rows, tiny_model, other_model
-):
-    settings = offline_po(mixed_rows, tiny_model, other_model, per_device_train_batch_size=4)
-    settings |= {"deepspeed": ROOT / "configs" / "zero3.json", "save_strategy": "steps", "save_steps": 1}
-    output = tmp_path / "out"
-    process = start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(output, settings)])
-    while process.poll() is None and not trainers.is_complete(output / "checkpoint-1"):
-        time.sleep(0.02)
-    assert process.poll() is None
-    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for each in processes:
-        each.kill()
-    process.communicate()
-    psutil.wait_procs(processes, timeout=30)
-    steps = launch(output, 2, settings)
-    expected, plain_output = plain_runs[other_model]
-    assert_same_training(steps, output, expected, plain_output, tiny_model)
-
-
-@pytest.mark.kills
-def test_no_worker_of_a_killed_run_lives_on_and_the_same_command_continues(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(64))
-    command = [PYTHON, "train.py", *flags(tmp_path / "out", sft(path, tiny_model), dataloader_num_workers=2)]
-    process = psutil.Process(start(command).pid)
-    while len(process.children(recursive=True)) < 2:
-        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        time.sleep(0.01)
-    process.suspend()
-    workers = process.children(recursive=True)
-    process.kill()
-    assert not psutil.wait_procs(workers, timeout=10)[1]
-    finish(start(command))
-    assert len(steps_of(tmp_path / "out")) == 4
-
-
-def test_a_worker_whose_trainer_is_gone_ends_at_once():
-    """The trainer was killed before the worker could ask to be ended with it."""
-    gone = psutil.Popen([PYTHON, "-c", ""])
-    gone.wait()
-    worker = torch.multiprocessing.get_context("fork").Process(
-        target=trainers.end_with_trainer, args=(lambda worker: time.sleep(60), gone.pid, 0)
-    )
-    worker.start()
-    worker.join(timeout=30)
-    assert worker.exitcode == 1
 
 
 def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
@@ -591,67 +471,13 @@ def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_one
     assert not trainers.is_complete(last)
 
 
-@pytest.mark.parametrize(
-    ("saved", "deepspeed", "message"),
-    [
-        ([], False, "saved without its optimizer"),
-        (["global_step3/mp_rank_00_model_states.pt"], False, "saved with --deepspeed"),
-        (["optimizer.pt"], True, "saved without --deepspeed"),
-        (["global_step3/0_optim_states.pt", "global_step3/1_optim_states.pt"], True, "for 2 .*continue with 2"),
-        (["optimizer.pt"], False, None),
-        (["global_step3/0_optim_states.pt"], True, None),
-        (["global_step3/mp_rank_00_model_states.pt"], True, None),  # without ZeRO
-    ],
-)
-def test_a_checkpoint_without_this_launchs_kind_of_optimizer_state_is_refused(again, saved, deepspeed, message):
-    output, settings = again
-    checkpoint = save_checkpoint(output, 5, *saved)
-    args = train.parse_arguments(flags(output, settings))
-    args.deepspeed = deepspeed and "zero2.json"
-    if message is None:
-        assert train.Output(args).claim() and args.resume_from_checkpoint == str(checkpoint)
-    else:
-        with pytest.raises(utils.UserError, match=f"checkpoint-5: .*{message}"):
-            train.Output(args).claim()
-    reset_process()
-
-
-def save_checkpoint(output: Path, step: int, *files: str) -> Path:
-    """A folder that looks like a complete checkpoint."""
-    checkpoint = output / f"checkpoint-{step}"
-    for name in ("trainer_state.json", *files):
-        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).write_text(json.dumps({"global_step": step}))
-    utils.write_json(checkpoint / trainers.COMPLETE, trainers.sizes(checkpoint))
-    return checkpoint
-
-
-def test_a_named_checkpoint_is_continued_from_only_while_it_is_the_furthest(again, tmp_path):
-    """The same command, started again, keeps what the launch before it did."""
-    output, settings = again
-    other = save_checkpoint(shutil.copytree(output, tmp_path / "other"), 10, "optimizer.pt")
-
-    def chosen(named: Path) -> str:
-        args = train.parse_arguments(flags(output, settings, resume_from_checkpoint=named))
-        assert train.Output(args).claim()
-        reset_process()
-        return args.resume_from_checkpoint
-
-    assert chosen(other) == str(other)
-    last = save_checkpoint(output, 11, "optimizer.pt")
-    assert chosen(other) == str(last)
-    assert chosen(output / "checkpoint-2") == chosen(output / "checkpoint-1") == str(last)
-
-
 # --- LoRA ----------------------------------------------------------------------------------------------------------
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
     peft = pytest.importorskip("peft")
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
-    called = call(train.main, *flags(tmp_path / "out", settings, gradient_checkpointing=True))
-    assert "100% of the adapters' update" in called.errors
-    steps = steps_of(tmp_path / "out")
+    steps = run(tmp_path / "out", settings, gradient_checkpointing=True)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
     tokens = torch.arange(10, 40).unsqueeze(0)
@@ -692,14 +518,6 @@ def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_r
     assert_close(curve(launch(tmp_path / "two", 2, settings)), curve(expected), rtol=1e-4, atol=1e-5)
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     assert_close(two, one, rtol=1e-4, atol=1e-5)
-
-
-def test_merging_warns_if_most_of_a_small_update_is_lost_in_rounding(tmp_path, mixed_rows, tiny_model):
-    pytest.importorskip("peft")
-    settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, bf16=True, learning_rate=1e-6)
-    errors = call(train.main, *flags(tmp_path / "out", settings)).errors
-    share = re.search(r"WARNING .*merged: (\d+)% of the adapters' update is left .*--learning_rate", errors)
-    assert share and int(share[1]) < 50
 
 
 # --- what a run leaves and shows -----------------------------------------------------------------------------------
@@ -758,18 +576,8 @@ def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, othe
     settings = offline_po(path, tiny_model, other_model, show_examples=2)
     printed = call(train.main, *flags(tmp_path / "out", settings)).output
     assert "[[<s>a question]]an answer</s>" in printed and "[[<s>p]]a</s>" in printed
-    assert printed.count("--- row") == 2
-    assert re.search(r"game, weight 0.5, reward 0.25, reference log-probability -\d+\.\d+", printed)
+    assert printed.count("---") == 2 and "rows.jsonl:1: weight 0.5, reward 0.25, SFT False" in printed
     assert not (tmp_path / "out").exists()
-
-
-def test_a_finished_training_says_what_it_did(tmp_path, mixed_rows, tiny_model):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="epoch")
-    line, left = call(train.main, *flags(tmp_path / "out", settings)).output.splitlines()[-2:]
-    steps = steps_of(tmp_path / "out")
-    kinds = f"64 rows ({sum('type' in row for row in make_rows(64))} of them SFT), 4 steps"
-    assert line.startswith(f"{tmp_path}/out: OfflinePO of {kinds}, loss {steps[0]['loss']:.4g} -> ")
-    assert left.startswith(f"{tmp_path}/out/checkpoint-4: 0.0 GB")
 
 
 # --- models and machines -------------------------------------------------------------------------------------------
@@ -787,7 +595,7 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path,
     def fail(*_, **__):
         raise ValueError("fix these issues\nto save the configuration")
 
-    monkeypatch.setattr(train.transformers.GenerationConfig, "save_pretrained", fail)
+    monkeypatch.setattr(transformers.GenerationConfig, "save_pretrained", fail)
     monkeypatch.setattr(trainers.SPAGTrainer, "training_step", None)
     refused(
         tmp_path / "out", sft(mixed_rows, tiny_model), "could not be saved after training: fix these issues to save"
@@ -807,17 +615,10 @@ TEXT = {"vocab_size": 260, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-@pytest.mark.parametrize("padding_side", ["right", "left"])
-def test_gemma_2_trains_with_the_attention_that_transformers_chooses(tmp_path, mixed_rows, padding_side):
-    folder = save_model(tmp_path / "gemma", train.transformers.Gemma2Config(**TEXT))
-    settings = offline_po(mixed_rows, folder, folder, max_steps=1, padding_side=padding_side)
-    assert abs(run(tmp_path / "out", settings)[0]["log_ratio"]) < 1e-5
-
-
 def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_rows):
     """DDP waits for a gradient of each weight that is trained."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = train.transformers.Gemma3Config(text_config=TEXT, vision_config=vision | {"image_size": 28})
+    config = transformers.Gemma3Config(text_config=TEXT, vision_config=vision | {"image_size": 28})
     folder = save_model(tmp_path / "gemma", config)
     trainer = train.set_up(flags(tmp_path / "out", sft(mixed_rows, folder, max_steps=1)))
     trained = {name for name, weights in trainer.model.named_parameters() if weights.requires_grad}
@@ -846,12 +647,6 @@ def test_a_large_model_trains_on_a_cpu_only_on_request(tmp_path, mixed_rows, tin
     assert len(run(tmp_path / "out", settings, use_cpu=True)) == 1
 
 
-def test_peak_memory_is_known_where_proc_does_not_tell_it(monkeypatch):
-    expected = trainers.peak_memory_gib(torch.device("cpu"))
-    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tpython\nVmSize:\t100 kB\n")  # gVisor's
-    assert expected / 4 < trainers.peak_memory_gib(torch.device("cpu")) < expected * 4
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -876,38 +671,6 @@ def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp
     assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
 
 
-def test_a_training_whose_every_step_has_a_learning_rate_of_0_is_refused(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=-1, num_train_epochs=1, lr_scheduler_type="cosine")
-    refused(tmp_path / "out", settings, "the learning rate is 0 at every step: 8 rows, 8 a step", warmup_ratio=0.03)
-    assert len(run(tmp_path / "out", settings, warmup_ratio=0)) == 1
-
-
-def test_rows_that_the_cut_leaves_little_of_are_counted_and_refused_if_they_are_most(tmp_path, tiny_model):
-    rows = [{"query": "ask", "target": "say " * length, "role": "attacker"} for length in (1, 2, 3, 100)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=1, max_length=30)
-    assert "rows.jsonl: 1 rows (25%) lose" in call(train.main, *flags(tmp_path / "few", settings)).errors
-    write_rows(tmp_path / "rows.jsonl", rows + rows[3:] * 3)
-    refused(tmp_path / "most", settings, "57% of the rows lose .* --max_length 30; .*--allow_cuts True")
-    assert len(run(tmp_path / "most", settings, allow_cuts=True)) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"query": "a", "target": "b"}\n{"query": ', r"rows\.jsonl:2: .*cut off"),
-        ('{"query": "a", "target": null}\n', r"rows\.jsonl:1: 'target' must be a text"),
-        ("", "the file is empty"),
-    ],
-)
-def test_bad_rows_are_named_before_a_model_is_loaded(tmp_path, loaded, tiny_model, text, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    refused(tmp_path / "out", offline_po(str(path), tiny_model, tiny_model), message)
-    assert not loaded and not list((tmp_path / "out").rglob("*.arrow"))
-
-
 def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
     settings = sft(write_rows(tmp_path / "rows.jsonl", [{"query": "a", "target": None}]), tiny_model)
     printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(tmp_path / "out", settings)]), 1)
@@ -915,38 +678,42 @@ def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
 
-def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model, other_model):
-    def broken(name: str, *remove: str, model: str = tiny_model) -> Path:
-        folder = Path(shutil.copytree(model, tmp_path / name))
-        for file in remove:
-            (folder / file).unlink()
-        return folder
+def broken_models(folder: Path, tiny_model, other_model) -> dict[str, Path]:
+    """Models that cannot be loaded, or cannot be a reference, by what is wrong with them."""
+    models = {name: folder / name for name in ("weightless", "no_tokenizer", "layerless", "cut_off", "swapped")}
+    for name, model in models.items():
+        shutil.copytree(other_model if name == "swapped" else tiny_model, model)
+    (models["weightless"] / "model.safetensors").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (models["no_tokenizer"] / name).unlink()
+    weights = load_file(models["layerless"] / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, models["layerless"] / "model.safetensors", metadata={"format": "pt"})
+    os.truncate(models["cut_off"] / "model.safetensors", 5000)
+    tokenizer = models["swapped"] / "tokenizer.json"
+    words = json.loads(tokenizer.read_text(encoding="utf-8"))
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokenizer.write_text(json.dumps(words), encoding="utf-8")
+    build_llama(0, vocab_size=300).save_pretrained(folder / "larger")
+    return models | {"larger": folder / "larger"}
 
-    build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
-    swapped = broken("swapped", model=other_model)
-    text = (swapped / "tokenizer.json").read_text(encoding="utf-8")
-    text = text.replace('"a": 68', '"a": 0').replace('"b": 69', '"b": 68').replace('"a": 0', '"a": 69')
-    (swapped / "tokenizer.json").write_text(text, encoding="utf-8")
-    weightless, no_tokenizer = broken("weightless", "model.safetensors"), broken("no_tokenizer", "tokenizer.json")
-    (no_tokenizer / "tokenizer_config.json").unlink()
+
+def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model, other_model):
+    models = broken_models(tmp_path, tiny_model, other_model)
     for model, reference, message in [
-        (tiny_model, tmp_path / "larger", "different vocabularies"),
-        (tiny_model, swapped, "swapped: the reference has another tokenizer"),
-        (tiny_model, weightless, "weightless: no weights as safetensors"),
-        (no_tokenizer, tiny_model, "no_tokenizer: Tokenizer cannot be loaded"),
+        (tiny_model, models["larger"], "different vocabularies"),
+        (tiny_model, models["swapped"], "swapped: the reference has another tokenizer"),
+        (tiny_model, models["weightless"], "weightless: no weights as safetensors"),
+        (models["no_tokenizer"], tiny_model, "no_tokenizer: Tokenizer cannot be loaded"),
     ]:
         refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
-    for tokenizer_file in ("{", "[" * 100_000, '{"model": 5}', '{"model": {"type": "BPE", "vocab": []}}'):
-        (no_tokenizer / "tokenizer.json").write_text(tokenizer_file)
-        refused(tmp_path / "out", sft(mixed_rows, no_tokenizer), "no_tokenizer: Tokenizer cannot be loaded")
+    (models["no_tokenizer"] / "tokenizer.json").write_text("[" * 100_000)
+    refused(tmp_path / "out", sft(mixed_rows, models["no_tokenizer"]), "no_tokenizer: Tokenizer cannot be loaded")
     assert not loaded and not (tmp_path / "out" / "settings.json").exists()
-    layerless, cut_off = broken("layerless"), broken("cut_off")
-    weights = load_file(layerless / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
-    (cut_off / "model.safetensors").write_bytes((cut_off / "model.safetensors").read_bytes()[:5000])
-    refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight.")
-    refused(tmp_path / "out", sft(mixed_rows, cut_off), "cut_off: ModelForCausalLM cannot be loaded")
+    message = "layerless: weights are missing .model.norm.weight."
+    refused(tmp_path / "out", sft(mixed_rows, models["layerless"]), message)
+    refused(tmp_path / "out", sft(mixed_rows, models["cut_off"]), "cut_off: ModelForCausalLM cannot be loaded")
 
 
 def test_a_loss_that_is_not_finite_stops_training(tmp_path, tiny_model):
@@ -958,63 +725,30 @@ def test_a_loss_that_is_not_finite_stops_training(tmp_path, tiny_model):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_bad_flags_end_the_program_with_one_message_and_a_slip_in_the_code_with_its_traceback(
-    tmp_path, mixed_rows, tiny_model, monkeypatch
-):
-    wrong = ["--train_method", "DPO", "--output_dir", tmp_path / "out", "--clip", "1"]
-    printed = finish(start([PYTHON, "train.py", *wrong]), status=2)
-    assert "Traceback" not in printed and "--train_method DPO is unknown" in printed
-    assert "unknown flag --clip; did you mean --clip_range?" in printed
-
+@pytest.mark.parametrize(("module", "name"), [(trainers, "offline_po_loss"), (dataloaders, "normalize_row")])
+def test_a_slip_in_the_code_keeps_its_traceback(tmp_path, mixed_rows, tiny_model, monkeypatch, module, name):
     def slip(*_, **__):
         raise ValueError("a slip")
 
-    for module, name in ((trainers, "offline_po_loss"), (dataloaders, "normalize_row"), (arguments, "find_problems")):
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="^a slip$") as caught:
-            patch.setattr(module, name, slip)
-            run(tmp_path / name, offline_po(mixed_rows, tiny_model, tiny_model))
-        assert not isinstance(caught.value, utils.UserError)
+    monkeypatch.setattr(module, name, slip)
+    with pytest.raises(ValueError, match="^a slip$"):
+        run(tmp_path / name, offline_po(mixed_rows, tiny_model, tiny_model))
 
 
-OWN_TOKENIZER = """
-import os
-from transformers import PreTrainedTokenizer
-
-open(os.environ["TRACE"], "a").write("run")
-
-class OwnTokenizer(PreTrainedTokenizer):  # asks for what it sets later, as Baichuan2's does
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.words = {"a": 0}
-
-    @property
-    def vocab_size(self):
-        return len(self.words)
-
-    def get_vocab(self):
-        return dict(self.words)
-"""
-
-
-def test_code_that_comes_with_a_model_runs_on_request_only_and_its_failure_takes_a_line(
-    tmp_path, mixed_rows, tiny_model, monkeypatch
-):
-    """Code of the reference too; nobody is asked at the terminal."""
+def test_code_that_comes_with_a_model_runs_only_on_request(tmp_path, mixed_rows, tiny_model, monkeypatch):
+    """The code of the reference too; and nobody is asked at the terminal."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
     (folder / "tokenizer.json").unlink()
-    (folder / "own.py").write_text(OWN_TOKENIZER)
+    (folder / "own.py").write_text("raise AttributeError('this code ran')")
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     utils.write_json(folder / "tokenizer_config.json", own)
-    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", stop)
     for model, reference in ((folder, tiny_model), (tiny_model, folder)):
         message = "own: Tokenizer .*it brings its own code; --trust_remote_code True runs it"
         refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
-    assert not (tmp_path / "trace").exists()
-    message = "own: Tokenizer cannot be loaded .AttributeError: .*another transformers"
+    message = "own: Tokenizer cannot be loaded .AttributeError: this code ran"
     refused(tmp_path / "out", offline_po(mixed_rows, folder, folder), message, trust_remote_code=True)
-    assert (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(

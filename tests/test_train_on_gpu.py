@@ -1,4 +1,4 @@
-"""Training on a pretend GPU: the numbers of the CPU, no mixing of devices, and how often Python waits for it."""
+"""Training on a pretend GPU: the numbers of the CPU, no mixing of devices, and how often Python waits for the GPU."""
 
 import numpy as np
 import pytest
@@ -44,20 +44,16 @@ class Steps:
             return self.trainer._reference_pass(rows, np.arange(len(rows)), model, module)
 
     def count(self, name: str, work):
-        """Do some work, and note its launches, waits and uploads."""
+        """Do some work, and note when Python waited for the GPU and what was uploaded."""
         if not self.gpu:
             return work()
         self.gpu.reset()
         result = work()
-        self.seen[name] = (sum(self.gpu.launches.values()), self.gpu.waits, self.gpu.uploads)
+        self.seen[name] = (self.gpu.waits, self.gpu.uploads)
         return result
 
 
-# Kernels of a micro-batch of the two-layer model: its forward and backward pass, loss and metrics.
-MOST_LAUNCHES = {"SFT": 400, "SFTwithKL": 440, "OfflinePO": 495}
-
-
-@pytest.mark.parametrize("method", MOST_LAUNCHES)
+@pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_model, method, padding_side):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(16))
@@ -75,12 +71,10 @@ def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_mo
     of_a_forward = 1 if padding_side == "right" else 2  # transformers looks at positions, and at a mask
     seen = on_gpu.seen
     for step in ("step 0", "step 1"):
-        launches, waits, uploads = seen[step]
-        assert launches <= MOST_LAUNCHES[method] and len(waits) <= of_a_forward and len(uploads) <= 9
-    launches, waits, uploads = seen["counts"]
-    assert launches <= 3 and not waits and uploads == ["_to_copy (4,)"] and seen["optimizer"][1:] == ([], [])
-    assert seen["logs"][0] <= 15 and len(seen["logs"][1]) == 1 and seen["logs"][2] == []
+        waits, uploads = seen[step]
+        assert len(waits) <= of_a_forward and len(uploads) <= 9
+    assert seen["counts"] == ([], ["_to_copy (4,)"]) and seen["optimizer"] == ([], [])
+    assert len(seen["logs"][0]) == 1 and seen["logs"][1] == []
     if method != "SFT":
         assert_close(on_gpu.reference, on_cpu.reference, rtol=1e-5, atol=1e-6)
-        launches, waits, _ = seen["reference"]
-        assert launches <= 300 and len(waits) <= 2 * of_a_forward + 1  # two batches, and the result
+        assert len(seen["reference"][0]) <= 2 * of_a_forward + 1  # two batches, and the result
