@@ -10,6 +10,7 @@ import inspect
 import itertools
 import logging
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -286,6 +288,18 @@ def is_complete(folder: str | os.PathLike) -> bool:
     return isinstance(marked, dict) and bool(marked) and marked.items() <= sizes(folder).items()
 
 
+def end_with_trainer(trainer: int, seed_worker: Callable[[int], None] | None, worker: int) -> None:
+    """First call of a forked data-loader worker: it shall end when the training process ends, or has ended already.
+
+    torch's own watchdog misses a process that is killed while the worker starts.
+    """
+    utils.end_with_parent()
+    if os.getppid() != trainer:
+        os._exit(1)
+    if seed_worker:
+        seed_worker(worker)
+
+
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
@@ -378,6 +392,18 @@ class SPAGTrainer(Trainer):
         # The Trainer takes the mean over micro-batches and ranks. With sums of costs divided by the mean count, that
         # mean is the total cost divided by the total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
+
+    def get_train_dataloader(self):
+        return self._end_workers(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self._end_workers(super().get_eval_dataloader(eval_dataset))
+
+    def _end_workers(self, dataloader):
+        """Let forked workers of a data loader end with this process."""
+        if (dataloader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
+            dataloader.worker_init_fn = partial(end_with_trainer, os.getpid(), dataloader.worker_init_fn)
+        return dataloader
 
     def _get_train_sampler(self, train_dataset=None):
         """The Trainer's sampler, except that `batch_rebalance` gets our seed and the lengths of our rows."""

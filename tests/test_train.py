@@ -5,9 +5,11 @@ import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
@@ -450,6 +452,32 @@ def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_poli
     shutil.rmtree(output / "checkpoint-4")
     steps = run(output, settings, resume_from_checkpoint=output / "checkpoint-2")
     assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kills
+def test_no_worker_of_a_killed_run_lives_on(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(64))
+    command = [PYTHON, "train.py", *flags(tmp_path / "out", sft(path, tiny_model), dataloader_num_workers=2)]
+    process = psutil.Process(start(command).pid)
+    while len(process.children(recursive=True)) < 2:
+        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    process.suspend()
+    workers = process.children(recursive=True)
+    process.kill()
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+def test_a_worker_whose_trainer_is_gone_ends_at_once():
+    """The trainer was killed before the worker could ask to be ended with it."""
+    gone = psutil.Popen([PYTHON, "-c", ""])
+    gone.wait()
+    worker = torch.multiprocessing.get_context("fork").Process(
+        target=trainers.end_with_trainer, args=(gone.pid, lambda worker: time.sleep(60), 0)
+    )
+    worker.start()
+    worker.join(timeout=30)
+    assert worker.exitcode == 1
 
 
 def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_ones(again, monkeypatch):
