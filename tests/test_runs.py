@@ -102,13 +102,6 @@ def test_a_lock_ends_with_its_owner_although_a_child_lives_on(tmp_path):
         owner.communicate()
 
 
-def test_a_link_is_not_followed_to_lock_another_file(tmp_path):
-    (tmp_path / ".run.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
-        utils.lock(tmp_path / ".run.lock")
-    assert not (tmp_path / "elsewhere").exists()
-
-
 def test_a_lock_that_another_start_checks_at_this_moment_is_taken(tmp_path, monkeypatch):
     attempts = iter([BlockingIOError(11, "Resource temporarily unavailable"), None])
     ours = utils.fcntl.lockf
