@@ -265,7 +265,7 @@ class SPAGCollator:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        utils.ensure_pad_token(tokenizer)
+        ensure_pad_token(tokenizer)
         self.pad_token_id = tokenizer.pad_token_id
         self.pad_left = tokenizer.padding_side == "left"
 
@@ -298,3 +298,15 @@ class SPAGCollator:
 def scored_places(labels: torch.Tensor) -> torch.Tensor:
     """Indices into the flattened (batch, T) labels of the positions that predict a scored label: (scored tokens,)."""
     return F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1)).flatten().nonzero()[:, 0]
+
+
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer without PAD pad with EOS. Raises UserError if it has no EOS either.
+
+    The vocabulary is never resized, since that would break the KL.
+    """
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token_id is None:
+        raise utils.UserError("the tokenizer has neither a PAD nor an EOS token")
+    tokenizer.pad_token = tokenizer.eos_token

@@ -144,7 +144,7 @@ def load_tokenizer(args: SPAGArguments):
     sides = {"padding_side": args.padding_side, "truncation_side": args.truncation_side}
     settings = sides | {"model_max_length": args.max_length}
     tokenizer = from_pretrained(AutoTokenizer, args.model_name_or_path, args, **settings)
-    utils.ensure_pad_token(tokenizer)
+    dataloaders.ensure_pad_token(tokenizer)
     return tokenizer
 
 

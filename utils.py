@@ -1,4 +1,4 @@
-"""What all programs share: reading, whole writes, settings and locks of runs, ranks of a launch. No torch."""
+"""What all programs share: reading and writing files, settings and locks of runs, ranks, errors. Torch-free."""
 
 import argparse
 import ctypes
@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
-CHUNK = 1 << 20  # bytes read at a time
-# What safetensors, torch, and numpy say of a full disk; arrow and files have its error number.
+CHUNK = 1 << 20  # bytes or characters read at a time
+# Error messages of safetensors, torch and numpy when the disk is full. Arrow and Python raise an OSError with errno.
 ON_FULL_DISK = re.compile(
     r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
 )
@@ -35,16 +35,17 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # per weights file, read for the fingerprint of a model
-# In a word: control characters, line ends of Unicode, and bytes that are not UTF-8, which are read as surrogates.
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples of so many bytes per weights file
+# Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
+# bytes that are not UTF-8 into surrogates.
 UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
-LEFTOVER_SECONDS = 3600  # age at which a temporary file is taken for that of a killed process
-LOCK_TIMEOUT = 0.5  # seconds to wait for a lock: `is_locked` of another start holds it for an instant
+LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
+LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, since `is_locked` in another process takes it for an instant
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """An error that the user can mend. The message says where, what, and what to do.
+    """An error that the user can mend. The message says where it is, what is wrong, and what to do.
 
     `run_program` prints it as one line and exits with status 2. All other errors keep their traceback.
     """
@@ -66,14 +67,14 @@ class BadRecordError(UserError):
 
 
 def open_text(path: str | os.PathLike, *, errors: str = "strict"):
-    """Open a UTF-8 file, with or without a byte order mark, with any line ending; FileNotFoundError names the path."""
+    """Open a UTF-8 file for reading; a byte order mark is skipped. Raises FileNotFoundError that names the path."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
     return open(path, encoding="utf-8-sig", errors=errors)
 
 
 def read_json(path: str | os.PathLike):
-    """Return the content of a JSON file. Raises FileNotFoundError, and UserError that names the file."""
+    """Return the content of a JSON file. Raises FileNotFoundError, or UserError if the file is not JSON."""
     try:
         with open_text(path) as file:
             return json.load(file)
@@ -82,7 +83,7 @@ def read_json(path: str | os.PathLike):
 
 
 def log_skipped(message: str) -> None:
-    """Say that a bad record was passed over."""
+    """Log that a bad record was skipped."""
     logger.warning("skipped: %s", message)
 
 
@@ -91,11 +92,11 @@ def iter_records(
 ) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
-    A file that begins with "[" is a JSON list, any other file is JSONL. JSONL, and lists with one object a line (as
-    `write_records` writes them), are read line by line in constant memory; other lists are read whole.
+    A file that begins with "[" is a JSON list; any other file is JSONL. Memory is constant for JSONL, and for lists
+    with one object per line, which `write_records` writes. Any other list is loaded whole.
 
-    With `on_skip`, records that are not objects are skipped and `on_skip` gets a message for each. A list that is cut
-    off raises an error in either case, after its whole lines.
+    With `on_skip`, records that are not objects are skipped, and `on_skip` is called with a message for each. A list
+    that is cut off always raises an error, after the objects on its complete lines.
 
     Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
     for a record that is not an object.
@@ -119,8 +120,8 @@ def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
 
 
 def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
-    """Read a list line by line while each line holds one object; from the first line that does not, read it whole."""
-    yielded, comma = 0, True  # whether the line before allows another object
+    """Read a list line by line. At the first line that does not hold one object, load the file whole instead."""
+    yielded, comma = 0, True  # comma: whether the line before ended with one, so that another object may follow
     for number, line in enumerate(file, start=1):
         text, where = line.strip(), f"{path}:{number}"
         if number == 1 and text == "[":
@@ -140,11 +141,11 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
     file.seek(0)
     for number, value in enumerate(_parse(file.read(), str(path), kind=list)[yielded:], start=yielded + 1):
         where = f"{path}: record {number}"
-        yield from _checked(where, lambda value=value, where=where: _as_object(value, where), on_skip)
+        yield from _checked(where, partial(_as_object, value, where), on_skip)
 
 
 def _checked(where: str, make: Callable[[], dict], on_skip: Callable | None) -> Iterator[tuple[str, dict]]:
-    """Yield the record that `make` returns, or skip it."""
+    """Yield the record that `make` returns. With `on_skip`, skip it if `make` raises BadRecordError."""
     try:
         yield where, make()
     except BadRecordError as error:
@@ -154,7 +155,7 @@ def _checked(where: str, make: Callable[[], dict], on_skip: Callable | None) -> 
 
 
 def _parse(text: str, where: str, kind: type = dict):
-    """Parse one JSON value; BadRecordError, with the line of a longer text, if it is not JSON of this kind."""
+    """Parse a JSON object, or with `kind=list` a whole file that holds a list. Raises BadRecordError."""
     try:
         text.encode()
         value = json.loads(text)
@@ -165,7 +166,7 @@ def _parse(text: str, where: str, kind: type = dict):
         raise BadRecordError(
             f"{_line(where, text, error.pos, kind)}: not JSON, or the file was cut off here ({why})"
         ) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or of open brackets
         raise BadRecordError(f"{where}: JSON that Python cannot read ({error})") from None
     return value if kind is list else _as_object(value, where)
 
@@ -181,10 +182,10 @@ def _as_object(value, where: str) -> dict:
 
 
 def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
-    """Return the words of a list, one a line. Blank lines are skipped, repeated words are kept.
+    """Return the words of a file with one word per line. Blank lines are skipped; repeated words are kept.
 
-    Raises FileNotFoundError; UserError for a list without words, and, with file and line, for text that is not UTF-8,
-    for a word with a control character, and for a word that `check` raises ValueError for.
+    Raises FileNotFoundError, and UserError if the file has no words. UserError also names the line of a word that is
+    not UTF-8, holds a control character, or makes `check` raise ValueError.
     """
     words = []
     with open_text(path, errors="surrogateescape") as file:
@@ -210,9 +211,9 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Open a file for writing so that readers see the old file or the whole new one, never a part of it.
 
-    A temporary file beside it is written first, and replaces it at the end. Temporary files that killed processes left
-    are deleted after an hour. Raises UserError if the path is a link, a device, or anything else that is not a regular
-    file.
+    The block writes to a temporary file in the same folder, which replaces the old file at the end. If the process is
+    killed, the temporary file stays; a later write deletes it when it is an hour old. Raises UserError if the path is
+    not a regular file, such as a link or a device.
     """
     path = Path(path)
     if path.is_symlink() or path.exists() and not path.is_file():
@@ -238,7 +239,7 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 @contextmanager
 def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
-    """Turn an error that a full disk caused into an OSError that names the path. Each library raises another one."""
+    """If the disk is full, raise an OSError that names the path, whatever error the writing library raised."""
     try:
         yield
     except Exception as error:
@@ -257,13 +258,13 @@ def write_json(path: str | os.PathLike, value) -> None:
 
 
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
-    """Write records one a line as they come, whole or not at all: as JSONL to *.jsonl, else as one JSON list."""
+    """Write records by `replacing`, one per line: JSONL if the path ends in .jsonl, else one JSON list."""
     with replacing(path) as file:
         put_records(file, records, as_list=not str(path).endswith(".jsonl"))
 
 
 def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
-    """Write records to an open file one a line as they come, as JSONL or as one JSON list."""
+    """Write records to an open file, one per line, as JSONL or as one JSON list."""
     if not as_list:
         file.writelines(to_json(record) + "\n" for record in records)
         return
@@ -274,7 +275,7 @@ def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> 
     file.write("[]\n" if before == "[\n" else "\n]\n")
 
 
-to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not escaped
+to_json = json.JSONEncoder(ensure_ascii=False).encode  # on one line, with non-ASCII letters as they are
 
 
 # Data.
@@ -283,7 +284,7 @@ to_json = json.JSONEncoder(ensure_ascii=False).encode  # one line, letters not e
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
 
-    The one place that knows how an instruction is laid out. Raises UserError where a text is missing.
+    The layout of instructions is defined only here. Raises UserError if a text is missing.
     """
     for key in ("instruction", "output"):
         if not isinstance(example.get(key), str):
@@ -297,9 +298,10 @@ def alpaca_to_row(example: dict) -> dict:
 
 
 def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
-    """Query and target of a record: `query`/`target`, else `prompt`/`answer`, else raw Alpaca; and the whole record.
+    """Return a record's query, its target, and the record itself.
 
-    Raises UserError for a missing text, and for one that is not Unicode.
+    The texts are `query` and `target`, else `prompt` and `answer`. A raw Alpaca record is converted first. Raises
+    UserError for a text that is missing or cannot be encoded as UTF-8.
     """
     if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
         record = record | from_alpaca(record)
@@ -322,23 +324,21 @@ def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row)
 
 
 def file_digest(paths: Iterable[str | os.PathLike]) -> str:
-    """SHA-256 over the contents of the files, in the order given."""
-    return hashlib.sha256(b"".join(bytes.fromhex(file_sha256(path)) for path in paths)).hexdigest()
-
-
-def file_sha256(path: str | os.PathLike) -> str:
-    """SHA-256 of one file, as sha256sum prints it."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """SHA-256 over the SHA-256 of each file, in the order given."""
+    digests = hashlib.sha256()
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        digests.update(digest.digest())
+    return digests.hexdigest()
 
 
 def model_folder(name: str) -> Path:
-    """A model's folder: `name` itself, or the copy on this machine of what is called so on the hub.
+    """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
 
-    Raises UserError if there is none, and for a folder without a config.json.
+    Raises UserError if there is no such model, or if the folder has no config.json.
     """
     folder = Path(name) if os.path.isdir(name) else _from_hub(name)
     if not (folder / "config.json").is_file():
@@ -348,7 +348,7 @@ def model_folder(name: str) -> Path:
 
 @functools.cache
 def _from_hub(name: str) -> Path:
-    """Looked up once: what is called so may change while this process is at work."""
+    """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -359,7 +359,7 @@ def _from_hub(name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, code and samples of the weights; not over what lies between samples."""
+    """SHA-256 over configuration, tokenizer, code, and samples of the weights; other weights are not read."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     small += ("chat_template.jinja",)
@@ -383,9 +383,9 @@ class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
 
     The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
-    {"path", "sha256"}; only its content is compared. `results()` returns an existing output made under these
-    settings, or None. `remedy` tells what to do; it ends the message where a start is refused. A refused start has
-    written nothing.
+    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an existing output made under these
+    settings, or None. Every refusal ends with `remedy`, which tells the user what to do. A refused start writes
+    nothing.
     """
 
     def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
@@ -393,7 +393,7 @@ class RunSettings:
         self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
 
     def claim(self, settings: Mapping) -> None:
-        """Lock the run for this process; UserError as in `check`."""
+        """Lock the run for this process. Raises UserError as `check` does."""
         self.check(settings)
         lock(self.lock_path)
         self.check(settings)  # another launch may have ended in between
@@ -408,7 +408,7 @@ class RunSettings:
             unlock(self.lock_path)
 
     def check(self, settings: Mapping) -> None:
-        """Raise UserError if another launch is at work here, or if the results were made with other settings."""
+        """Raise UserError if another launch is writing this run, or if its results were made with other settings."""
         if is_locked(self.lock_path):
             raise UserError(LOCKED.format(self.path))
         if (found := self.results()) is None:
@@ -419,7 +419,7 @@ class RunSettings:
             raise UserError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
 
     def read(self, name: str = "settings"):
-        """Return one entry of the settings file; UserError if it has none."""
+        """Return one entry of the settings file. Raises UserError if the entry is missing."""
         try:
             found = read_json(self.path)[name]
         except (UserError, KeyError, TypeError):
@@ -429,7 +429,7 @@ class RunSettings:
         return found
 
     def write(self, settings: Mapping, **more) -> None:
-        """Write the settings file; `more` are further entries, which are not compared."""
+        """Write the settings file. `more` adds entries that `check` does not compare."""
         write_json(self.path, {"settings": settings, **more})
 
 
@@ -444,7 +444,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Files as `RunSettings` compares them."""
+    """Return files in the form in which `RunSettings` stores and compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 
@@ -459,20 +459,21 @@ def _show(setting) -> str:
     return str(setting)
 
 
-# The locks that this process holds, with their file descriptors. POSIX locks end with their process, and children do
-# not inherit them. They also end when the process closes any other descriptor of the file, so nothing else may open
-# it. The empty files stay: if one were deleted, two processes could lock an old and a new file of the same name.
+# The locks that this process holds, with their file descriptors. A POSIX lock ends with its process, and children do
+# not inherit it. It also ends when the process closes any other descriptor of the lock file, so only `lock` and
+# `is_locked` may open that file. Lock files are never deleted: otherwise one process could lock a deleted file while
+# another process locks a new file of the same name.
 _locks: dict[Path, int] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
 
 def lock(path: str | os.PathLike) -> None:
-    """Lock a file, which nothing else may open, for this process; UserError if another process holds the lock."""
+    """Take this lock for this process. Raises UserError if another process holds it."""
     path = Path(path).absolute()
     if path in _locks:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     if not wait_until(lambda: _try_lock(descriptor, fcntl.LOCK_EX, path), LOCK_TIMEOUT):
         os.close(descriptor)
         raise UserError(LOCKED.format(path.parent))
@@ -480,17 +481,17 @@ def lock(path: str | os.PathLike) -> None:
 
 
 def unlock(path: str | os.PathLike) -> None:
-    """Give up a lock of this process before it ends."""
+    """Release a lock of this process."""
     os.close(_locks.pop(Path(path).absolute()))
 
 
 def is_locked(path: str | os.PathLike) -> bool:
-    """Whether another process holds this lock; False on a file system without locks."""
+    """Return whether another process holds this lock; False on a file system without locks."""
     path = Path(path).absolute()
     if path in _locks:
         return False
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -521,10 +522,10 @@ _meetings = itertools.count()
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Return on all ranks what `make` returns on rank 0, as JSON keeps it. All ranks of the launch must call it.
+    """Call `make` on rank 0 and return its value on all ranks, passed as JSON. All ranks of the launch must call this.
 
-    A UserError or OSError of `make` becomes a UserError on all ranks. A process without MASTER_ADDR was not started
-    by a launcher and calls `make` itself.
+    If `make` raises UserError or OSError, all ranks raise UserError. A process without MASTER_ADDR was not started by
+    a launcher, so it calls `make` itself.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -536,11 +537,11 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except (UserError, OSError) as error:
             answer = {"error": str(error)}
         store.set(key, json.dumps(answer))
-    while not store.check([key]):  # without limit: rank 0 may be fetching a model from the hub
+    while not store.check([key]):  # no time limit: rank 0 may be downloading a model
         time.sleep(0.1)
     answer = json.loads(store.get(key))
     store.set(f"{key}/{rank()}", "")
-    if rank() == 0:  # without torchrun the store lives in this process
+    if rank() == 0:  # without torchrun, rank 0 serves the store and must outlast the others' reads
         store.wait([f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
         raise UserError(answer["error"])
@@ -548,11 +549,11 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
-    """Wait at the end of the work until no rank of this launch is at work.
+    """Wait until all ranks of this launch have finished their work or died.
 
-    Without this, torchrun ends the launch of several machines 300 s after the first machine is done. `lock_paths` are
-    the locks of all ranks, by rank. A rank holds its own from its start, and gives it up here. A dead rank holds none,
-    so nobody waits for it. A rank that fails does not call this.
+    Without this, torchrun would end a launch on several machines 300 s after the first machine has finished.
+    `lock_paths` are the locks of all ranks, ordered by rank. Each rank holds its lock from the start and releases it
+    here. The lock of a dead rank is free, so nobody waits for that rank. A rank that fails does not call this.
     """
     unlock(lock_paths[rank()])
     while any(map(is_locked, lock_paths)):
@@ -561,17 +562,15 @@ def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
 
 @functools.cache
 def launch_store():
-    """The key-value store that the ranks of a launch share; torch's process group uses the same server."""
+    """Return the key-value store that all ranks of a launch share. Torch's process group uses the same server."""
     from torch.distributed import rendezvous
 
-    if os.environ.get("MASTER_PORT") == "0":
-        raise UserError("torchrun --master_port=0 leaves ranks without a port; use --standalone or a port number")
     store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
     return store
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition, at most `seconds`; return whether it came true."""
+    """Wait until `condition` is true, for at most `seconds`. Return whether it became true."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -579,10 +578,10 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the files that rank 0 sees, with the same sizes; those in model folders too.
+    """Wait until this machine sees the same files as rank 0, with the same sizes. A folder stands for its files.
 
-    One machine may start a stage before another machine's results have reached it.
-    Raises UserError that names the files if they do not appear.
+    On a network file system, results of one machine may reach another machine late. Raises UserError that names the
+    files that do not appear.
     """
     if world_size() == 1:
         return
@@ -602,21 +601,19 @@ def await_inputs(paths: Iterable[str]) -> None:
 # Programs.
 
 
-def unknown_flag(flag_given: str, known: Iterable[str]) -> str:
-    """The error message for a flag that does not exist, with the flag that was probably meant."""
-    close = difflib.get_close_matches(flag_given.split("=")[0], list(known), n=1)
-    return f"unknown flag {flag_given}" + (f"; did you mean {close[0]}?" if close else "")
-
-
 def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The error messages for words of a command line that a parser does not know."""
+    """The error messages for words of a command line that a parser does not know, with the flags that were meant."""
     known = [name for action in parser._actions for name in action.option_strings if name != "--help"]
-    flags = [unknown_flag(word, known) for word in words if word.startswith("-")]
-    return flags or [f"{word!r} belongs to no flag" for word in words[:1]]
+    messages = []
+    for word in words:
+        if word.startswith("-"):
+            close = difflib.get_close_matches(word.split("=")[0], known, n=1)
+            messages.append(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
+    return messages or [f"{word!r} belongs to no flag" for word in words[:1]]
 
 
 def too_small(flags, **least: float) -> list[str]:
-    """One phrase for each of these flags that is set to less than its least value."""
+    """Return one phrase for each flag whose value is below its minimum in `least`."""
     values = {name: getattr(flags, name) for name in least}
     return [
         f"--{name} is {values[name]}; it must be at least {minimum}"
@@ -626,7 +623,7 @@ def too_small(flags, **least: float) -> list[str]:
 
 
 def run_program(main: Callable[[], T]) -> T:
-    """Run a program or a part of it. UserError and OSError end it with their message and exit status 2."""
+    """Call `main`. UserError and OSError end the program with their message and exit status 2."""
     try:
         return main()
     except (UserError, OSError) as error:
@@ -636,8 +633,8 @@ def run_program(main: Callable[[], T]) -> T:
 def end_with_error(message: str) -> NoReturn:
     """End the program with one line and exit status 2.
 
-    Most errors happen on all ranks alike. Rank 0 reports at once, and the launcher then ends the others before they
-    report the same.
+    Most errors happen on all ranks alike. Ranks other than 0 wait before they report, so the launcher ends them after
+    rank 0's report and the error is printed once.
     """
     if rank() > 0:
         time.sleep(RANK_0_FIRST)
@@ -658,25 +655,24 @@ sys.excepthook = _name_missing_package  # every program imports utils before any
 
 
 def rank() -> int:
-    """The number of this process among those of the launch, 0 without a launcher."""
+    """Return the rank of this process in its launch; 0 without a launcher."""
     return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """How many processes the launch has, 1 without a launcher."""
+    """Return the number of processes in the launch; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without the launcher's variables, for programs that are not ranks of this launch."""
+    """Return the environment without the launcher's variables, for programs that are not ranks of this launch."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
 def end_with_launcher() -> None:
-    """End this process when the loop's script is killed, so that it does not keep the next launch out.
+    """End this process when the script of the training loop is killed; otherwise our locks would block its next start.
 
-    The script is not our parent process, so a thread polls its pid every second. (Ranks of torchrun end with torchrun
-    from the moment in which they import this module.)
+    The script is not our parent process, so a thread polls its pid every second.
     """
 
     def watch(pid: int) -> None:
@@ -692,26 +688,27 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, exactly: when the thread that started it ends."""
+    """Have Linux kill this process when its parent ends. Linux counts from the thread that started this process."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # now, since torchrun may be killed during the imports that follow
+    end_with_parent()  # at import, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:
-    """Make a text of a model, a server or a file safe to print: it cannot move the cursor or imitate our own lines.
+    """Make a text from a model, a server or a file safe to print.
 
-    Characters that are not printable become U+FFFD; lines after the first are indented.
+    Unprintable characters become U+FFFD, so the text cannot move the cursor. Lines after the first are indented, so
+    the text cannot imitate log lines.
     """
     text = text.replace("\t", " ")
     return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
 
 
 class CleanFormatter(logging.Formatter):
-    """Makes log messages safe to print, which may quote models, servers and files."""
+    """Makes log messages safe to print, since they may quote models, servers and files."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = shown(record.message)
@@ -720,8 +717,8 @@ class CleanFormatter(logging.Formatter):
 
 def set_up_logging() -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of libraries, each step
-    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)  # our own flag
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # at each step
+    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)  # a flag of ours
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     who = f"rank {rank()} " if world_size() > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
@@ -730,21 +727,6 @@ def set_up_logging() -> None:
 
 
 def warn_on_rank_0(message: str, *values) -> None:
-    """Log a warning on rank 0 only, because it concerns the whole launch."""
+    """Log a warning that concerns the whole launch, on rank 0 only."""
     if rank() == 0:
         logger.warning(message, *values)
-
-
-# Tokenizers.
-
-
-def ensure_pad_token(tokenizer) -> None:
-    """Let a tokenizer without PAD pad with EOS. The vocabulary is never resized: that would break the KL.
-
-    Raises UserError for a tokenizer with neither.
-    """
-    if tokenizer.pad_token_id is not None:
-        return
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has neither a PAD nor an EOS token")
-    tokenizer.pad_token = tokenizer.eos_token

@@ -17,9 +17,9 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
     SHARED = tempfile.TemporaryDirectory(prefix="spag_tests")
     os.environ["HF_HOME"] = SHARED.name  # for data sets made here
-# A job in a shell's background ignores Ctrl-C, and hands this on to the programs that it starts.
+# A background job of a shell ignores Ctrl-C, and so would the programs that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # without it, two busy processes on two cores are ten times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # otherwise two processes on two cores are ten times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each process of pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled modules a start takes 8 to 17 s
 sys.dont_write_bytecode = False
@@ -29,8 +29,8 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--campaign", type=int, default=1, metavar="N", help="N rounds of tests of kills and of faults/")
-    parser.addoption("--trial_seed", type=int, metavar="SEED", help="of faults/, the trial of this seed only")
+    parser.addoption("--campaign", type=int, default=1, metavar="N", help="repeat kills and faults/ N times")
+    parser.addoption("--trial_seed", type=int, metavar="SEED", help="make only the trial of this seed, in faults/")
 
 
 def pytest_generate_tests(metafunc):
@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def clean_process():
-    """What a program leaves in this process (locks, environment, logging, accelerate's state) ends with the test."""
+    """After each test, undo what a program leaves in this process: locks, environment, logging, accelerate's state."""
     from helpers import as_a_process
 
     with as_a_process():
@@ -67,7 +67,7 @@ def inputs(tmp_path_factory, tiny_model, other_model) -> Path:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of the campaign."""
+    """Print the table of the campaign."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "trials"]
     kinds = sorted({row[0] for row in rows if row[1]})
@@ -98,7 +98,7 @@ def build_tokenizer():
 
 
 def build_llama(seed: int, vocab_size: int, **changes):
-    """A random Llama of some ten thousand parameters, its weights large enough that logits differ clearly."""
+    """A random Llama of some ten thousand parameters. Its weights are large, so that logits differ clearly."""
     from tools.tiny.models import random_llama
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -119,7 +119,7 @@ def tiny_model(tmp_path_factory, tokenizer) -> str:
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory, tokenizer) -> str:
-    """Folder of a second Llama, like `tiny_model` but for its weights."""
+    """Folder of a second Llama of the same shape as `tiny_model`, with other weights."""
     return _save(tmp_path_factory.mktemp("other_model"), tokenizer, seed=1)
 
 

@@ -1,4 +1,4 @@
-"""What tests share: programs called in this process or started as new processes, their flags, and their ends."""
+"""Helpers that tests share: they call programs in this process, or start them as processes and kill them."""
 
 import contextlib
 import gc
@@ -45,8 +45,8 @@ def flags_of(values: Mapping) -> list[str]:
 def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
     """Run a program's `main` in this process with these words as its command line.
 
-    It must end with `status`; with None any status will do. UserError and OSError end it with status 2, as they do
-    where it is a program; any other exception is raised, as it would be a traceback there.
+    It must end with `status`; None allows any status. As in a process of its own, UserError and OSError end it with
+    status 2. Any other exception is raised.
     """
     output, errors = io.StringIO(), io.StringIO()
     found = 0
@@ -63,10 +63,10 @@ def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
 
 @contextlib.contextmanager
 def as_a_process() -> Iterator[None]:
-    """Undo at the end what the end of a process undoes.
+    """Undo, when the block ends, what would end with a process.
 
-    Restored are the command line, environment, current folder and logging. Locks are released, and what the Trainer
-    keeps in modules (accelerate's state, the DeepSpeed file) is forgotten.
+    The command line, environment, current folder and logging are restored. Locks are released. What the Trainer keeps
+    in modules (accelerate's state, the DeepSpeed file) is reset.
     """
     argv, environment, folder = sys.argv, dict(os.environ), os.getcwd()
     handlers, level = logging.root.handlers[:], logging.root.level
@@ -84,7 +84,7 @@ def as_a_process() -> Iterator[None]:
 
 
 def reset_process() -> None:
-    """Release locks; where a Trainer or its arguments were made, reset accelerate and transformers and free models."""
+    """Release locks. If a Trainer was made, reset accelerate and transformers and free the models."""
     for path in list(utils._locks):
         utils.unlock(path)
     state = sys.modules.get("accelerate.state")
@@ -101,7 +101,7 @@ def reset_process() -> None:
 
 
 def start(command: list, **changes) -> subprocess.Popen:
-    """Start a program in the project's folder, in a process group of its own; its output is one pipe of text."""
+    """Start a program in the project's folder, in its own process group, with its output and errors in one pipe."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "text": True}
     how = {"cwd": ROOT, "env": ENVIRONMENT, "start_new_session": True} | pipes | changes
     return subprocess.Popen(list(map(str, command)), **how)
@@ -133,7 +133,7 @@ def users_of(folder: str | os.PathLike) -> list[psutil.Process]:
 
 
 def kill_all(process: subprocess.Popen, folder: str | os.PathLike) -> None:
-    """SIGKILL a program and all that work on a folder, as when a machine goes away; return when they have ended."""
+    """SIGKILL a program and all processes that work on a folder; return when they have ended."""
     doomed = users_of(folder)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)

@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 
 def parse_bool(text: str) -> bool:
-    """The `type` of a flag that takes True or False."""
+    """Read True or False; the `type` of a bool flag."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
     return text.lower() == "true"
 
 
 def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = (), **settings):
-    """A field of a dataclass that holds a program's flags; `names` are older names, `settings` go to add_argument.
+    """Return a dataclass field that is a flag of a program. Without a default the flag is required.
 
-    Without a default the flag must be given.
+    `names` are older names of the flag; `settings` go to `add_argument`.
     """
     metadata = {"help": help_line, "names": tuple(names), "settings": settings}
     if isinstance(default, list):
@@ -30,7 +30,7 @@ def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = 
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Declare the flags of a dataclass of `flag` fields; a list takes several values, a bool True or False."""
+    """Add the `flag` fields of a dataclass to a parser. A list takes several values, a bool True or False."""
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):
         hint = hints[each.name]
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
-    """Read the command line into a dataclass of `flag` fields; ends the program with a remedy for a wrong flag."""
+    """Read the command line into a dataclass of `flag` fields. A wrong flag ends the program with a one-line error."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +61,7 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
-    """Read `COMMAND --flag ...` into the dataclass of this command, whose docstring is the command's description."""
+    """Read `COMMAND --flag ...` into the dataclass of this command. Its docstring describes the command in --help."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
@@ -71,14 +71,14 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = Non
 
 
 class NamedPath(NamedTuple):
-    """A model or a file with a name to call it by."""
+    """A model or a file, and the name that the user gave it."""
 
     name: str
     path: str
 
 
 def named_path(text: str) -> NamedPath:
-    """The `type` of flags that take NAME=MODEL."""
+    """Read NAME=MODEL; the `type` of such flags."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")

@@ -1,4 +1,4 @@
-"""Damaged files: a rank file loses no game that is whole in it, and every program ends with success or one line."""
+"""Damaged files: no whole game of a rank file is lost, and every program ends with success or a one-line error."""
 
 import json
 import random
@@ -15,7 +15,7 @@ ODD_VALUES += ["../../x", "<b>"]
 
 
 def damage(content: bytes, rng: random.Random) -> bytes:
-    """Cut off, overwritten, doubled, with odd values, or with bytes that are no text."""
+    """Cut the content off, overwrite, repeat or shuffle a part, insert null bytes, or change one value."""
     kind, place = rng.randrange(6), rng.randrange(len(content) + 1)
     if kind == 0:
         return content[:place]
@@ -33,7 +33,7 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def odd_value(content: bytes, rng: random.Random) -> bytes:
-    """One value of a JSON or JSONL file is another; of other files a line is."""
+    """Change one value of a JSON or JSONL file, or one line of any other file."""
     text = content.decode("utf-8", "replace")
     try:
         records, lines = json.loads(text), False
@@ -51,7 +51,7 @@ def odd_value(content: bytes, rng: random.Random) -> bytes:
 
 
 def change(value, rng: random.Random):
-    """The value with one part of it, at any depth, replaced, taken away, or wrapped."""
+    """Return the value with one part of it, at any depth, replaced, removed or wrapped in a list."""
     if isinstance(value, dict | list) and value and rng.random() < 0.85:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         key, copy = rng.choice(keys), value.copy()
@@ -65,7 +65,7 @@ def change(value, rng: random.Random):
 
 
 def test_damaged_rank_files(tmp_path, trials):
-    """Whole games are kept as they are; all others are played again, or named with their line."""
+    """Whole games are kept unchanged. The others are played again, or an error names the file."""
 
     def trial(rng: random.Random) -> None:
         shutil.rmtree(tmp_path)

@@ -1,4 +1,4 @@
-"""Whatever stands in a file or comes from a model: pure functions answer, or refuse it in one line."""
+"""Pure functions take any content of files and any reply of models: they return a result or a one-line error."""
 
 import json
 import math
@@ -14,13 +14,13 @@ import utils
 from tools.games import load_game, prompts
 from tools.selfplay.rewards import JudgedGames, in_memory, message_shares, paid_rows
 
-BATCH = 8  # inputs that hypothesis draws at once: one of them costs a fifth of one drawn alone
-SHORT, LONG = 10, 125  # batches of a trial, in every test run and in a campaign
+BATCH = 8  # inputs per example of hypothesis; drawing them together is five times faster
+SHORT, LONG = 10, 125  # batches per trial: in every test run, and in a campaign
 WORDS = ["art", "Straße", "c++", "new york", "{max_turns}", "I know the word! It is", "a" * 50]
 PARTS = [*WORDS, *(f"I know the word! It is `{word}`!" for word in WORDS), "I know the word! It is `", "`!", "Is it "]
 PARTS += ["Yes", "ART", "arts", " ", " ", ".", "?", "\n", "\r", "\x00", "\u2028", "\ufeff", "\u202e", "e\u0301"]
 PARTS += ["ß", "İ", "\U0001f600", "\x1b[31m"]
-CODES = {chr(0x41 + place): part for place, part in enumerate(PARTS)}  # a part for a character: one draw for a text
+CODES = {chr(0x41 + place): part for place, part in enumerate(PARTS)}  # a text is drawn as codes: one draw, not many
 
 
 def decoded(text: str) -> str:
@@ -34,7 +34,7 @@ MESSAGES = st.text("".join(CODES) + "|", max_size=30).map(lambda text: [decoded(
 
 
 def as_episode(game, turns: int, messages: list[str], word: str) -> tuple:
-    """A game and an episode of it, as players of any kind could have left it."""
+    """Return a game and one of its episodes with these messages."""
     history = [{"role": game.roles[place % 2], "content": text} for place, text in enumerate(messages[: 2 * turns])]
     shown = {"history": history, "target_word": word, "max_turns": turns}
     return game, shown | ({} if game.name == "taboo" else {"game": game.name})
@@ -44,7 +44,7 @@ EPISODES = st.builds(as_episode, st.sampled_from(GAMES), st.integers(1, 4), MESS
 
 
 def pure(strategy, *, thousands: int):
-    """A test over drawn inputs, so many in a round of a campaign; hypothesis shrinks a batch that fails."""
+    """Make a test from a check of one drawn input. A round of a campaign draws so many thousands."""
 
     def decorate(check):
         def test(trials):
@@ -147,7 +147,7 @@ HISTORIES = st.lists(records("role", "content", "x"), max_size=3) | ODD
 
 
 @pure(st.tuples(records("target_word", "max_turns", "game", "extra"), HISTORIES), thousands=7)
-def test_episodes_that_are_none(drawn):
+def test_invalid_episodes(drawn):
     record, history = drawn
     refused(lambda episode: JudgedGames(GAMES[0], in_memory([episode])), record | {"history": history})
 
@@ -180,7 +180,7 @@ def test_readers_of_records(parts):
 @pure(st.tuples(st.lists(st.fixed_dictionaries({"a": JSON}), max_size=4), st.booleans()), thousands=4)
 def test_records_that_are_written_are_read(drawn):
     records, lines = drawn
-    text = json.dumps(records)  # what Python cannot write it need not read
+    text = json.dumps(records)  # not valid JSON or not UTF-8
     if "NaN" in text or "Infinity" in text or "\\ud800" in text:
         return
     path = os.path.join(os.environ["TRIAL_FOLDER"], "records.jsonl" if lines else "records.json")
@@ -196,7 +196,7 @@ def test_word_lists(content):
 
 @pytest.fixture(autouse=True)
 def trial_folder(tmp_path, monkeypatch):
-    memory = "/dev/shm"  # a file costs a tenth there
+    memory = "/dev/shm"  # files are ten times faster there
     with tempfile.TemporaryDirectory(dir=memory if os.path.isdir(memory) else tmp_path) as folder:
         monkeypatch.setenv("TRIAL_FOLDER", folder)
         yield
@@ -210,7 +210,7 @@ def write(content: bytes) -> str:
 
 
 def refused(call, *values) -> None:
-    """The call answers, or refuses in one line."""
+    """Make the call; if it raises ValueError or OSError, the message must be one line."""
     try:
         call(*values)
     except (ValueError, OSError) as error:

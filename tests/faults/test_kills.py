@@ -1,7 +1,7 @@
-"""The kill matrix: a program is killed, and the same command ends with what an undisturbed run leaves.
+"""The kill matrix: after a kill, the same command must give the results of an undisturbed run.
 
-Undisturbed runs, and the starts after a kill, are calls in this process wherever no launcher is needed for them. A
-program is killed when its output has reached a size that is drawn: while it starts, works, saves, or ends.
+A program is killed when its output reaches a random size: while it starts, works, saves, or ends. Undisturbed runs and
+starts after a kill run in this process unless they need a launcher.
 """
 
 import functools
@@ -35,8 +35,8 @@ class Program(NamedTuple):
     main: Callable[[], object]
     flags: Callable[[Path], dict]
     results: Callable[[Path], dict]
-    batch: str | None = None  # the flag that is halved for two processes, so that they make the same steps
-    oracle: str | None = None  # the program whose undisturbed run leaves the same; None: this one
+    batch: str | None = None  # the batch size per process; two processes get half of it each
+    oracle: str | None = None  # the program whose undisturbed run gives the expected results; None: this one
     tolerance: float = 0.0  # of results that are tensors
 
     def words(self, output: Path, processes: int = 1) -> list[str]:
@@ -52,7 +52,7 @@ class Kill(NamedTuple):
     program: str
     launcher: str = "alone"  # or torchrun, with two processes
     how: str = "all"  # SIGKILL to all processes; "launcher": to torchrun alone; or a signal to the launch
-    always: bool = False  # whether every test run makes a trial, or a campaign alone
+    always: bool = False  # True: every test run makes a trial; False: only a campaign does
 
     def __str__(self) -> str:
         return f"{self.program}, {self.launcher}, {self.how}"
@@ -85,7 +85,7 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(kill, folder,
             delivered = 0
             for _ in range(rng.randint(1, 3) if trials.campaign else 1):
                 delivered += start_and_kill(kill, program, place / "out", rng.uniform(0, 0.9) * size, rng)
-            if kill.program == "DeepSpeed":  # must continue with as many processes
+            if kill.program == "DeepSpeed":  # it can continue only with the same number of processes
                 finish(start(command(kill, program, place / "out")))
             else:
                 call(program.main, *program.words(place / "out"))
@@ -96,7 +96,7 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(kill, folder,
 
 
 def undisturbed(program: Program, output: Path) -> tuple[dict, int]:
-    """The results of a run that nobody kills, made once, and the size of its output in bytes."""
+    """Return the results of an undisturbed run, which is made once, and the size of its output in bytes."""
     if not output.exists():
         call(program.main, *program.words(output))
     return program.results(output), size_of(output)
@@ -111,7 +111,7 @@ def command(kill: Kill, program: Program, output: Path) -> list[str]:
 def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng: random.Random) -> bool:
     """Start a program, kill it when its output has this size in bytes; return whether it was still running.
 
-    No process is left then, and every game that was stored still is.
+    It checks that no process of the program is left.
     """
     process = start(command(kill, program, output))
     wait_for(lambda: size_of(output) >= size, process)
@@ -129,7 +129,7 @@ def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng:
 
 
 def size_of(output: Path) -> int:
-    """Bytes of all files of a folder, which a program may be writing."""
+    """Return the bytes of all files of a folder, while a program may be writing there."""
     total = 0
     for path in output.rglob("*"):
         try:
@@ -180,7 +180,7 @@ def make_rows(count: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def programs(folder, tiny_model, other_model) -> dict[str, Program]:
-    """The programs of the matrix, by name. Replies are the likeliest, so that they depend on nothing else."""
+    """The programs of the matrix, by name. Decoding is greedy, so that results are deterministic."""
     playing = {"max_turns": 2, "max_length": 160, "max_new_tokens": 16, "per_device_eval_batch_size": 2, "top_k": 1}
     playing |= {"logging_steps": 0, "prompt_templates": folder / "prompts.json"}
     play = {"attacker_model_name_or_path": tiny_model, "defender_model_name_or_path": tiny_model}
@@ -216,7 +216,7 @@ def files(output: Path, names: tuple[str, ...]) -> dict:
 
 
 def games(output: Path) -> dict:
-    """The merged games; each is in the files of the ranks once."""
+    """Return the merged games, and the indices in the rank files: each must be there once."""
     stored = [json.loads(line)["index"] for path in output.glob("*_rank*") for line in path.read_text().splitlines()]
     return files(output, ("m_sampling_w_results.json",)) | {"stored": sorted(stored)}
 

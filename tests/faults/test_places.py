@@ -1,4 +1,4 @@
-"""Places that cannot be written to, and paths that look odd: every program ends with one line, or as anywhere."""
+"""Output places that cannot be written to end every program with a one-line error. Odd paths work like any other."""
 
 import os
 import random
@@ -15,7 +15,7 @@ ODD_NAMES = [" a  b ", "ä ö", 'it\'s "q"', "-rf", "$HOME", "[1]*?", "%s{0}", "
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_full_disk_ends_with_one_line_that_names_the_file(name, inputs, tmp_path, trials):
-    """No file can grow beyond some bytes."""
+    """A limit on file sizes stands in for the full disk."""
 
     def trial(rng: random.Random) -> None:
         output = tmp_path / "out"

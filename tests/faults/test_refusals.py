@@ -1,4 +1,4 @@
-"""What a program refuses, in one line that names the flag or the file, before it writes anything."""
+"""Programs refuse wrong flags, inputs and settings in one line that names them, before they write anything."""
 
 import shutil
 
@@ -69,7 +69,7 @@ def placed(changes: dict, inputs) -> dict:
 
 
 def contents(folder) -> dict:
-    """What a folder holds, but for the empty files of locks."""
+    """Return the contents of a folder's files, without the empty lock files."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 

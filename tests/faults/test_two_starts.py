@@ -1,4 +1,4 @@
-"""A program that is started twice: one works, the other is refused, and all is there afterwards."""
+"""A program is started twice: one start works, the other is refused, and the results are complete."""
 
 import random
 import shutil

@@ -1,7 +1,7 @@
-"""Trials of the campaign: each is drawn from a seed that it prints, counted, and repeated by that seed.
+"""Trials of the campaign. Each is drawn from a seed; a failed trial prints its seed, which repeats it.
 
-bash tools/test.sh tests/faults                                    the short form, part of every test run
-bash tools/test.sh tests/faults --campaign 10                      the long one: 10 rounds; a table at its end
+bash tools/test.sh tests/faults                                    a few trials, part of every test run
+bash tools/test.sh tests/faults --campaign 10                      10 rounds of all trials, and a table
 bash tools/test.sh tests/faults --campaign 10 --trial_seed 17 -k damaged     one trial again
 """
 
@@ -25,7 +25,7 @@ class Trials:
 
     @property
     def campaign(self) -> bool:
-        """Whether this is the long form."""
+        """Whether this is a campaign of several rounds."""
         return self.rounds > 1
 
     def run(
@@ -38,11 +38,11 @@ class Trials:
         kills: bool = False,
         inputs: int = 1,
     ) -> None:
-        """Make the trials, all of them even if some fail; AssertionError with the seeds of those that do.
+        """Make all trials, even if some fail. Raises AssertionError with the seeds of the failed ones.
 
-        A trial with `kills` returns how many processes it killed; a campaign makes twice as many of them, until
-        `rounds * each` have killed one. A trial over many `inputs` is counted as so many. The test is skipped where
-        there is no trial, or none that killed a process.
+        With `kills`, a trial returns how many processes it killed, and counts only if it killed one. Therefore up to
+        twice as many trials are made until enough count. A trial over many `inputs` counts once for each of them. The
+        test is skipped if no trial counts.
         """
         enough = self.rounds * each if self.campaign else short
         seeds = range(2 * enough if kills else enough) if self.only is None else [self.only]
@@ -50,11 +50,11 @@ class Trials:
         for seed in seeds:
             try:
                 killed = trial(random.Random(f"{kind} {seed}")) or 0
-            except Exception:  # of any kind: it is reported, and the next trial is made
+            except Exception:  # report any failure, then go on with the next trial
                 lost.append(seed)
                 sys.stdout.write(f"--- {kind}, --trial_seed {seed}\n{traceback.format_exc(limit=-3)}\n")
                 killed = 1
-            tried += not kills or killed > 0  # a trial whose program ended before it was killed is none
+            tried += not kills or killed > 0  # a program that ended before its kill proves nothing
             delivered += killed
             if kills and tried >= enough:
                 break
