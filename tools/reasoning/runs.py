@@ -18,7 +18,8 @@ from utils import UserError, differences, read_json
 
 BASE, IMITATION = "base", "imitation"
 USUAL = {"DETACH_KL": "False", "LOSERS": "0", "TIES": "0"}  # an arm's name tells which of these settings differ
-UNSHOWN = {"CONTROL", "LIKE", "OUTPUT", "SETTINGS", "SEED", "NPROC", "NNODES", "NODE_RANK", "PLAY_BATCH"} | {*USUAL}
+# Settings whose differences between runs are not shown: they are told by the arm, or do not change results.
+UNSHOWN = {"CONTROL", "LIKE", "FIRST_EPISODES", "OUTPUT", "SETTINGS", "SEED", "NPROC", "PLAY_BATCH", *USUAL}
 NOTES = f"""{ERRORS} Values in brackets are 95% intervals: Student's t over the seeds of training where
 there are several, else over target words. "minus X" is the difference of the geometric means from the model X of the
 same seed and, where X is an arm, of the same epoch; its error is computed question by question."""
