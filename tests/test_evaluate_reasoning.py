@@ -373,9 +373,10 @@ def make_loop(folder: Path, control: str, seed: int, **changes) -> Path:
 def game_of(number: int, *, wins: int, **players) -> dict:
     """A game that the attacker wins if its number is below `wins`, and loses by breaking the rules otherwise."""
     outcome = ATTACKER_WINS if number < wins else ATTACKER_BREAKS
-    history = [{"role": role, "content": f"word{number}"} for role in TABOO.roles]
-    game = {"target_word": f"word{number}", "history": history, "length": 2, "outcome": outcome, "words": "w"}
-    return game | {"seed": 0, "max_turns": 5} | players
+    word = f"word{number // 4}"
+    history = [{"role": role, "content": word} for role in TABOO.roles]
+    game = {"target_word": word, "history": history, "length": 2, "outcome": outcome, "words": "w", "seed": 0}
+    return game | {"max_turns": 5} | players
 
 
 @pytest.fixture
