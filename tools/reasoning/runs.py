@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.matches.stats import ALL, BOTH, mean_difference
-from tools.matches.text import with_interval
 from tools.reasoning.jobs import result_path
-from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, known, read_score
+from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, known, read_score, student_interval
 from tools.reasoning.table import ERRORS, UNKNOWN, markdown
 from utils import UserError, differences, read_json
 
 BASE, IMITATION = "base", "imitation"
+ALL, BOTH = "all", "both"  # in matches.json: all word lists, both roles
 USUAL = {"DETACH_KL": "False", "LOSERS": "0", "TIES": "0"}  # an arm's name tells which of these settings differ
 # Settings whose differences between runs are not shown: they are told by the arm, or do not change results.
 UNSHOWN = {"CONTROL", "LIKE", "FIRST_EPISODES", "OUTPUT", "SETTINGS", "SEED", "NPROC", "PLAY_BATCH", *USUAL}
@@ -151,7 +150,12 @@ def play_numbers(run: LoopRun, epoch: int) -> Numbers:
 
 
 def _share(share: float, interval: Sequence[float] | None = None) -> Cell:
-    return Cell(share, with_interval(share, interval, ".1%"), ".1%")
+    return Cell(share, _with_interval(share, interval, ".1%"), ".1%")
+
+
+def _with_interval(value: float, interval: Sequence[float] | None, form: str) -> str:
+    bounds = [] if interval is None else [format(bound, form).removesuffix("%") for bound in interval]
+    return format(value, form) + (f" [{', '.join(bounds)}]" if bounds else "")
 
 
 def _summaries(run: LoopRun, epoch: str) -> list[dict]:
@@ -217,8 +221,7 @@ def pooled(cells: Sequence[Cell], runs: int) -> str:
         return UNKNOWN
     text = cells[0].alone
     if len(cells) > 1:
-        values = [cell.value for cell in cells]
-        text = with_interval(*mean_difference([1] * len(values), values), cells[0].form)
+        text = _with_interval(*student_interval([cell.value for cell in cells]), cells[0].form)
     return text if len(cells) == runs else f"{text} ({len(cells)} of {runs} seeds)"
 
 
@@ -234,11 +237,7 @@ def runs_text(folders: Sequence[Path]) -> str:
         model = f"epoch{epoch}"
         return score_numbers(run, model, others_of(run, runs, model))
 
-    benchmarks = [
-        (BASE, UNKNOWN, of_base),
-        (IMITATION, UNKNOWN, of_imitation),
-        *by_epoch(runs, of_epoch),
-    ]
+    benchmarks = [(BASE, UNKNOWN, of_base), (IMITATION, UNKNOWN, of_imitation), *by_epoch(runs, of_epoch)]
     limit = next((run.asked["limit"] for run in runs if run.asked), None)
     parts = [
         f"Model {runs[0].settings['MODEL']}, game {runs[0].settings.get('GAME', UNKNOWN)}.",
