@@ -19,9 +19,10 @@ ALL, BOTH = "all", "both"  # in matches.json: all word lists, both roles
 USUAL = {"DETACH_KL": "False", "LOSERS": "0", "TIES": "0"}  # an arm's name tells which of these settings differ
 # Settings whose differences between runs are not shown: they are told by the arm, or do not change results.
 UNSHOWN = {"CONTROL", "LIKE", "FIRST_EPISODES", "OUTPUT", "SETTINGS", "SEED", "NPROC", "PLAY_BATCH", *USUAL}
-NOTES = f"""{ERRORS} Values in brackets are 95% intervals: Student's t over the seeds of training where
-there are several, else over target words. "minus X" is the difference of the geometric means from the model X of the
-same seed and, where X is an arm, of the same epoch; its error is computed question by question."""
+NOTES = f"""{ERRORS}
+Values in brackets are 95% intervals: with several seeds of training Student's t over them, else over target words.
+"minus X" is the difference of the geometric means from the model X of the same seed and, where X is an arm, of the same
+epoch. With one seed its error is computed question by question, or marked as unpaired."""
 
 
 class Cell(NamedTuple):
@@ -106,7 +107,9 @@ def score_numbers(run: LoopRun, model: str, others: Mapping[str, Sequence[Score]
         for name, scores in others.items():
             if scores:
                 away = difference(own, scores)
-                numbers[f"minus {name}"] = _with_error(away["value"], away["stderr"], "+.2f")
+                cell = _with_error(away["value"], away["stderr"], "+.2f")
+                unpaired = "" if away["paired"] else ", unpaired"
+                numbers[f"minus {name}"] = cell._replace(alone=cell.alone + unpaired)
     return numbers
 
 
