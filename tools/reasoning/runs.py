@@ -21,8 +21,8 @@ USUAL = {"DETACH_KL": "False", "LOSERS": "0", "TIES": "0"}  # an arm's name tell
 UNSHOWN = {"CONTROL", "LIKE", "FIRST_EPISODES", "OUTPUT", "SETTINGS", "SEED", "NPROC", "PLAY_BATCH", *USUAL}
 NOTES = f"""{ERRORS}
 Values in brackets are 95% intervals: with several seeds of training Student's t over them, else over target words.
-"minus X" is the difference of the geometric means from the model X of the same seed and, where X is an arm, of the same
-epoch. With one seed its error is computed question by question, or marked as unpaired."""
+"minus X" is the difference of the geometric means from the model X of the same seed and, where X is an arm, of the
+same epoch. With one seed its error is computed question by question, or marked as unpaired."""
 
 
 class Cell(NamedTuple):
