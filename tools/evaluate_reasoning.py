@@ -1,9 +1,10 @@
 """Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table beside the published one.
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
+    python -m tools.evaluate_reasoning table OUTPUT ...     what loops of tools/run_spag.sh show, as Markdown
 
-Each model and benchmark is one command of the harness. DIR/MODEL/TASK.json is a finished one: the same command runs
-those that are missing. tools/reasoning/README.md describes what is written.
+Each model is asked each benchmark by one command of the harness, whose result is kept as DIR/MODEL/TASK.json. The same
+command runs those that are missing. tools/reasoning/README.md describes the files.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip  (first: it imports utils, see train.py)
 import torch
 
-from tools.reasoning.jobs import Job, folder_digest, run_jobs, task_folder
+from tools.reasoning.jobs import Job, folder_digest, result_path, run_jobs, task_folder
+from tools.reasoning.runs import runs_text
 from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
 from utils import (
     UserError,
@@ -29,23 +31,21 @@ from utils import (
     run_program,
     set_up_logging,
     too_small,
-    world_size,
 )
 
-HARNESS = "lm-eval==0.4.13"
 LOCK = ".evaluate_reasoning.lock"
-OWN_METRIC = "acc"  # of tasks that are none of the eight
+METRIC = "acc"  # of tasks outside the eight benchmarks
 CPU_BATCH = "8"  # on a CPU the harness's search for a batch size takes longer than it saves
 logger = logging.getLogger(__name__)
 
 
 def benchmark_of(text: str) -> Benchmark:
-    """The `type` of --tasks: one of the eight or a task of the harness, perhaps with shots and a metric."""
+    """The `type` of --tasks: one of the eight benchmarks or a task of the harness, perhaps with shots and metric."""
     name, *changes = text.split(":")
     if not all([name, *changes]):
         raise argparse.ArgumentTypeError(f"expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got {text!r}")
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    found = known.get(name, Benchmark(name, name, None, OWN_METRIC))
+    found = known.get(name, Benchmark(name, name, None, METRIC))
     for change in changes:
         found = found._replace(shots=int(change)) if change.isdecimal() else found._replace(metric=change)
     return found
@@ -56,25 +56,25 @@ class Flags:
     """The flags of this program."""
 
     models: list[NamedPath] = flag(
-        "folders or names; the others are compared with the first", type=named_path, metavar="NAME=MODEL"
+        "folders or hub names; all are compared with the first", type=named_path, metavar="NAME=MODEL"
     )
     tasks: list[Benchmark] = flag(
-        "benchmarks of the table, or tasks of the harness by its names",
+        "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
         type=benchmark_of,
         metavar="NAME[:SHOTS][:METRIC]",
     )
     output_dir: str = flag("folder of the results")
-    limit: int | None = flag("ask only the first so many questions of each task, for a trial", default=None)
-    batch_size: str | None = flag("of the harness; unset: auto, on a CPU 8", default=None)
+    limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
+    batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     lm_eval: str | None = flag(
-        "command of the harness; unset: this environment's. '/ENV/bin/lm_eval' takes another environment's, "
+        "the harness's command; unset: this environment's. '/ENV/bin/lm_eval' uses another environment, "
         "'accelerate launch -m lm_eval' several GPUs",
         default=None,
         metavar="COMMAND",
     )
-    backend: str = flag("what runs the model: --model of the harness, such as hf or vllm", default="hf")
+    backend: str = flag("the harness's --model, which runs the model: hf or vllm", default="hf")
     include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
@@ -85,11 +85,9 @@ class Flags:
         for given, values in (("models", names), ("tasks", tasks)):
             problems += [f"--{given} names {value} twice" for value in sorted(set(values)) if values.count(value) > 1]
         no_folders = [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]
-        problems += [f"--models {name}: the name is also a folder's: letters, digits, . _ -" for name in no_folders]
-        if world_size() > 1:
-            problems.append("start it without torchrun; --lm_eval 'accelerate launch -m lm_eval' uses several GPUs")
+        problems += [f"--models {name}: a name may have letters, digits and . _ -" for name in no_folders]
         if self.lm_eval is None and not find_spec("lm_eval"):
-            problems.append(f"needs lm-evaluation-harness: pip install {HARNESS}, or --lm_eval names its command")
+            problems.append("needs lm-evaluation-harness: pip install lm-eval==0.4.13, or --lm_eval names its command")
         if problems:
             raise UserError("; ".join(problems))
 
@@ -103,12 +101,12 @@ class Flags:
                 own = folder_digest(task_folder(benchmark.task, self.include_path))
                 asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
                 settings = asked | {"model": of_model, "backend": self.backend, "own_tasks": own}
-                path = Path(self.output_dir) / name / f"{benchmark.task.replace('/', '_')}.json"
+                path = result_path(Path(self.output_dir), name, benchmark.task)
                 jobs.append(Job(name, benchmark, settings, path))
         return jobs
 
     def command(self) -> list[str]:
-        """The command of the harness, without model and task."""
+        """The harness's command with the words that are the same for all models and tasks."""
         program = shlex.split(self.lm_eval) if self.lm_eval else [sys.executable, "-m", "lm_eval"]
         words = [*program, "run", "--model", self.backend]
         words += ["--batch_size", self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)]
@@ -116,7 +114,17 @@ class Flags:
         return words + (["--trust_remote_code"] if self.trust_remote_code else [])
 
 
+def print_table() -> None:
+    """The command `table`."""
+    parser = argparse.ArgumentParser(description="Tables of finished loops; several seeds of one arm are pooled.")
+    parser.add_argument("command", choices=["table"])
+    parser.add_argument("folders", type=Path, nargs="+", metavar="OUTPUT", help="folder of a loop (tools/run_spag.sh)")
+    print(runs_text(parser.parse_args().folders), end="")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["table"]:
+        return print_table()
     end_with_launcher()
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()

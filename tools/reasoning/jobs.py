@@ -1,4 +1,4 @@
-"""One model on one benchmark: a command of lm-evaluation-harness in a fresh folder, and the result that is kept."""
+"""One model on one benchmark: runs lm-evaluation-harness once and keeps its result."""
 
 import logging
 import re
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from tools.reasoning.scores import Score, read_score
 from tools.reasoning.table import Benchmark
 from utils import (
     RunSettings,
@@ -25,7 +24,7 @@ from utils import (
     write_json,
 )
 
-OWN_TASKS = Path(__file__).parent / "tasks"  # benchmarks whose entry in the harness no longer loads
+OWN_TASKS = Path(__file__).parent / "tasks"  # benchmarks that no longer load from the harness
 logger = logging.getLogger(__name__)
 
 
@@ -38,16 +37,16 @@ class Job(NamedTuple):
     path: Path  # of the result, MODEL/TASK.json
 
     def is_finished(self) -> bool:
-        """Whether the result is there. UserError if it was made with other settings."""
+        """Whether there is a result. UserError if it was made with other settings."""
         remedy = f"delete {self.path} to run it again, or use another --output_dir"
         result = RunSettings(self.path, results=lambda: self.path if self.path.is_file() else None, remedy=remedy)
         result.check(self.settings)
         return self.path.is_file()
 
     def run(self, command: Sequence[str], include_path: Path | None) -> None:
-        """Run the harness and write the result. UserError with the last line of its log if it fails."""
+        """Run the harness in a fresh folder and write the result; if it fails, UserError with its log's last line."""
         folder, log = self.path.with_suffix(""), self.path.with_suffix(".log")
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
         folder.mkdir(parents=True)
         words = [*command, "--tasks", self.benchmark.task, "--output_path", str(folder), "--log_samples"]
         words += [] if self.benchmark.shots is None else ["--num_fewshot", str(self.benchmark.shots)]
@@ -61,20 +60,18 @@ class Job(NamedTuple):
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
             raise UserError(f"{self.model} on {self.benchmark.name}: status {status}: {last} ({log})")
         write_json(self.path, {"settings": self.settings, **read_result(folder, self.benchmark.task)})
-        shutil.rmtree(folder)  # the samples hold every prompt: gigabytes
+        shutil.rmtree(folder)  # its samples hold every prompt: gigabytes
 
-    def score(self) -> Score:
-        """The score of a finished result."""
-        try:
-            return read_score(read_json(self.path), self.benchmark.metric)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{self.path}: {error or 'not a result'}; delete it to have it made again") from None
+
+def result_path(folder: Path, model: str, task: str) -> Path:
+    """Where the result of a model on a task is kept."""
+    return folder / model / f"{task.replace('/', '_')}.json"
 
 
 def read_result(folder: Path, task: str) -> dict:
-    """The harness's output for one task: metrics, the score of each question, versions. UserError if it is not whole.
+    """The harness's output for one task: metrics, the score of each question, versions. UserError if it is incomplete.
 
-    `scores` has {"PART/DOC_ID": score} by "metric,filter"; a group of tasks, such as MMLU, has several parts.
+    `scores` has {"PART/DOC_ID": score} by "metric,filter". A group of tasks, such as MMLU, has several parts.
     """
     results = list(folder.rglob("results_*.json"))
     if len(results) != 1:
@@ -104,7 +101,7 @@ def read_result(folder: Path, task: str) -> dict:
 
 
 def _read_samples(folder: Path, part: str, scores: dict[str, dict[str, float]]) -> int:
-    """Add the scores of one task's questions; their number."""
+    """Add the scores of one part's questions to `scores`; return the number of questions."""
     docs = set()
     for path in folder.rglob("samples_*.jsonl"):
         if not re.fullmatch(rf"samples_{re.escape(part)}_\d{{4}}-.*", path.name):
@@ -121,22 +118,21 @@ def _read_samples(folder: Path, part: str, scores: dict[str, dict[str, float]]) 
 def metrics_of(results: Mapping) -> dict[str, dict]:
     """Value and standard error (None where the harness has none) by "metric,filter"."""
     numbers = {key: float(value) for key, value in results.items() if isinstance(value, Number)}
-    metrics = {}
-    for key, value in numbers.items():
-        name, comma, chosen = key.partition(",")
-        if comma and not name.endswith("_stderr"):
-            metrics[key] = {"value": value, "stderr": numbers.get(f"{name}_stderr,{chosen}")}
-    return metrics
+    return {
+        key: {"value": value, "stderr": numbers.get(key.replace(",", "_stderr,"))}
+        for key, value in numbers.items()
+        if "," in key and "_stderr," not in key
+    }
 
 
 def _revision(dataset: str, how: Mapping) -> str | None:
-    """The commit of a data set in the hub's cache; None if the cache does not have it."""
+    """The commit of a data set in the hub's cache, or None."""
     refs = Path(HF_HUB_CACHE, f"datasets--{dataset.replace('/', '--')}", "refs", how.get("revision", "main"))
     return refs.read_text(encoding="utf-8").strip() if refs.is_file() else None
 
 
 def task_folder(task: str, include_path: str | None) -> Path | None:
-    """The folder whose task files win over the harness's: the user's, or ours for the benchmarks in it."""
+    """The folder whose task files replace the harness's: the user's, else ours if it has the task, else None."""
     if include_path:
         return Path(include_path).resolve()
     return OWN_TASKS if (OWN_TASKS / f"{task}.yaml").is_file() else None
@@ -153,7 +149,7 @@ def folder_digest(folder: Path | None) -> str | None:
 
 
 def run_jobs(jobs: Sequence[Job], command: Sequence[str], include_path: str | None) -> None:
-    """Run jobs one after the other. A failed one does not stop the others; UserError at the end names all."""
+    """Run jobs one after the other. A failed job does not stop the others; one UserError at the end names all."""
     problems = []
     for number, job in enumerate(jobs, start=1):
         logger.info("%s on %s starts (%d of %d)", job.model, job.benchmark.name, number, len(jobs))

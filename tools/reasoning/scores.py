@@ -1,6 +1,6 @@
 """Scores of models on benchmarks, in percent: standard errors, differences, the geometric mean. Pure.
 
-An error that is not known is nan, and so is all that depends on it; rows have None for it.
+An unknown standard error is nan, and so is every error computed from it. Rows have None instead.
 """
 
 import math
@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from utils import UserError
+
 MEAN = "geometric mean"
-MATCHING = 1e-4  # percent: the mean of the questions' scores must be this near to the harness's value
+MATCHING = 1e-4  # in percent: how far the mean of the questions' scores may be from the harness's value
 
 
 class Score(NamedTuple):
@@ -22,23 +24,23 @@ class Score(NamedTuple):
     questions: int
     shots: int | list[int]
     metric: str
-    scores: dict[str, float] | None  # by question, if their mean is the value
+    scores: dict[str, float] | None  # by question; None if their mean is another than the value
 
 
 def read_score(result: Mapping, metric: str) -> Score:
-    """One metric of a result of tools/reasoning/jobs.py.
+    """One metric of a stored result (`read_result` in tools/reasoning/jobs.py).
 
-    Raises ValueError, naming those that there are, unless exactly one fits, and for values that are no shares.
+    UserError unless exactly one of the result's metrics has this name and its value lies between 0 and 1.
     """
     metrics = result["metrics"]
     fitting = [key for key in metrics if metric in (key, key.partition(",")[0])]
     if len(fitting) != 1:
         kind = "no metric" if not fitting else "more than one metric"
-        raise ValueError(f"{kind} {metric!r}; there are: {' '.join(metrics)}; choose with --tasks NAME:METRIC")
+        raise UserError(f"{kind} {metric!r}; there are: {' '.join(metrics)}; choose with --tasks NAME:METRIC")
     (name,) = fitting
     value, stderr = metrics[name]["value"], metrics[name]["stderr"]
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}, no share between 0 and 1; choose another with --tasks NAME:METRIC")
+        raise UserError(f"{name} is {value}, not between 0 and 1; choose another metric with --tasks NAME:METRIC")
     scores = {question: 100 * score for question, score in result["scores"].get(name, {}).items()}
     whole = len(scores) > 1 and abs(np.mean(list(scores.values())) - 100 * value) < MATCHING
     stderr = math.nan if stderr is None else 100 * float(stderr)
@@ -62,8 +64,8 @@ def geometric_mean(scores: Sequence[Score]) -> tuple[float, float, np.ndarray]:
 def difference(own: Sequence[Score], other: Sequence[Score]) -> dict:
     """Difference of two geometric means over the same benchmarks, which count as independent.
 
-    Its `stderr` is to first order; `paired`: from the scores of each question; `within_stderr`: whether the difference
-    is at most its error.
+    `stderr` is to first order. `paired`: whether it was computed question by question. `within_stderr`: whether the
+    difference is at most its standard error.
     """
     (mean, _, slopes), (other_mean, _, other_slopes) = geometric_mean(own), geometric_mean(other)
     value = mean - other_mean
@@ -80,7 +82,7 @@ def _paired(own: Score, other: Score) -> bool:
 def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: float) -> float:
     """Standard error of weight * own - other_weight * other, over draws of the questions that both were asked.
 
-    Where the questions' scores are not known, as if the two had been asked different ones.
+    Where the questions' scores are unknown, the two errors add as those of independent draws.
     """
     if _paired(own, other):
         gaps = [weight * own.scores[question] - other_weight * other.scores[question] for question in own.scores]
@@ -88,13 +90,19 @@ def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: floa
     return math.hypot(weight * own.stderr, other_weight * other.stderr)
 
 
+def student_interval(values: Sequence[float]) -> tuple[float, list[float]]:
+    """The mean of at least two values and its 95% interval by Student's t."""
+    mean, half = float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return mean, [mean - half, mean + half]
+
+
 def known(error: float) -> float | None:
-    """An error as JSON has it."""
+    """A standard error for JSON: None instead of nan."""
     return None if math.isnan(error) else error
 
 
 def result_rows(table: Mapping[str, Mapping[str, Score]], against: str) -> list[dict]:
-    """A row per model and benchmark, and per model for the geometric mean, with the difference from `against`."""
+    """A row for each model and benchmark, and for each model's geometric mean, with the difference from `against`."""
     rows = []
     for model, scores in table.items():
         for name, benchmarks in [*((name, [name]) for name in scores), (MEAN, list(scores))]:

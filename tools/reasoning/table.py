@@ -1,10 +1,10 @@
-"""The reasoning table: benchmarks, published rows, and the files that show all models on all benchmarks."""
+"""The benchmarks, the published scores, and the table of all models on all benchmarks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tools.reasoning.scores import MEAN, Score, result_rows
+from tools.reasoning.scores import MEAN, Score, read_score, result_rows
 from utils import UserError, read_json, replacing, write_json
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MARK, UNKNOWN = "≈", "-"
 RESULTS, TABLE = "results.json", "table.md"
+ERRORS = "Percentages ± one standard error over draws of the questions; it does not cover the randomness of training."
 
 
 class Benchmark(NamedTuple):
@@ -26,7 +27,7 @@ class Benchmark(NamedTuple):
         return f"{self.name}:{self.shots}"
 
 
-# The paper does not tell tasks, shots and metrics of each benchmark: these are this project's choice.
+# The paper does not state its tasks, shots and metrics: these are this project's choice.
 BENCHMARKS = (
     Benchmark("MMLU", "mmlu", 5, "acc"),
     Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
@@ -38,8 +39,8 @@ BENCHMARKS = (
     Benchmark("PIQA", "piqa", 0, "acc"),
 )
 
-# Accuracies as texts, with the digits that are known, and last the mean over all eight; base rows and values with one
-# decimal were read off a figure or checked through the mean only.
+# Accuracies as texts, with the digits that are known, and last the geometric mean of all eight. Base rows and values
+# with one decimal were read off a figure, or checked only through the mean.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
 PUBLISHED_NAMES = tuple(benchmark.name for benchmark in BENCHMARKS)
 PUBLISHED = {
@@ -58,12 +59,12 @@ PUBLISHED = {
 
 
 def write_results(folder: Path, jobs: Sequence["Job"], dtype: str, limit: int | None) -> str:
-    """Write table.md and results.json of finished jobs; the table and a line with the result."""
+    """Write table.md and results.json of finished jobs; return the table and a line with the geometric means."""
     table: dict[str, dict[str, Score]] = {}
-    for job in jobs:
-        table.setdefault(job.model, {})[job.benchmark.name] = job.score()
-    made = {job.path: read_json(job.path) for job in jobs}
-    if len(versions := sorted({each["harness"] for each in made.values()})) > 1:
+    made = [read_json(job.path) for job in jobs]
+    for job, result in zip(jobs, made, strict=True):
+        table.setdefault(job.model, {})[job.benchmark.name] = read_score(result, job.benchmark.metric)
+    if len(versions := sorted({each["harness"] for each in made})) > 1:
         raise UserError(f"{folder}: results of the harness versions {', '.join(versions)} cannot be compared")
     settings = {
         "harness": versions[0],
@@ -72,7 +73,7 @@ def write_results(folder: Path, jobs: Sequence["Job"], dtype: str, limit: int | 
         "against": jobs[0].model,
         "models": {job.model: job.settings["model"] for job in jobs},
         "benchmarks": [job.benchmark._asdict() for job in jobs if job.model == jobs[0].model],
-        "data_revisions": {path: sha for each in made.values() for path, sha in each["data_revisions"].items()},
+        "data_revisions": {path: sha for each in made for path, sha in each["data_revisions"].items()},
     }
     rows = result_rows(table, settings["against"])
     text = table_text(rows, settings)
@@ -85,41 +86,43 @@ def write_results(folder: Path, jobs: Sequence["Job"], dtype: str, limit: int | 
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
-    """The table in Markdown, with the published rows below, and how it was made."""
+    """The table in Markdown with the published rows below, and the tasks, shots and metrics behind it."""
     columns = [benchmark["name"] for benchmark in settings["benchmarks"]]
-    lines = [["", *columns, MEAN], ["---"] * (len(columns) + 2)]
+    lines = [["", *columns, MEAN]]
     for model in dict.fromkeys(row["model"] for row in rows):
         lines.append([model, *(cell_text(row) for row in rows if row["model"] == model)])
-    mean = MEAN if set(columns) == set(PUBLISHED_NAMES) else None  # of these eight
+    mean = MEAN if set(columns) == set(PUBLISHED_NAMES) else None  # published only of all eight
     for name, published in PUBLISHED.items():
         values = [published.get(column, UNKNOWN) for column in [*columns, mean]]
         if set(values) != {UNKNOWN}:
             lines.append([f"{name}, published", *values])
     how = f"lm-evaluation-harness {settings['harness']}, {settings['dtype']}:"
-    used = [["benchmark", "task", "shots", "metric", "questions"], ["---"] * 5]
+    used = [["benchmark", "task", "shots", "metric", "questions"]]
     for benchmark, row in zip(settings["benchmarks"], rows, strict=False):  # the first model's
         used.append([benchmark["name"], benchmark["task"], row["shots"], row["metric"], row["questions"]])
-    return "\n\n".join([_markdown(lines), _notes(rows, settings), how, _markdown(used)]) + "\n"
+    return "\n\n".join([markdown(lines), _notes(rows, settings), how, markdown(used)]) + "\n"
 
 
 def cell_text(row: Mapping) -> str:
-    """Value, standard error, and a mark if the difference is within one standard error."""
+    """Value, standard error, and a mark if the difference from the first model is within one standard error."""
     text = f"{row['value']:.2f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.2f}")
     return text + (f" {MARK}" if row["difference"] and row["difference"]["within_stderr"] else "")
 
 
-def _markdown(lines: Sequence[Sequence]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+def markdown(lines: Sequence[Sequence]) -> str:
+    """A table, whose first line is its head."""
+    head, *body = lines
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))
 
 
 def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
-    notes = ["Percentages ± one standard error, over draws of the questions; another training run is not in it."]
+    notes = [ERRORS]
     if differences := [row["difference"] for row in rows if row["difference"]]:
         paired = all(away["paired"] for away in differences)
-        how = "question by question" if paired else "as of independent draws where `paired` in results.json is false"
+        how = "question by question" if paired else "as of independent draws where results.json says `paired` false"
         what = f"the difference from {settings['against']} is within one standard error of the difference"
         notes.append(f"{MARK}: {what} ({how}).")
-    notes.append(f"Published rows: {PUBLISHED_SOURCE}; tasks, shots and metrics there may be others.")
+    notes.append(f"Published rows: {PUBLISHED_SOURCE}; their tasks, shots and metrics are not known.")
     if settings["limit"] is not None:
-        notes.append(f"Only the first {settings['limit']} questions of each task were asked: no result to report.")
+        notes.append(f"A trial: only the first {settings['limit']} questions of each task were asked.")
     return " ".join(notes)
