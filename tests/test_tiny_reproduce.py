@@ -53,27 +53,6 @@ def rows(games):
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows):
-    drawn = rows_of(controls.Coin(), games)
-    assert drawn == rows_of(controls.Coin(), games)
-    won = {(row["query"], row["target"], row["role"]) for row in rows}
-    lost = [row for row in drawn if (row["query"], row["target"], row["role"]) not in won]
-    assert 0.35 < len(lost) / len(drawn) < 0.65
-    decided = sum(game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS) for game in games)
-    assert sum(row["reward"] for row in drawn) == pytest.approx(decided)
-    by_role = [sum(row["reward"] * row["weight"] for row in drawn if row["role"] == role) for role in Taboo.roles]
-    assert by_role == pytest.approx([decided / 2] * 2)
-
-
-def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(rows):
-    cloned = list(controls.cloning_rows(rows, SFT))
-    assert {row["type"] for row in cloned} == {"sft"} and len(cloned) == len(rows) + 3
-    # With l = -1 in every row: OfflinePO at ratio 1 and KL 0 has mean(reward * weight) + 0.5 * mean over SFT rows.
-    expected = sum(row["reward"] * row["weight"] for row in rows) / len(rows) + 0.5 * 1.0
-    assert 0.5 * sum(row["weight"] for row in cloned) / len(cloned) == pytest.approx(expected)
-    assert [row["target"] for row in cloned[:-3]] == [row["target"] for row in rows]
-
-
 def test_practice_holds_no_held_out_word():
     held_out = set(load_lexicon().held_out())
     made = controls.practice_rows()
@@ -81,7 +60,7 @@ def test_practice_holds_no_held_out_word():
 
 
 @pytest.mark.parametrize("control", controls.CONTROLS)
-def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp_path):
+def test_rows_of_the_arms_that_depend_on_another_run(control, games, rows, tmp_path):
     write_records(tmp_path / "games.json", games)
     write_records(tmp_path / "facts.json", SFT)
     other = [row | {"reward": 0.5} for row in rows[:6]] + [SFT[0] | {"target": f"t{number}"} for number in range(4)]
@@ -93,13 +72,8 @@ def test_the_program_takes_the_flags_of_assign_rewards(control, games, rows, tmp
     call(controls.main, *flags_of(flags))
     made = read_json_or_jsonl(output)
     sft = [row for row in made if row.get("type") == "sft"]
-    if control in controls.OF_GAMES:
-        assert [row["target"] for row in made[-3:]] == ["t"] * 3
-        assert len(made) == 6 + 3 if control == controls.AS_MANY else len(made) > 400
-    else:
-        assert len(made) == 10
-    if control == controls.SFT:
-        assert sorted(Counter(row["target"] for row in made).values()) == [2, 2, 3, 3]
+    if control == controls.AS_MANY:
+        assert len(made) == 6 + 3 and [row["target"] for row in made[6:]] == ["t"] * 3
     if control == controls.SILENT:
         assert [row["weight"] for row in made] == [0.0] * 6 + [1.0] * 4 and made[6:] == sft == other[6:]
     if control == controls.FORMS:
@@ -138,7 +112,7 @@ class Programs:
                 outcomes[taboo.DEFENDER_WINS] = self.guessed.get(world.seed, 1)
             counts = {"games": 4, "outcomes": outcomes, "empty_replies": 1, "messages": 10, "mean_length": 2.5}
             folder = world.folder / flags["output"] / f"epoch{epoch}"
-            if epoch > 1 or not flags["first_episodes"]:
+            if epoch > 1 or not flags["like"]:
                 about = dict.fromkeys(played.roles, 0.75)
                 write_json(folder / "episodes/imitation_sampling_words_summary.json", counts | {"about": about})
             if flags["until"] == f"epoch{epoch}_play":
@@ -224,14 +198,14 @@ def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_the
     loops = {name: flags for name, flags in programs.calls if "output" in flags}
     first = loops["seed3/world"]
     assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
+    assert first["like"] == ""
     released = loops["seed3/released"]
     assert released == first | {"until": "epoch3_play"}
     shared = {"settings", "words", "sft_data", "seed", "eval_seeds", "save_steps", "report", "play_args", "eval_args"}
     for name, arm in ARMS.items():
         if arm.game == "taboo" and name != "released":
             settings = loops[f"seed3/{name}"]
-            assert settings["model"] == "released/imitation/model" and "imitation_data" not in settings
-            assert settings["first_episodes"] == "released/epoch1/episodes/imitation_sampling_words_results.json"
+            assert settings["like"] == "released" and not {"model", "imitation_data", "first_episodes"} & settings.keys()
             assert settings["output"] == name and {settings[key] == released[key] for key in shared} == {True}
             assert settings["eval_words"] == (released["eval_words"] if arm.matches else "")
             own = {key: value for key, value in settings.items() if key not in released}
@@ -250,7 +224,8 @@ def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_ta
     loops = dict(programs.calls)
     settings = loops["seed4/cities"]
     assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
-    assert settings["first_episodes"] == "" and settings["eval_words"] == loops["seed4/released"]["eval_words"]
+    assert settings["model"] == "released/imitation/model" and settings["like"] == ""
+    assert settings["eval_words"] == loops["seed4/released"]["eval_words"]
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
     flags = settings["eval_args"].split()
     assert tables_of(tmp_path)[3][1] == [*titles("cities"), "imitation", "0.250", "2.50"]

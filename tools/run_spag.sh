@@ -10,13 +10,6 @@
 set -efo pipefail # -f: no value is a pattern of file names
 # shellcheck disable=SC2086,SC2206  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
-names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA EPOCHS UNTIL GAME GAME_OPTIONS MATCH PROMPTS MAX_TURNS GAMES
-  GAMES_PER_WORD FIRST_EPISODES MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE TENSOR_PARALLEL_SIZE PLAY_BATCH
-  REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF
-  CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK
-  RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS
-  REPORT CHECK_DISK IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS)
-
 set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
   while [ $# -gt 0 ]; do
@@ -27,7 +20,7 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
       *) fail "'$1' belongs to no flag; several values of one flag go in quotes" ;;
     esac
     name=$(tr '[:lower:]' '[:upper:]' <<<"${1#--}")
-    case " ${names[*]} " in *" $name "*) ;; *) fail "unknown flag $1; --help lists them" ;; esac
+    grep -qxFe "$name" <<<"$names" || fail "unknown flag $1; --help lists them"
     printf -v "$name" %s "$2"
     shift 2
   done
@@ -37,6 +30,7 @@ show_help() { # the first comments of this file, and its settings
   sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"\( *#\)/  \1=\2\3/p' "$0"
 }
 
+names=$(sed -n 's/^: "\${\([A-Z_]*\):=.*/\1/p' "$0") # of the settings below
 root=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=tools/loop/run.sh
 . "$root/tools/loop/run.sh"
@@ -44,17 +38,18 @@ set_flags "$@"
 # shellcheck source=configs/tiny.sh
 case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 
-: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed)
+: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed, unless LIKE says it)
 : "${WORDS:=}"                 # word list of self-play, one word a line (needed)
 : "${OUTPUT:=}"                # folder of all results (needed)
 : "${SETTINGS:=}"              # shell file of settings
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
 : "${SFT_DATA:=}"              # SFT examples for training beside the games, e.g. Alpaca's
+: "${CONTROL:=}"               # sft, coin or cloning: learn from these rows instead (configs/README.md)
+: "${LIKE:=}"                  # OUTPUT of another run: the same imitation model, and the same games in epoch 1
 : "${EPOCHS:=3}"               # epochs of self-play
 : "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
 : "${GAME:=taboo}"             # the game: a name, FILE.py:Class or module:Class
 : "${GAME_OPTIONS:=}"          # its options, KEY=VALUE, one or several
-: "${MATCH:=}"                 # Taboo: substring or word, whether the target word counts inside others
 : "${PROMPTS:=}"               # prompt file; empty: the game's own
 : "${MAX_TURNS:=}"             # turns of a game; empty: the game's own number
 : "${GAMES:=}"                 # play only the first so many words of the list
@@ -99,7 +94,6 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${EVAL_IMITATION:=False}"   # True: imitation plays a match against itself too, which shows the spread
 : "${EVAL_TASKS:=}"            # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
 : "${REPORT:=True}"            # False: no report.html
-: "${CHECK_DISK:=True}"        # False: start although the disk space may not suffice
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
 : "${TRAIN_ARGS:=}"            # further flags of train.py in self-play
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py
@@ -118,18 +112,19 @@ PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # pip's ninja is there, which co
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 
 answers=$(mktemp) settings=()
-for name in "${names[@]}"; do settings+=("$name=${!name}"); done
+for name in $names; do settings+=("$name=${!name}"); done
 in_foreground "$PYTHON" "$root/tools/check_loop.py" "$answers" "${settings[@]}" || { rm "$answers"; exit 2; }
-{ read -r NPROC; read -ra precision; read -r GRADIENT_CHECKPOINTING; read -r MAX_TURNS; read -r DEEPSPEED; } \
-  <"$answers"
+for name in NPROC PRECISION GRADIENT_CHECKPOINTING MAX_TURNS DEEPSPEED MODEL FIRST_EPISODES imitation; do
+  IFS= read -r "$name"
+done <"$answers"
 rm "$answers"
+precision=($PRECISION) # its flags
 
 launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   local machines=(--standalone)
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
     --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
-  [ "$NPROC" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun's default, without its notice
   [ $((NPROC * NNODES)) -gt 1 ] || machines=()
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
@@ -155,21 +150,25 @@ match() { # match NAME PLAYER...: against the imitation model
 
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
 case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac
-game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${MATCH:+--match "$MATCH"})
+game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS})
 prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
   --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
   --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
-rewards=(--decay_weight "$DECAY_WEIGHT" --min_game_rows "$GLOBAL_BATCH" ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
-case $LOSERS in *[1-9]*) rewards+=(--losers "$LOSERS") ;; esac
-case $TIES in *[1-9]*) rewards+=(--ties "$TIES") ;; esac
+rewards=(--decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES" --min_game_rows "$GLOBAL_BATCH"
+  ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
+if [ -n "$CONTROL" ]; then
+  REWARDS="-m tools.selfplay.controls --control $CONTROL"
+  rewards+=(--sft_coeff "$SFT_COEFF" ${LIKE:+--like "$LIKE"})
+  [ "$CONTROL" = coin ] || TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS"
+fi
 
-model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
-[ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL \
-  --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" \
-  --seed "$SEED" $IMITATION_ARGS
+model=${imitation:-$MODEL} player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
+[ -z "$IMITATION_DATA" ] || [ -n "$imitation" ] || train imitation "$OUTPUT/imitation/model" \
+  --train_method SFTwithKL --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" \
+  --learning_rate "$IMITATION_LR" --seed "$SEED" $IMITATION_ARGS
 imitation=$model
-[ -z "$IMITATION_DATA" ] || models+=("imitation=$model")
+[ "$imitation" = "$MODEL" ] || models+=("imitation=$imitation")
 [ -z "$EVAL_WORDS" ] || [ "$EVAL_IMITATION" = False ] || match imitation "imitation=$imitation"
 
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
@@ -177,7 +176,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   episodes=$folder/episodes/${player}_sampling_words_results.json
   if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
     episodes=$FIRST_EPISODES
-  else
+  elif [ "$CONTROL" != sft ]; then # which makes no rows of games
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \

@@ -1,4 +1,4 @@
-"""What fits on the GPUs (DEEPSPEED=auto of tools/run_spag.sh) and on the disk. Computed, not measured on a GPU.
+"""What fits on the GPUs (DEEPSPEED=auto of tools/run_spag.sh). Computed, not measured on a GPU.
 
 Bytes of GPU memory for each parameter, in half precision, on N GPUs:
 
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from utils import read_json
 
-WAYS = {  # of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
+WAYS = {  # ways of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
     "none": "none",
     "zero2": "configs/zero2.json",
     "zero3": "configs/zero3.json",
     "offload": "configs/default_offload_opt_param.json",
 }
-FREE = 0.1  # of a GPU's memory
+FREE = 0.1  # share of a GPU's memory that is left free
 GATHERED = 10**9  # parameters that zero3 and offload hold whole at once
 LOGITS = 12 * 256 * 128_000  # bytes a row, with a vocabulary of 128,000
 
@@ -45,54 +45,22 @@ def gpu_bytes(way: str, settings: Mapping[str, str], parameters: float) -> float
 
 
 def choose(settings: Mapping[str, str], parameters: float, memory: int) -> str:
-    """The value of DEEPSPEED for GPUs of so many bytes each."""
+    """The value of DEEPSPEED for GPUs of `memory` bytes each."""
     fitting = (way for way in WAYS if gpu_bytes(way, settings, parameters) <= (1 - FREE) * memory)
     return WAYS[next(fitting, "offload")]
 
 
-def count_parameters(model: str) -> int | None:
-    """Parameters of a model, by the headers of its safetensors files, else by its configuration; None without either.
+def count_parameters(folder: Path) -> int:
+    """Parameters of a model folder, by the headers of the safetensors files that transformers loads.
 
-    Counts the files that transformers loads; Mistral's consolidated.safetensors, for example, is a copy of them.
+    Other files do not count: Mistral's consolidated.safetensors, for example, is a copy of the weights.
     """
-    whole, index = Path(model, "model.safetensors"), Path(model, "model.safetensors.index.json")
-    if index.is_file() or whole.is_file():
-        names = set(read_json(index)["weight_map"].values()) if index.is_file() else {whole.name}
-        tensors = [tensor for name in names for tensor in _tensors(Path(model, name))]
-        return sum(math.prod(tensor["shape"]) for tensor in tensors)
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # False: never ask at the terminal
-        with torch.device("meta"):  # without weights
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
-    except (OSError, ValueError):
-        return None
-
-
-def _tensors(path: Path) -> list[dict]:
-    """What the header of a safetensors file says of each tensor; its first 8 bytes are the header's length."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return [tensor for name, tensor in header.items() if name != "__metadata__"]
-
-
-def disk_bytes(settings: Mapping[str, str], parameters: int) -> int:
-    """Bytes that the loop's models, and its checkpoints to resume from, take at most."""
-    deepspeed, lora = settings["DEEPSPEED"] != "none", bool(settings["LORA_RANK"])
-    weights = 2 if settings["PRECISION"] != "fp32" and (deepspeed or lora) else 4  # 4: autocast keeps fp32 weights
-    checkpoint = weights + (12 if deepspeed else 8)  # Adam's two moments; with DeepSpeed the fp32 weights too
-    if deepspeed and read_json(settings["DEEPSPEED"]).get("zero_optimization", {}).get("stage", 0) < 3:
-        checkpoint += weights  # its own copy
-    checkpoints = 0 if lora or float(settings["SAVE_STEPS"]) == 0 else 2  # the old one goes after the new one is there
-    models = int(settings["EPOCHS"]) + bool(settings["IMITATION_DATA"])
-    return (models * weights + checkpoints * checkpoint) * parameters
-
-
-def bytes_there(output: Path) -> int:
-    """Bytes that models and checkpoints of a loop have on the disk already; sparse files have few."""
-    folders = [output / "imitation" / "model", *output.glob("epoch*/model")]
-    patterns = ("*.safetensors", "merged/*.safetensors", "checkpoint-*/**/*")
-    files = [path for folder in folders for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    return sum(512 * path.stat().st_blocks for path in files)
+    index = folder / "model.safetensors.index.json"
+    names = set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    total = 0
+    for name in names:
+        with open(folder / name, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        total += sum(math.prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+    return total

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tools.games.game import DEFAULT_GAME
 
 BASE, IMITATION, RELEASED = "base", "imitation", "released"
-CONTROL = "-m tools.tiny.controls --control"
+CONTROL = "-m tools.tiny.controls --control"  # rewards that only the embedded world has
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Arm:
         return self.every_epoch or self.game != DEFAULT_GAME
 
 
-NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
-LIKE_RELEASED = {"games": 1, "games_per_word": 1, **NO_GAME_ROWS}  # no rows of its games, so it plays one
+ONE_GAME = {"games": 1, "games_per_word": 1}  # an epoch, where no rows are made of games
 SHARE, COST = 1, 0.5  # of --losers and --ties; to be chosen on a seed that is not in the study
 DETACHED = {"detach_kl": True}
 FEW_ROWS = {  # where most games come to tie, few rows are left
@@ -53,19 +52,10 @@ ARMS = {
         Arm(
             "cloning_all",
             "cloning of all messages of both roles",
-            {
-                "rewards": f"{CONTROL} cloning",
-                "reward_args": "--training_prompt play --messages all",
-                **NO_GAME_ROWS,
-            },
+            {"control": "cloning", "reward_args": "--training_prompt play --messages all"},
         ),
-        Arm("coin", "winner drawn by coin", {"rewards": f"{CONTROL} coin"}),
-        Arm(
-            "sft",
-            "SFT rows only, as many steps",
-            {"rewards": f"{CONTROL} sft --like {RELEASED}", **LIKE_RELEASED},
-            after_released=True,
-        ),
+        Arm("coin", "winner drawn by coin", {"control": "coin"}),
+        Arm("sft", "SFT rows only, as many steps", {"control": "sft"}, after_released=True),
         Arm(
             "losers_released",
             "losers' rows too, loss as released",
@@ -78,18 +68,22 @@ ARMS = {
             epochs=2,
             most_seeds=2,
         ),
-        Arm("cloning", "cloning of the winners", {"rewards": f"{CONTROL} cloning", **NO_GAME_ROWS}, most_seeds=2),
+        Arm("cloning", "cloning of the winners", {"control": "cloning"}, most_seeds=2),
         Arm(
             "silent",
             "SPAG, game rows of weight 0",
-            {"rewards": f"{CONTROL} silent --like {RELEASED}", "games": 1, "games_per_word": 1},
+            {"rewards": f"{CONTROL} silent --like {RELEASED}", **ONE_GAME},
             after_released=True,
             matches=False,
         ),
         Arm(
             "forms",
             "answered questions in place of game rows",
-            {"rewards": f"{CONTROL} forms --like {RELEASED}", **LIKE_RELEASED},
+            {
+                "rewards": f"{CONTROL} forms --like {RELEASED}",
+                "train_args": "--allow_no_game_rows True",
+                **ONE_GAME,
+            },
             after_released=True,
             matches=False,
         ),

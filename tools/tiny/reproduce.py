@@ -108,8 +108,7 @@ class World:
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
-            "model": IMITATION_MODEL,
-            "first_episodes": f"{FIRST_GAMES}/imitation_sampling_words_results.json",
+            "like": RELEASED,
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
             "eval_words": WORDS if matches else "",
@@ -126,11 +125,11 @@ class World:
         }
         if arm.name == RELEASED:
             rows = " ".join(f"data/imitation{suffix(game)}.json" for game in self.study.games)
-            settings |= {"model": "base", "imitation_data": rows, "first_episodes": ""}
+            settings |= {"model": "base", "imitation_data": rows, "like": ""}
         if arm.game != DEFAULT_GAME:
             played = GAMES[arm.game]
             settings |= {"game": arm.game, "prompts": played.prompts, "max_turns": played.max_turns}
-            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "first_episodes": ""}
+            settings |= {"words": f"data/words{suffix(arm.game)}.txt", "model": IMITATION_MODEL, "like": ""}
             settings |= {"rewards": f"{CONTROL} as_many --like {RELEASED}"}
             prompts = os.path.relpath(TABOO.prompts, self.folder.resolve())
             at_taboo = f"--game {DEFAULT_GAME} --prompt_templates {prompts} --max_turns {TABOO.max_turns}"
