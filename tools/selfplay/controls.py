@@ -13,6 +13,7 @@ sft        the SFT examples alone, repeated until they are as many as the rows o
 
 import copy
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,17 @@ from pathlib import Path
 
 from tools.flags import flag, parse_flags
 from tools.games.game import Game
-from tools.selfplay.rows import SFT, RowFlags, make_rows
-from utils import UserError, end_with_launcher, read_json_or_jsonl, run_program, set_up_logging, write_records
+from tools.selfplay.rows import SFT, RowFlags, make_rows, settings_path
+from utils import (
+    RunSettings,
+    UserError,
+    end_with_launcher,
+    files_setting,
+    read_json_or_jsonl,
+    run_program,
+    set_up_logging,
+    write_records,
+)
 
 COIN, CLONING = "coin", "cloning"
 CONTROLS = (COIN, CLONING, SFT)
@@ -97,12 +107,12 @@ def split_rows(path: Path) -> tuple[list[dict], list[dict]]:
     return tuple([row for row in rows if (row.get("type") == SFT) == is_sft] for is_sft in (False, True))
 
 
-def rows_like(flags: ControlFlags) -> tuple[list[dict], list[dict]]:
-    """The game rows and the SFT rows of the other run in this epoch."""
-    return split_rows(Path(flags.like, *Path(flags.output_data_path).parts[-3:]))
+def path_like(flags: ControlFlags) -> Path:
+    """The other run's file of rows of this epoch."""
+    return Path(flags.like, *Path(flags.output_data_path).parts[-3:])
 
 
-def usual_rows(flags: ControlFlags, inputs: Sequence[str]) -> tuple[list[dict], list[dict]]:
+def usual_rows(flags: ControlFlags, inputs: list[str]) -> tuple[list[dict], list[dict]]:
     """The game rows and SFT rows that assign_rewards would make; they are kept beside the output."""
     output = Path(flags.output_data_path)
     made = output.with_name(f"{output.stem}_of_games.json")
@@ -110,17 +120,33 @@ def usual_rows(flags: ControlFlags, inputs: Sequence[str]) -> tuple[list[dict], 
     return split_rows(made)
 
 
+def control_rows(flags: ControlFlags) -> list[dict]:
+    """The rows of `cloning` and `sft`."""
+    if flags.control == CLONING:
+        return list(cloning_rows(*usual_rows(flags, flags.input_data_path), flags.sft_coeff))
+    number = len(read_json_or_jsonl(path_like(flags)))
+    _, sft_rows = usual_rows(replace(flags, min_game_rows=0), [])
+    return repeated(sft_rows, number, random.Random(flags.seed))
+
+
 def make_control_rows(flags: ControlFlags) -> None:
-    """Write the rows that the flags ask for."""
+    """Write the rows that the flags ask for, and their settings. UserError for an output made with other settings."""
+    output = flags.output_data_path
     if flags.control == COIN:
-        make_rows(flags, flags.input_data_path, flags.output_data_path, sft=flags.sft_data_path)
-    elif flags.control == CLONING:
-        rows = usual_rows(flags, flags.input_data_path)
-        write_records(flags.output_data_path, cloning_rows(*rows, flags.sft_coeff))
-    else:
-        number = sum(map(len, rows_like(flags)))
-        _, sft_rows = usual_rows(replace(flags, min_game_rows=0), [])
-        write_records(flags.output_data_path, repeated(sft_rows, number, random.Random(flags.seed)))
+        make_rows(flags, flags.input_data_path, output, sft=flags.sft_data_path)
+        return
+    settings = {"control": flags.control, "sft_coeff": flags.sft_coeff}
+    if flags.control == SFT:
+        settings = {"control": SFT, "like": files_setting(path_like(flags))}
+    made_with = RunSettings(
+        settings_path(output),
+        results=lambda: Path(output) if os.path.exists(output) else None,
+        remedy=f"choose another output, or delete {output} and {settings_path(output)} to make them again",
+    )
+    with made_with.claimed(settings):
+        rows = control_rows(flags)
+        made_with.write(settings)
+        write_records(output, rows)
 
 
 def main() -> None:

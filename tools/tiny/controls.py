@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.selfplay.controls import ControlFlags, repeated, rows_like, usual_rows
+from tools.selfplay.controls import ControlFlags, path_like, repeated, split_rows, usual_rows
 from utils import end_with_launcher, run_program, set_up_logging, write_records
 
 AS_MANY, SILENT, FORMS = CONTROLS = ("as_many", "silent", "forms")
@@ -37,7 +37,7 @@ def practice_rows() -> list[dict]:
 
 def control_rows(flags: Flags) -> list[dict]:
     """The rows that the flags ask for."""
-    rng, (other_rows, other_sft) = random.Random(flags.seed), rows_like(flags)
+    rng, (other_rows, other_sft) = random.Random(flags.seed), split_rows(path_like(flags))
     if flags.control == AS_MANY:
         rows, sft_rows = usual_rows(flags, flags.input_data_path)
         return repeated(rows, len(other_rows), rng) + sft_rows
