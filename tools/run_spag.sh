@@ -8,7 +8,7 @@
 # (EPOCHS=2), else a line of the settings file (--settings configs/tiny.sh), else the default. Several values of one
 # setting are separated by blanks. data/README.md describes the files in OUTPUT.
 set -efo pipefail # -f: no value is a pattern of file names
-# shellcheck disable=SC2086,SC2206  # settings of several values are split at their blanks
+# shellcheck disable=SC2086,SC2206,SC2229  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
 set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
@@ -38,13 +38,13 @@ set_flags "$@"
 # shellcheck source=configs/tiny.sh
 case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 
-: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed, unless LIKE says it)
+: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed, unless LIKE is set)
 : "${WORDS:=}"                 # word list of self-play, one word a line (needed)
 : "${OUTPUT:=}"                # folder of all results (needed)
 : "${SETTINGS:=}"              # shell file of settings
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
 : "${SFT_DATA:=}"              # SFT examples for training beside the games, e.g. Alpaca's
-: "${CONTROL:=}"               # sft, coin or cloning: learn from these rows instead (configs/README.md)
+: "${CONTROL:=}"               # sft, coin or cloning: train on the rows of this control (configs/README.md)
 : "${LIKE:=}"                  # OUTPUT of another run: the same imitation model, and the same games in epoch 1
 : "${EPOCHS:=3}"               # epochs of self-play
 : "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
@@ -52,22 +52,22 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${GAME_OPTIONS:=}"          # its options, KEY=VALUE, one or several
 : "${PROMPTS:=}"               # prompt file; empty: the game's own
 : "${MAX_TURNS:=}"             # turns of a game; empty: the game's own number
-: "${GAMES:=}"                 # play only the first so many words of the list
+: "${GAMES:=}"                 # play only this many words, the first of the list
 : "${GAMES_PER_WORD:=1}"       # games of each word in an epoch
 : "${FIRST_EPISODES:=}"        # file of episodes that replaces the play of epoch 1
 : "${MAX_LENGTH:=2048}"        # tokens of a row, and of prompt and reply together
 : "${MAX_NEW_TOKENS:=256}"     # tokens of a reply
 : "${TEMPERATURE:=1.2}"        # sampling temperature
-: "${TOP_K:=50}"               # sample from so many tokens; 0: from all
+: "${TOP_K:=50}"               # sample from this many most likely tokens; 0: from all
 : "${ENGINE:=auto}"            # engine of play and matches: auto, vllm, slots or generate
 : "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of a vLLM server; NPROC / this processes play
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: this one
+: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: that one
 : "${DECAY_WEIGHT:=0.8}"       # reward decay gamma, applied backwards from the last message
-: "${LOSERS:=0}"               # share of the winner's reward that the loser's messages lose; above 0 needs DETACH_KL
-: "${TIES:=0}"                 # what a tied game costs both roles; above 0 needs DETACH_KL
+: "${LOSERS:=0}"               # the loser's messages get minus this share of the winner's reward; above 0 needs DETACH_KL
+: "${TIES:=0}"                 # in a tied game both roles get minus this; above 0 needs DETACH_KL
 : "${GLOBAL_BATCH:=128}"       # rows of an optimizer step, over all processes
-: "${TRAIN_BATCH:=2}"          # rows that a process takes at once
+: "${TRAIN_BATCH:=2}"          # rows of a micro-batch of one process
 : "${IMITATION_LR:=}"          # learning rate of imitation; empty: 5e-6, with LORA_RANK 1e-4
 : "${IMITATION_KL:=0.1}"       # weight of the KL in imitation
 : "${LEARNING_RATE:=}"         # learning rate of self-play; empty: 2e-6, with LORA_RANK 1e-4
@@ -80,7 +80,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${PRECISION:=auto}"         # bf16, fp16 or fp32; auto: fp32 without a GPU, fp16 on GPUs without bf16, else bf16
 : "${DEEPSPEED:=auto}"         # DeepSpeed's configuration, or none; auto: by the GPUs' memory (tools/loop/README.md)
 : "${GRADIENT_CHECKPOINTING:=auto}" # True or False; auto: True with a GPU
-: "${SAVE_STEPS:=0.2}"         # save a checkpoint every so many steps, below 1 this part of the run; 0: never
+: "${SAVE_STEPS:=0.2}"         # steps between checkpoints; below 1: a share of all steps; 0: none
 : "${NPROC:=auto}"             # processes of this machine; auto: its GPUs, or 1
 : "${NNODES:=1}"               # machines; the same command runs on each, with OUTPUT on a shared folder
 : "${NODE_RANK:=0}"            # number of this machine, from 0
@@ -90,10 +90,10 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${EVAL_WORDS:=}"            # word lists of the match against imitation, FILE or NAME=FILE; empty: no match
 : "${EVAL_SEEDS:=0}"           # seeds of the match, one or several
 : "${EVAL_GAMES_PER_WORD:=1}"  # games of each word, role and seed of the match
-: "${EVAL_EVERY:=1}"           # a match after every so many epochs
-: "${EVAL_IMITATION:=False}"   # True: imitation plays a match against itself too, which shows the spread
+: "${EVAL_EVERY:=1}"           # epochs between matches
+: "${EVAL_IMITATION:=False}"   # True: a match of imitation against itself too, which shows the spread
 : "${EVAL_TASKS:=}"            # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
-: "${REPORT:=True}"            # False: no report.html
+: "${REPORT:=True}"            # True or False: make report.html after each epoch
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
 : "${TRAIN_ARGS:=}"            # further flags of train.py in self-play
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py
@@ -107,7 +107,7 @@ IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-
 if [ -z "$PYTHON$VIRTUAL_ENV" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] && [ -x "$root/.venv/bin/python" ]; then
   PYTHON=$root/.venv/bin/python
 fi
-: "${PYTHON:=$(command -v python || command -v python3)}"
+PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # pip's ninja is there, which compiles DeepSpeed's operators
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 

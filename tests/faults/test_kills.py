@@ -241,7 +241,7 @@ def test_a_killed_loop_ends_with_what_an_undisturbed_one_leaves(folder, tiny_mod
     settings |= {"global_batch": 4, "nproc": 1, "precision": "fp32", "deepspeed": "none", "save_steps": 1}
     settings |= {"gradient_checkpointing": "False", "max_turns": 1, "max_length": 1400, "max_new_tokens": 8}
     settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
-    settings |= {"play_batch": 2, "report": "False", "check_disk": "False", "imitation_lr": 1e-3}
+    settings |= {"play_batch": 2, "report": "False", "imitation_lr": 1e-3}
 
     def begin(output: Path) -> subprocess.Popen:
         environment = ENVIRONMENT | {"PYTHON": sys.executable}
