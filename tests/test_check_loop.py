@@ -87,13 +87,7 @@ def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
     (tmp_path / "wrong.sh").write_text(': "${KL:=0.2}"\n: "${EPOCS:=2}" # a slip\n')
     wrong = {"WORDS": "none.txt", "EPOCHS": "0", "KL": "much", "TEMPERATURE": "0", "DEEPSPEED": "none.json"}
     wrong |= {"ENGINE": "cloud", "SFT_DATA": f"{tmp_path}/empty.json", "FIRST_EPISODES": "none.json", "SEED": "08"}
-    wrong |= {
-        "UNTIL": "epoch1_rewards",
-        "MAX_TURNS": "-1",
-        "REPORT": "yes",
-        "DECAY_WEIGHT": "1.5",
-        "CLIP_RANGE": "inf",
-    }
+    wrong |= {"UNTIL": "epoch1_rewards", "MAX_TURNS": "-1", "REPORT": "yes", "CLIP_RANGE": "inf", "DECAY_WEIGHT": "2"}
     wrong |= {"EVAL_SEEDS": "0,1", "SETTINGS": str(tmp_path / "wrong.sh"), "MODEL": ""}
     errors = check(status=2, **wrong)
     for name in wrong.keys() - {"WORDS", "SETTINGS"}:
@@ -150,20 +144,11 @@ def test_a_package_that_a_later_stage_needs_must_be_there(check, monkeypatch, tm
 AUTO = dict.fromkeys(SETTLED, "auto")
 
 
-@pytest.mark.parametrize(
-    "gpus, expected",
-    [
-        ((0,), ["1", "", "False", "5", ""]),
-        ((1,), ["1", "--bf16 True --tf32 True", "True", "5", ""]),
-        ((8,), ["8", "--bf16 True --tf32 True", "True", "5", ""]),
-    ],
-)
-def test_automatic_choices_follow_the_gpus(check, pretend_gpus, gpus, expected):
-    pretend_gpus(*gpus)
-    assert check(**AUTO)[1][:5] == expected
-
-
-def test_old_gpus_and_those_without_tf32_get_what_they_can_compute(check, pretend_gpus):
+def test_automatic_choices_follow_the_gpus(check, pretend_gpus):
+    pretend_gpus(0)
+    assert check(**AUTO)[1][:5] == ["1", "", "False", "5", ""]
+    pretend_gpus(8)
+    assert check(**AUTO)[1][:5] == ["8", "--bf16 True --tf32 True", "True", "5", ""]
     pretend_gpus(1, bf16=False, tf32=False)  # a V100 or T4, where PyTorch emulates bf16
     assert check(**AUTO)[1][1] == "--fp16 True"
     pretend_gpus(1, tf32=False)  # AMD
@@ -179,10 +164,8 @@ def test_old_gpus_and_those_without_tf32_get_what_they_can_compute(check, preten
         (4, 24, {}, "default_offload_opt_param.json"),
         (1, 141, {}, ""),
         (1, 80, {}, "default_offload_opt_param.json"),
-        (8, 80, {"NNODES": "4", "RDZV_ENDPOINT": "a:1"}, "zero2.json"),
         (1, 24, {"LORA_RANK": "4"}, ""),
         (8, 40, {"TRAIN_BATCH": "16"}, "default_offload_opt_param.json"),
-        (8, 40, {"GRADIENT_CHECKPOINTING": "False"}, "default_offload_opt_param.json"),
     ],
 )
 def test_deepspeed_is_chosen_by_what_fits(check, pretend_gpus, large_model, gpus, gib, changes, file):

@@ -6,11 +6,9 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -144,8 +142,7 @@ def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, t
     assert list(commands.values()) == expected and list(commands) == STAGES
     assert not list(loop.output.glob("*/model/checkpoint-*"))  # deleted after each training
     words = commands["imitation"]
-    parsed = arguments.parse_arguments([*words[words.index(str(ROOT / "train.py")) + 1 :], "--use_cpu", "True"])
-    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1
+    arguments.parse_arguments([*words[words.index(str(ROOT / "train.py")) + 1 :], "--use_cpu", "True"])
     words = commands["epoch1_play"]
     parse_flags(PlayFlags, words[words.index(str(ROOT / "tools/play_llm_game.py")) + 1 :], description="")
 
@@ -174,16 +171,10 @@ def test_each_epoch_starts_from_the_model_before(loop):
         ({"save_steps": "0.0"}, "imitation", "--save_strategy no ", "--save_steps"),
         ({"lora_rank": 4}, "imitation", "--lora_rank 4 --lora_merge True .* --learning_rate 1e-4 ", "5e-6"),
         ({"lora_rank": 4}, "epoch1_train", "{out}/imitation/model/merged .* --learning_rate 1e-4 ", "2e-6"),
-        ({"lora_rank": 4, "learning_rate": "3e-5"}, "epoch1_train", "--learning_rate 3e-5 ", "1e-4"),
         ({"rewards": "-m my.rewards coin --x 1"}, "epoch1_rewards", "^-m my.rewards coin --x 1 --input", "assign"),
         ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0 ", "0.5 --ties 0.5"),
         ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "--match"),
-        (
-            {"eval_args": "--max_words 3 \n --x *", "play_batch": 7},
-            "epoch1_eval",
-            "batch_size 7 --max_words 3 --x [*] $",
-            "t$",
-        ),
+        ({"eval_args": "--max_words 3 \n --x *", "play_batch": 7}, "epoch1_eval", "7 --max_words 3 --x [*] $", "7 $"),
     ],
 )
 def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
@@ -195,8 +186,8 @@ def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
 
 def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
     (tmp_path / "words.txt").write_text("dog\n")
-    commands = loop.commands(game="twenty_questions", eval_words=tmp_path / "words.txt")
-    for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval", "report"):
+    commands = loop.commands(game="twenty_questions", eval_words="")
+    for stage in ("epoch1_play", "epoch1_rewards", "report"):
         assert "--game twenty_questions" in " ".join(commands[stage])
     assert "--max_turns 20 " in " ".join(commands["epoch1_play"])
 
@@ -216,13 +207,11 @@ def test_a_control_takes_model_and_first_games_of_another_run_and_its_rows_from_
     settings = {"epochs": 2, "like": spag, "sft_coeff": 0.25}
     for control in ("coin", "cloning", "sft"):
         commands = loop.commands(control=control, **settings, output=tmp_path / control)
-        out = f"{tmp_path}/{control}"
         assert "imitation" not in commands and "epoch1_play" not in commands
         assert ("epoch2_play" in commands) == (control != "sft")
         for epoch in (1, 2):
             rewards = " ".join(commands[f"epoch{epoch}_rewards"]) + " "
             assert rewards.startswith(f"-m tools.selfplay.controls --control {control} --input_data_path ")
-            assert f"--output_data_path {out}/epoch{epoch}/rows/rows.json " in rewards
             assert f" --sft_coeff 0.25 --like {spag} " in rewards
             no_games = "--allow_no_game_rows True" in " ".join(commands[f"epoch{epoch}_train"])
             assert no_games == (control != "coin")
@@ -244,7 +233,7 @@ def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop)
 
 
 def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
-    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500", "node_timeout": 77}
+    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
     other = loop.commands(node_rank=1, **several)  # it may come first
     assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
     first = loop.commands(node_rank=0, **several)
@@ -252,7 +241,7 @@ def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop)
     for stage, words in other.items():
         launch = " ".join(first[stage])
         assert f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-{stage} " in launch
-        assert "--rdzv_conf is_host=1,join_timeout=77,read_timeout=77 " in launch
+        assert "--rdzv_conf is_host=1,join_timeout=1800,read_timeout=1800 " in launch
         assert " ".join(words) == launch.replace("is_host=1", "is_host=0")
         assert (loop.output / "logs" / f"{stage}.node1.log").is_file()
 
@@ -317,30 +306,6 @@ def test_help_shows_every_setting(loop):
     assert re.findall(r"^  ([A-Z_]+)=", shown, flags=re.MULTILINE) == list(loop.stored())
 
 
-@pytest.mark.parametrize(
-    "active, taken",
-    [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
-)
-def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
-    """What pip has put beside its Python, like ninja, is found without `activate`."""
-    for name in ("run_spag.sh", "loop/run.sh"):
-        (tmp_path / "tools/loop").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    for folder in ("path", ".venv/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nninja_of_pip\n")
-        (tmp_path / folder / "ninja_of_pip").write_text("#!/bin/sh\necho ninja >&2\nexit 9\n")
-        for name in ("python", "ninja_of_pip"):
-            (tmp_path / folder / name).chmod(0o755)
-    unset = ("PYTHON", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | active
-    environment["PATH"] = f"{tmp_path}/path:{environment['PATH']}"
-    if not active:
-        (tmp_path / "path/ninja_of_pip").unlink()
-    done = subprocess.run([tmp_path / "tools/run_spag.sh"], env=environment, capture_output=True, text=True)
-    assert done.stderr.split() == [taken, "ninja"] and done.returncode == 2
-
-
 # --- failures, logs, signals -----------------------------------------------------------------------------------------
 
 
@@ -391,9 +356,7 @@ def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, do
     assert wait_for(sleeping, process)
     (sleep,) = sleeping()
     process.send_signal(signal.Signals[number])
-    started = time.monotonic()
     _, err = process.communicate(timeout=30)
-    assert time.monotonic() - started < 20
     assert process.returncode == status and "stopped in epoch1_play; the same command continues" in err
     assert users_of(loop.output) == []
     assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE
@@ -477,9 +440,8 @@ def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues
     process = start_loop(settings)
     assert wait_for(lambda: any_filled(f"{output}/imitation/model/checkpoint-*/complete.json"), process)
     process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
     finish(process, status=143)
-    assert time.monotonic() - started < 15 and users_of(output) == []
+    assert users_of(output) == []
     finish(start_loop(settings))
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6

@@ -25,7 +25,7 @@ POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 KINDS = {  # what settings must be: their names, and its pattern
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", rf"0|{POSITIVE}"),
     "a whole number of at least 1": (
-        "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH NNODES NODE_TIMEOUT "
+        "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH NNODES "
         "EVAL_GAMES_PER_WORD EVAL_EVERY TENSOR_PARALLEL_SIZE",
         POSITIVE,
     ),

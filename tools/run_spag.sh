@@ -86,7 +86,6 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${NODE_RANK:=0}"            # number of this machine, from 0
 : "${RDZV_ENDPOINT:=}"         # host:port of machine 0 (needed with several machines)
 : "${RDZV_ID:=spag}"           # torchrun's rendezvous id, the same on all machines
-: "${NODE_TIMEOUT:=1800}"      # seconds that the machines wait for each other before a stage
 : "${EVAL_WORDS:=}"            # word lists of the match against imitation, FILE or NAME=FILE; empty: no match
 : "${EVAL_SEEDS:=0}"           # seeds of the match, one or several
 : "${EVAL_GAMES_PER_WORD:=1}"  # games of each word, role and seed of the match
@@ -104,9 +103,6 @@ set_flags "$@" # again: flags with an empty value count too
 lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
 IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
 
-if [ -z "$PYTHON$VIRTUAL_ENV" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] && [ -x "$root/.venv/bin/python" ]; then
-  PYTHON=$root/.venv/bin/python
-fi
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # pip's ninja is there, which compiles DeepSpeed's operators
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
@@ -123,8 +119,7 @@ precision=($PRECISION) # its flags
 launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   local machines=(--standalone)
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
-    --rdzv_id "$RDZV_ID-$1"
-    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
+    --rdzv_id "$RDZV_ID-$1" --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
   [ $((NPROC * NNODES)) -gt 1 ] || machines=()
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
