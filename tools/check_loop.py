@@ -49,7 +49,7 @@ ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
 
 
 def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with each setting by itself."""
+    """What is wrong with single settings, a line for each problem."""
     yield from (f"--{name.lower()} is missing" for name in ("MODEL", "WORDS", "OUTPUT") if not settings[name])
     for kind, (names, pattern) in KINDS.items():
         wrong = (name for name in names.split() if not re.fullmatch(pattern, settings[name]))
@@ -129,14 +129,14 @@ def choose(settings: dict[str, str]) -> None:
     if settings["DEEPSPEED"] == "auto":
         way = fit.choose(settings, fit.count_parameters(model_folder(settings["MODEL"])), min(memory))
         settings["DEEPSPEED"] = way if way == "none" else str(ROOT / way)
-        for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # of a training that was begun
+        for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # a training has begun
             begun = read_json(checkpoint.parent / "settings.json")["arguments"]["deepspeed"]
-            settings["DEEPSPEED"] = begun or "none"  # checkpoints fit no other
+            settings["DEEPSPEED"] = begun or "none"  # its checkpoints load under no other
         print(f"DeepSpeed: {settings['DEEPSPEED']}")
 
 
 def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
-    """What would end the loop hours after its start, or give wrong results."""
+    """Combinations of settings that would give wrong results, or fail hours after the start."""
     number = {name: int(value) for name, value in settings.items() if re.fullmatch(POSITIVE, value)}
     processes, together, rows = number["NPROC"], number["TENSOR_PARALLEL_SIZE"], number["GLOBAL_BATCH"]
     if together > 1 and (settings["ENGINE"] != "vllm" or processes % together):
@@ -162,7 +162,7 @@ def write_results(settings: Mapping[str, str], words: list[str], start: str, ans
     text = "".join(f"{word}\n" for word in words[: int(settings["GAMES"] or len(words))])
     text *= int(settings["GAMES_PER_WORD"])
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise UserError(f"{path}: not the words that --words, --games and --games_per_word say; use another --output")
+        raise UserError(f"{path}: not the words of --words, --games and --games_per_word; use another --output")
     if settings["NODE_RANK"] == "0":
         with replacing(path) as file:
             file.write(text)

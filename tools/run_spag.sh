@@ -4,9 +4,9 @@
 #   tools/run_spag.sh --model M --imitation_data data/train_imitation_gpt4.json --words data/all_target_words.txt \
 #     --sft_data data/alpaca_train.json --output outputs/spag
 #
-# The same command continues a loop that was stopped. A setting is a flag (--epochs 2), else an environment variable
-# (EPOCHS=2), else a line of the settings file (--settings configs/tiny.sh), else the default. Several values of one
-# setting are separated by blanks. data/README.md describes the files in OUTPUT.
+# The same command continues a loop that was stopped. A setting is a flag (--epochs 2), an environment variable
+# (EPOCHS=2) or a line of the settings file (--settings configs/tiny.sh); the first of these wins. Blanks separate
+# several values of one setting. data/README.md describes the files in OUTPUT.
 set -efo pipefail # -f: no value is a pattern of file names
 # shellcheck disable=SC2086,SC2206,SC2229  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
@@ -26,11 +26,11 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   done
 }
 
-show_help() { # the first comments of this file, and its settings
+show_help() { # print the first comments of this file and its settings
   sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"\( *#\)/  \1=\2\3/p' "$0"
 }
 
-names=$(sed -n 's/^: "\${\([A-Z_]*\):=.*/\1/p' "$0") # of the settings below
+names=$(sed -n 's/^: "\${\([A-Z_]*\):=.*/\1/p' "$0") # names of the settings below
 root=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=tools/loop/run.sh
 . "$root/tools/loop/run.sh"
@@ -43,8 +43,8 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${OUTPUT:=}"                # folder of all results (needed)
 : "${SETTINGS:=}"              # shell file of settings
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
-: "${SFT_DATA:=}"              # SFT examples for training beside the games, e.g. Alpaca's
-: "${CONTROL:=}"               # sft, coin or cloning: train on the rows of this control (configs/README.md)
+: "${SFT_DATA:=}"              # SFT examples to train on beside the rows of the games, e.g. Alpaca's
+: "${CONTROL:=}"               # sft, coin or cloning: train on rows of this control (configs/README.md)
 : "${LIKE:=}"                  # OUTPUT of another run: the same imitation model, and the same games in epoch 1
 : "${EPOCHS:=3}"               # epochs of self-play
 : "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
@@ -60,12 +60,12 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${TEMPERATURE:=1.2}"        # sampling temperature
 : "${TOP_K:=50}"               # sample from this many most likely tokens; 0: from all
 : "${ENGINE:=auto}"            # engine of play and matches: auto, vllm, slots or generate
-: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of a vLLM server; NPROC / this processes play
+: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of each vLLM server; play then has NPROC / this number of processes
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: that one
+: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: that program
 : "${DECAY_WEIGHT:=0.8}"       # reward decay gamma, applied backwards from the last message
-: "${LOSERS:=0}"               # the loser's messages get minus this share of the winner's reward; above 0 needs DETACH_KL
-: "${TIES:=0}"                 # in a tied game both roles get minus this; above 0 needs DETACH_KL
+: "${LOSERS:=0}"               # share of the winner's reward that the loser is charged; above 0 needs DETACH_KL
+: "${TIES:=0}"                 # reward that both roles of a tied game are charged; above 0 needs DETACH_KL
 : "${GLOBAL_BATCH:=128}"       # rows of an optimizer step, over all processes
 : "${TRAIN_BATCH:=2}"          # rows of a micro-batch of one process
 : "${IMITATION_LR:=}"          # learning rate of imitation; empty: 5e-6, with LORA_RANK 1e-4
@@ -99,12 +99,12 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${REWARD_ARGS:=}"           # further flags of REWARDS
 : "${EVAL_ARGS:=}"             # further flags of tools/evaluate_games.py
 : "${REASONING_ARGS:=}"        # further flags of tools/evaluate_reasoning.py
-set_flags "$@" # again: flags with an empty value count too
-lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
+set_flags "$@" # again: a flag with an empty value wins over the settings file too
+lora_rate=${LORA_RANK:+1e-4} # merging into bf16 weights loses smaller updates
 IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
 
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
-PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # pip's ninja is there, which compiles DeepSpeed's operators
+PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # DeepSpeed compiles its operators with pip's ninja, which is there
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 
 answers=$(mktemp) settings=()
@@ -124,7 +124,7 @@ launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
 
-train() { # train STAGE FOLDER FLAGS...: from $model, which is the reference too; then $model is the new one
+train() { # train STAGE FOLDER FLAGS...: start and reference are $model; afterwards $model is the new model
   launch "$1" "$root/train.py" --output_dir "$2" --model_name_or_path "$model" --ref_model_name_or_path "$model" \
     --num_train_epochs 1 --per_device_train_batch_size "$TRAIN_BATCH" \
     --gradient_accumulation_steps $((GLOBAL_BATCH / (NPROC * NNODES * TRAIN_BATCH))) \
@@ -171,7 +171,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   episodes=$folder/episodes/${player}_sampling_words_results.json
   if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
     episodes=$FIRST_EPISODES
-  elif [ "$CONTROL" != sft ]; then # which makes no rows of games
+  elif [ "$CONTROL" != sft ]; then # sft makes no rows of games
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \
