@@ -85,6 +85,12 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_does(made, sft_coeff):
     assert sft_coeff * sum(row["weight"] for row in cloned) / len(cloned) == pytest.approx(expected)
 
 
+def test_cloned_rows_of_a_chat_template_stay_such_rows():
+    row = {"query": "q", "target": "t", "reward": 0.5, "role": "attacker", "weight": 2.0, "chat_template": True}
+    (cloned,) = controls.cloning_rows([row], [], 0.5)
+    assert cloned == {"query": "q", "target": "t", "type": "sft", "weight": 2.0, "chat_template": True}
+
+
 def test_cloning_takes_the_messages_of_both_roles_if_asked_to(made):
     _, cloned = made("cloning", messages="all")
     assert len(cloned) == 2 * 60 + 1 + 3

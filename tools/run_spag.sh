@@ -62,7 +62,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${ENGINE:=auto}"            # engine of play and matches: auto, vllm, slots or generate
 : "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of each vLLM server; play then has NPROC / this number of processes
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: that program
+: "${REWARDS:=}"               # program that makes rows, with assign_rewards.py's flags; empty: that program
 : "${DECAY_WEIGHT:=0.8}"       # reward decay gamma, applied backwards from the last message
 : "${LOSERS:=0}"               # share of the winner's reward that the loser is charged; above 0 needs DETACH_KL
 : "${TIES:=0}"                 # reward that both roles of a tied game are charged; above 0 needs DETACH_KL

@@ -1,9 +1,9 @@
-"""Rows for controls: runs that learn as SPAG does, but not from who won the games.
+"""Rows for controls of self-play: runs that train as SPAG does, on other rows.
 
     python -m tools.selfplay.controls --control coin --input_data_path GAMES.json --output_data_path ROWS.json ...
 
-takes the place and the flags of tools/assign_rewards.py; tools/run_spag.sh does so with the setting CONTROL. Model,
-program and settings of training stay the same, only the rows differ:
+takes the place of tools/assign_rewards.py, whose flags it has too; tools/run_spag.sh runs it if CONTROL is set. The
+training program and its settings stay the same. The rows:
 
 coin       in each game that pays, a coin decides which role gets the winner's reward
 cloning    the winner's messages as SFT rows: -reward * weight * l, without ratio, clip and KL; with --messages all,
@@ -38,7 +38,7 @@ CONTROLS = (COIN, CLONING, SFT)
 
 
 class Coin:
-    """Put before a game's class, draws the role that gets the winner's reward. A game's draw is always the same."""
+    """Goes before a game's class: a coin draws the role that gets the winner's reward, the same for the same game."""
 
     def rewards(self, task, history, outcome):
         paid = super().rewards(task, history, outcome)
@@ -50,7 +50,7 @@ class Coin:
 
 
 def with_coin(game: Game) -> Game:
-    """The same game with drawn rewards. UserError for a game whose outcomes all pay both roles alike."""
+    """The game with drawn rewards. Raises UserError for a game that always pays both roles alike."""
     paying = (outcome for outcome in game.outcomes if not outcome.breach)
     if all(outcome.winner is None and outcome.points and len(set(outcome.points)) == 1 for outcome in paying):
         raise UserError(f"{COIN}: there is no winner to draw, {game.title} pays both roles alike")
@@ -67,7 +67,7 @@ class ControlFlags(RowFlags):
     like: str | None = flag("OUTPUT of another run of tools/run_spag.sh", default=None)
     sft_coeff: float = flag("weight of SFT rows in training, by which cloning scales its rows", default=0.5)
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL; sft reads none")
-    output_data_path: str = flag("file of rows to write; as many rows as --like: epochK/rows/NAME")
+    output_data_path: str = flag("file of rows to write; with --like it ends in epochK/rows/NAME")
     sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
 
     def __post_init__(self):
@@ -90,7 +90,8 @@ def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: floa
     total = len(rows) + len(sft_rows)
     for row in rows:
         weight = row["reward"] * row["weight"] / sft_coeff * total / len(rows)
-        yield {"query": row["query"], "target": row["target"], "type": SFT, "weight": weight}
+        text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
+        yield text | {"type": SFT, "weight": weight}
     for row in sft_rows:
         yield row | {"weight": total / len(sft_rows)}
 
