@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Qwen3-4B on one GPU of 80 GB, by LoRA (computed to fit without DeepSpeed, not run here). Its chat template is used
-# in play, rows and matches; it has learned to follow instructions, so there is no imitation.
+# in play, rows and matches. The model follows instructions already, so there is no imitation.
 #   tools/run_spag.sh --settings configs/qwen3_4b.sh --output outputs/spag_qwen3
 : "${MODEL:=Qwen/Qwen3-4B-Instruct-2507}"
 : "${LORA_RANK:=16}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The loop on 4 machines of 8 GPUs under Slurm: sbatch configs/slurm_4x8.sh, from this folder, which all machines
-# must see, as they must OUTPUT. The same job submitted again, or requeued, continues where it was. It takes the
-# environment that is active when it is submitted, which needs all of requirements.txt.
+# The loop on 4 machines of 8 GPUs under Slurm. Submit it from the project's folder: sbatch configs/slurm_4x8.sh
+# All machines must see that folder and OUTPUT. The same job submitted again, or requeued, continues where it was. It
+# runs in the environment that is active when it is submitted, which needs all of requirements.txt.
 #SBATCH --job-name=spag
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -22,7 +22,6 @@ export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2
 RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
 export RDZV_ENDPOINT RDZV_ID=spag-$SLURM_JOB_ID
 
-# One task a machine; a machine that fails ends the others too. srun of Slurm 22.05 and newer does not take the job's
-# --cpus-per-task by itself.
+# One task on each machine; if one fails, the others end too. Since Slurm 22.05, srun needs --cpus-per-task again.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'NODE_RANK=$SLURM_NODEID exec tools/run_spag.sh'

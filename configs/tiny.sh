@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154 # sourced by tools/run_spag.sh, which sets root
-# Settings of the embedded world: what differs from the paper's, because model and prompts are a thousand times
-# smaller. The losses and their coefficients are the paper's. A flag, or a variable of the environment, wins.
+# Settings of the embedded world. They differ from the paper's because model and prompts are a thousand times smaller;
+# the losses and their coefficients are the same. A flag or an environment variable wins over a line of this file.
 : "${PROMPTS:=$root/data/tiny/prompts.json}"
 : "${MAX_TURNS:=3}"
 : "${MAX_LENGTH:=160}"     # prompts have up to 90 tokens
@@ -13,7 +13,7 @@
 : "${IMITATION_LR:=2e-3}"
 : "${LEARNING_RATE:=3e-4}"
 : "${REWARD_ARGS:=--training_prompt play}" # a model of this size knows one layout
-: "${NPROC:=1}"            # too little work to share out
+: "${NPROC:=1}"            # there is too little work for more
 : "${PRECISION:=fp32}"
 : "${DEEPSPEED:=none}"
 : "${GRADIENT_CHECKPOINTING:=False}"

@@ -6,17 +6,15 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, TIMEOUT, finish, flags_of, start
+from helpers import ENVIRONMENT, ROOT, finish, flags_of, kill_all, start, users_of, wait_for
 from safetensors.torch import load_file
 
 import arguments
@@ -46,8 +44,8 @@ COMMANDS = """
   --defender_model_name_or_path {out}/imitation/model --data_path {out}/words.txt --output_dir {out}/epoch1/episodes
   --model_prefix imitation --data_suffix words --game taboo {sampling}
 {root}/tools/assign_rewards.py --input_data_path {out}/epoch1/episodes/imitation_sampling_words_results.json
-  --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --min_game_rows 128
-  --sft_data_path {data}/sft.json
+  --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --losers 0 --ties 0
+  --min_game_rows 128 --sft_data_path {data}/sft.json
 {launch} {root}/train.py --output_dir {out}/epoch1/model --model_name_or_path {out}/imitation/model
   --ref_model_name_or_path {out}/imitation/model {training} --train_method OfflinePO
   --train_data_path {out}/epoch1/rows/rows.json --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2
@@ -132,25 +130,6 @@ def loop(tmp_path, inputs) -> Loop:
     return Loop(tmp_path, inputs)
 
 
-def wait_until(condition, process: subprocess.Popen):
-    deadline = time.monotonic() + TIMEOUT
-    while not (value := condition()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return value
-
-
-def users_of(folder: Path) -> list[str]:
-    """Command lines of the processes that name this folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(folder) in " ".join(process.cmdline()):
-                found.append(" ".join(process.cmdline()))
-    return found
-
-
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +142,7 @@ def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, t
     assert list(commands.values()) == expected and list(commands) == STAGES
     assert not list(loop.output.glob("*/model/checkpoint-*"))  # deleted after each training
     words = commands["imitation"]
-    parsed = arguments.parse_arguments([*words[words.index(str(ROOT / "train.py")) + 1 :], "--use_cpu", "True"])
-    assert parsed.save_steps == 0.2 and parsed.save_total_limit == 1
+    arguments.parse_arguments([*words[words.index(str(ROOT / "train.py")) + 1 :], "--use_cpu", "True"])
     words = commands["epoch1_play"]
     parse_flags(PlayFlags, words[words.index(str(ROOT / "tools/play_llm_game.py")) + 1 :], description="")
 
@@ -193,18 +171,10 @@ def test_each_epoch_starts_from_the_model_before(loop):
         ({"save_steps": "0.0"}, "imitation", "--save_strategy no ", "--save_steps"),
         ({"lora_rank": 4}, "imitation", "--lora_rank 4 --lora_merge True .* --learning_rate 1e-4 ", "5e-6"),
         ({"lora_rank": 4}, "epoch1_train", "{out}/imitation/model/merged .* --learning_rate 1e-4 ", "2e-6"),
-        ({"lora_rank": 4, "learning_rate": "3e-5"}, "epoch1_train", "--learning_rate 3e-5 ", "1e-4"),
         ({"rewards": "-m my.rewards coin --x 1"}, "epoch1_rewards", "^-m my.rewards coin --x 1 --input", "assign"),
-        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 ", "--ties"),
-        ({"ties": 0.2, "detach_kl": "True"}, "epoch1_rewards", "--ties 0.2 ", "--losers"),
-        ({"losers": "0", "ties": "0.0"}, "epoch1_rewards", "--decay_weight 0.8 ", "--losers|--ties"),
-        ({"losers": 1, "detach_kl": "True"}, "epoch1_train", "--detach_kl True ", "False --learn"),
-        ({"max_turns": 3}, "epoch1_play", "--max_turns 3 ", "--max_turns 5"),
-        ({"game_options": "match=word"}, "epoch1_rewards", "--game taboo --game_options match=word ", "--match"),
+        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0 ", "0.5 --ties 0.5"),
         ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "--match"),
-        ({"match": "word", "play_batch": 7}, "epoch1_eval", "--match word .*--per_device_eval_batch_size 7 ", "opt"),
-        ({"eval_args": "--max_words 3 \n --x *"}, "epoch1_eval", "--max_words 3 --x [*] $", "tests"),
-        ({"play_args": "--y ?", "train_args": "--no"}, "epoch1_play", "--y [?] $", "--no "),
+        ({"eval_args": "--max_words 3 \n --x *", "play_batch": 7}, "epoch1_eval", "7 --max_words 3 --x [*] $", "7 $"),
     ],
 )
 def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
@@ -216,29 +186,10 @@ def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
 
 def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
     (tmp_path / "words.txt").write_text("dog\n")
-    commands = loop.commands(game="twenty_questions", eval_words=tmp_path / "words.txt")
-    for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval", "report"):
+    commands = loop.commands(game="twenty_questions", eval_words="")
+    for stage in ("epoch1_play", "epoch1_rewards", "report"):
         assert "--game twenty_questions" in " ".join(commands[stage])
     assert "--max_turns 20 " in " ".join(commands["epoch1_play"])
-
-
-@pytest.mark.parametrize("control", ["sft", "coin", "cloning"])
-def test_a_control_starts_like_another_loop_and_has_rows_of_its_own(loop, tmp_path, control):
-    other = tmp_path / "spag"
-    games = other / "epoch1/episodes/imitation_sampling_words_results.json"
-    for folder in (other / "imitation/model", games.parent):
-        folder.mkdir(parents=True)
-    games.write_text("[]")
-    (other / "settings.json").write_text("{}")
-    commands = loop.commands(imitation_data="", like=other, control=control, epochs=2, sft_coeff=0.3)
-    assert ("epoch2_play" in commands) == (control != "sft")
-    assert not {"imitation", "epoch1_play"} & commands.keys()
-    rewards = " ".join(commands["epoch1_rewards"])
-    assert f"--control {control} --sft_coeff 0.3 --like {other}" in rewards
-    assert (str(games) in rewards) == (control != "sft")
-    assert commands["epoch1_train"].count(f"{other}/imitation/model") == 2
-    assert ("--allow_no_game_rows" in commands["epoch1_train"]) == (control != "coin")
-    assert f"--players imitation={other}/imitation/model epoch1=" in " ".join(commands["epoch1_eval"])
 
 
 def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop, tmp_path):
@@ -246,6 +197,29 @@ def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop
     commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch2_play")
     assert list(commands) == [stage for stage in STAGES if stage != "epoch1_play"] + ["epoch2_play"]
     assert str(tmp_path / "games.json") in commands["epoch1_rewards"]
+
+
+def test_a_control_takes_model_and_first_games_of_another_run_and_its_rows_from_the_control(loop, tmp_path):
+    spag = loop.output
+    loop.commands(epochs=2)
+    first = spag / "epoch1/episodes/imitation_sampling_words_results.json"
+    first.write_text("[]")
+    settings = {"epochs": 2, "like": spag, "sft_coeff": 0.25}
+    for control in ("coin", "cloning", "sft"):
+        commands = loop.commands(control=control, **settings, output=tmp_path / control)
+        assert "imitation" not in commands and "epoch1_play" not in commands
+        assert ("epoch2_play" in commands) == (control != "sft")
+        for epoch in (1, 2):
+            rewards = " ".join(commands[f"epoch{epoch}_rewards"]) + " "
+            assert rewards.startswith(f"-m tools.selfplay.controls --control {control} --input_data_path ")
+            assert f" --sft_coeff 0.25 --like {spag} " in rewards
+            no_games = "--allow_no_game_rows True" in " ".join(commands[f"epoch{epoch}_train"])
+            assert no_games == (control != "coin")
+        assert str(first) in commands["epoch1_rewards"]
+        assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
+        assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
+        stored = json.loads((tmp_path / control / "settings.json").read_text())
+        assert (stored["CONTROL"], stored["LIKE"]) == (control, str(spag))
 
 
 def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop):
@@ -259,7 +233,7 @@ def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop)
 
 
 def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
-    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500", "node_timeout": 77}
+    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
     other = loop.commands(node_rank=1, **several)  # it may come first
     assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
     first = loop.commands(node_rank=0, **several)
@@ -267,7 +241,7 @@ def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop)
     for stage, words in other.items():
         launch = " ".join(first[stage])
         assert f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-{stage} " in launch
-        assert "--rdzv_conf is_host=1,join_timeout=77,read_timeout=77 " in launch
+        assert "--rdzv_conf is_host=1,join_timeout=1800,read_timeout=1800 " in launch
         assert " ".join(words) == launch.replace("is_host=1", "is_host=0")
         assert (loop.output / "logs" / f"{stage}.node1.log").is_file()
 
@@ -295,11 +269,13 @@ def test_values_are_data_not_shell(loop, tmp_path):
     assert (output / "logs/epoch1_train.log").is_file() and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("words", [["--output"], ["a", "b"], ["--path", "x"], ["--epocs=2"], ["--epochs", "2", "x"]])
-def test_words_that_are_no_settings_are_refused(words):
+@pytest.mark.parametrize(
+    "words, named",
+    [(["--output"], "--output"), (["a", "b"], "'a'"), (["--path", "x"], "--path"), (["--epocs=2"], "--epocs")],
+)
+def test_words_that_are_no_settings_are_refused(words, named):
     done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert words[-1 if len(words) != 2 else 0].partition("=")[0] in done.stderr
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -324,54 +300,22 @@ def test_the_settings_files_are_accepted_and_reach_the_commands(loop, name):
         assert ("--chat_template" in commands[stage]) == (name == "qwen3_4b")
 
 
-def test_help_shows_every_setting_and_every_file_of_the_loop_is_documented(loop):
+def test_help_shows_every_setting(loop):
     shown = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     loop.commands()
     assert re.findall(r"^  ([A-Z_]+)=", shown, flags=re.MULTILINE) == list(loop.stored())
-    documented = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    written = {path.name for path in loop.output.iterdir() if path.is_file()}
-    assert written == {"settings.json", "words.txt"}
-    for path in ("settings.json", "words.txt", "report.html", "logs/STAGE.log", "imitation/model/", "epochK/eval/"):
-        assert f"`{path}`" in documented
-
-
-@pytest.mark.parametrize(
-    "active, taken",
-    [({}, ".venv"), ({"VIRTUAL_ENV": "/mine"}, "path"), ({"CONDA_DEFAULT_ENV": "mine"}, "path")],
-)
-def test_the_environment_of_the_checkout_is_taken_unless_another_is_active(tmp_path, active, taken):
-    """What pip has put beside its Python, like ninja, is found without `activate`."""
-    for name in ("run_spag.sh", "loop/run.sh"):
-        (tmp_path / "tools/loop").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    for folder in ("path", ".venv/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder.split('/')[0]} >&2\nninja_of_pip\n")
-        (tmp_path / folder / "ninja_of_pip").write_text("#!/bin/sh\necho ninja >&2\nexit 9\n")
-        for name in ("python", "ninja_of_pip"):
-            (tmp_path / folder / name).chmod(0o755)
-    unset = ("PYTHON", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | active
-    environment["PATH"] = f"{tmp_path}/path:{environment['PATH']}"
-    if not active:
-        (tmp_path / "path/ninja_of_pip").unlink()
-    done = subprocess.run([tmp_path / "tools/run_spag.sh"], env=environment, capture_output=True, text=True)
-    assert done.stderr.split() == [taken, "ninja"] and done.returncode == 2
 
 
 # --- failures, logs, signals -----------------------------------------------------------------------------------------
 
-PROGRAMS = ("train.py*imitation/", "play_llm", "assign_rew", "train.py*epoch1/", "evaluate_games")
 
-
-@pytest.mark.parametrize("stage, program", zip(STAGES, PROGRAMS, strict=False))
+@pytest.mark.parametrize("stage, program", [("imitation", "train.py"), ("epoch1_train", "train.py*epoch1/")])
 def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage, program):
     out, err = loop.run(f"*{program}*) echo broken; exit 3 ;;", status=1)
     log = loop.output / "logs" / f"{stage}.log"
     assert len(loop.calls()) == STAGES.index(stage) + 1
     assert "broken" in out and "broken" in log.read_text() and str(log) in err.splitlines()[-1]
-    if stage == "epoch1_train":
-        assert (loop.output / "epoch1/model/checkpoint-1").is_dir()  # to go on from
+    assert len(list(loop.output.glob("*/model/checkpoint-1"))) == 1  # to go on from
 
 
 def test_a_failing_report_does_not_stop_the_loop(loop):
@@ -404,13 +348,15 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_warnings_are_rep
 )
 def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, does):
     process = loop.start(f"*play_llm*) {does} ;;")
-    wait_until(lambda: len(loop.calls()) == 2, process)
-    children = psutil.Process(process.pid).children
-    (sleep,) = wait_until(lambda: [child for child in children(True) if child.name() == "sleep"], process)
+    assert wait_for(lambda: len(loop.calls()) == 2, process)
+
+    def sleeping() -> list[psutil.Process]:
+        return [each for each in psutil.Process(process.pid).children(True) if each.name() == "sleep"]
+
+    assert wait_for(sleeping, process)
+    (sleep,) = sleeping()
     process.send_signal(signal.Signals[number])
-    started = time.monotonic()
     _, err = process.communicate(timeout=30)
-    assert time.monotonic() - started < 20
     assert process.returncode == status and "stopped in epoch1_play; the same command continues" in err
     assert users_of(loop.output) == []
     assert not sleep.is_running() or sleep.status() == psutil.STATUS_ZOMBIE
@@ -422,7 +368,7 @@ def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path):
         f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\nclass Slow: pass\n"
     )
     process = loop.start(game=f"{tmp_path}/slow.py:Slow")
-    wait_until((tmp_path / "begun").exists, process)
+    assert wait_for((tmp_path / "begun").exists, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "run_spag.sh: stopped; the same" in err
@@ -467,11 +413,8 @@ def test_a_loop_killed_in_play_and_in_training_ends_with_the_results_of_one_that
     played = "epoch1/episodes/imitation_sampling_words_rank0.jsonl"
     for sign in (played, "epoch1/model/checkpoint-*/complete.json"):
         process = start_loop(settings)
-        wait_until(lambda: any_filled(f"{output}/{sign}"), process)  # noqa: B023
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.communicate()
+        assert wait_for(lambda: any_filled(f"{output}/{sign}"), process)  # noqa: B023
+        kill_all(process, output)
     finish(start_loop(settings))
 
     starts = {stage: (output / f"logs/{stage}.log").read_text().split("\n=== ")[1:] for stage in STAGES[1:4]}
@@ -495,11 +438,10 @@ def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues
     output = inputs["output"]
     settings = inputs | {"nproc": 2, "until": "imitation", "save_steps": 1}
     process = start_loop(settings)
-    wait_until(lambda: any_filled(f"{output}/imitation/model/checkpoint-*/complete.json"), process)
+    assert wait_for(lambda: any_filled(f"{output}/imitation/model/checkpoint-*/complete.json"), process)
     process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
     finish(process, status=143)
-    assert time.monotonic() - started < 15 and users_of(output) == []
+    assert users_of(output) == []
     finish(start_loop(settings))
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
@@ -512,8 +454,8 @@ SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/envir
 
 
 def test_shellcheck_finds_nothing():
-    scripts = [f"tools/{script}" for script in SCRIPTS]
-    done = subprocess.run(["shellcheck", "-x", *scripts, *glob.glob("configs/*.sh")], cwd=ROOT, capture_output=True)
+    scripts, shellcheck = [f"tools/{script}" for script in SCRIPTS], Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, "-x", *scripts, *glob.glob("configs/*.sh")], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
 
 
@@ -521,9 +463,3 @@ def test_shellcheck_finds_nothing():
 def test_scripts_use_nothing_that_bash_3_lacks(script):
     text = (ROOT / "tools" / script).read_text()
     assert not re.search(r"declare -A|local -A|mapfile|readarray|\$\{\w+(,,|\^\^|@)|wait -n|\|&|&>>|coproc", text)
-
-
-def test_each_machine_of_a_slurm_job_gets_the_cores_of_the_job():
-    """srun of Slurm 22.05 and newer gives a task one core otherwise."""
-    job = (ROOT / "configs/slurm_4x8.sh").read_text()
-    assert re.search(r'^srun .*--cpus-per-task="\$SLURM_CPUS_PER_TASK"', job, flags=re.MULTILINE)

@@ -108,8 +108,9 @@ def test_a_player_sees_its_own_card_and_not_the_others():
 def test_rewards_and_the_report_take_the_games(tmp_path):
     episodes = [played("Nim-v0", seed)[1] for seed in range(12)]
     game = ["--game", "textarena", "--game_options", "env=Nim-v0"]
-    write_records(tmp_path / "games.json", episodes)
-    rows = ["--input_data_path", tmp_path / "games.json", "--output_data_path", tmp_path / "rows.json"]
+    games = tmp_path / "random_sampling_seeds_results.json"
+    write_records(games, episodes)
+    rows = ["--input_data_path", games, "--output_data_path", tmp_path / "rows.json"]
     call(assign_rewards.main, *rows, *game, "--min_game_rows", 0)
     expected = [
         message["content"]
@@ -118,7 +119,7 @@ def test_rewards_and_the_report_take_the_games(tmp_path):
         if each["outcome"] == f"{message['role']} wins"  # not by the other's invalid move
     ]
     assert expected and [row["target"] for row in read_json_or_jsonl(tmp_path / "rows.json")] == expected
-    call(report.main, "--episodes", tmp_path / "games.json", "--output", tmp_path / "report.html", *game)
+    call(report.main, tmp_path, "--output", tmp_path / "report.html", *game)
     assert (tmp_path / "report.html").stat().st_size > 0
 
 

@@ -15,14 +15,12 @@ import psutil
 import pytest
 from helpers import ENVIRONMENT, ROOT, call, flags_of
 
-from tools import assign_rewards, tiny_world
+from tools import tiny_world
 from tools.games import load_game, prompts, taboo
-from tools.games.bargain import Bargain
 from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches, result_rows
-from tools.selfplay import controls, rewards
-from tools.tiny import controls as tiny_controls
-from tools.tiny import questions
+from tools.selfplay import rewards
+from tools.tiny import controls, questions
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny.arms import ARMS
 from tools.tiny.build import TABOO, scripted_games
@@ -56,46 +54,14 @@ def rows(games):
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_coin_gives_about_half_of_the_decided_games_to_the_loser(games, rows):
-    drawn = rows_of(controls.by_coin(Taboo()), games)
-    assert drawn == rows_of(controls.by_coin(Taboo()), games)
-    won = {(row["query"], row["target"], row["role"]) for row in rows}
-    lost = [row for row in drawn if (row["query"], row["target"], row["role"]) not in won]
-    assert 0.35 < len(lost) / len(drawn) < 0.65
-    decided = sum(game["outcome"] in (taboo.ATTACKER_WINS, taboo.DEFENDER_WINS) for game in games)
-    assert sum(row["reward"] for row in drawn) == pytest.approx(decided)
-    by_role = [sum(row["reward"] * row["weight"] for row in drawn if row["role"] == role) for role in Taboo.roles]
-    assert by_role == pytest.approx([decided / 2] * 2)
-
-
-def test_cloning_weighs_each_kind_of_row_as_self_play_learning_does(rows):
-    cloned = controls.cloning_rows(rows, SFT, sft_coeff=0.5)
-    assert {row["type"] for row in cloned} == {"sft"} and len(cloned) == len(rows) + 3
-    # With l = -1 in every row: OfflinePO at ratio 1 and KL 0 has mean(reward * weight) + 0.5 * mean over SFT rows.
-    expected = sum(row["reward"] * row["weight"] for row in rows) / len(rows) + 0.5 * 1.0
-    assert 0.5 * sum(row["weight"] for row in cloned) / len(cloned) == pytest.approx(expected)
-    assert [row["target"] for row in cloned[:-3]] == [row["target"] for row in rows]
-
-
 def test_practice_holds_no_held_out_word():
     held_out = set(load_lexicon().held_out())
-    made = tiny_controls.practice_rows()
+    made = controls.practice_rows()
     assert len(made) > 2000 and not any(held_out & set((row["query"] + row["target"]).split()) for row in made)
 
 
-def test_a_coin_gives_the_larger_reward_of_any_game_to_a_drawn_role():
-    game = Bargain()
-    coin, drawn = controls.by_coin(game), Counter()
-    for number in range(200):
-        history = [{"role": game.roles[0], "content": f"{number}"}]
-        game.rewards = lambda *_: dict(zip(game.roles, (0.25, 0.75), strict=True))
-        drawn[max(paid := coin.rewards("", history, ""), key=paid.get)] += 1
-        assert sorted(paid.values()) == [0.25, 0.75]
-    assert all(80 < number < 120 for number in drawn.values())
-
-
-@pytest.mark.parametrize("control", [*controls.CONTROLS, *tiny_controls.CONTROLS])
-def test_the_rows_of_a_control_are_made_by_the_flags_of_the_loop(control, games, rows, tmp_path):
+@pytest.mark.parametrize("control", controls.CONTROLS)
+def test_rows_of_the_arms_that_depend_on_another_run(control, games, rows, tmp_path):
     write_records(tmp_path / "games.json", games)
     write_records(tmp_path / "facts.json", SFT)
     other = [row | {"reward": 0.5} for row in rows[:6]] + [SFT[0] | {"target": f"t{number}"} for number in range(4)]
@@ -104,23 +70,17 @@ def test_the_rows_of_a_control_are_made_by_the_flags_of_the_loop(control, games,
     flags = {"control": control, "input_data_path": tmp_path / "games.json", "output_data_path": output}
     flags |= {"sft_data_path": tmp_path / "facts.json", "game": "taboo", "prompt_templates": TABOO.prompts, "seed": 3}
     flags |= {"training_prompt": "play", "decay_weight": 0.8, "min_game_rows": 4, "like": tmp_path / "like"}
-    program = (assign_rewards if control in controls.CONTROLS else tiny_controls).main
-    call(program, *flags_of(flags))
+    call(controls.main, *flags_of(flags))
     made = read_json_or_jsonl(output)
     sft = [row for row in made if row.get("type") == "sft"]
-    if control in (controls.COIN, controls.CLONING, tiny_controls.AS_MANY):
-        assert [row["target"] for row in made[-3:]] == ["t"] * 3
-        assert len(made) == 6 + 3 if control == tiny_controls.AS_MANY else len(made) > 400
-    else:
-        assert len(made) == 10
-    if control == controls.SFT:
-        assert sorted(Counter(row["target"] for row in made).values()) == [2, 2, 3, 3]
-    if control == tiny_controls.SILENT:
+    if control == controls.AS_MANY:
+        assert len(made) == 6 + 3 and [row["target"] for row in made[6:]] == ["t"] * 3
+    if control == controls.SILENT:
         assert [row["weight"] for row in made] == [0.0] * 6 + [1.0] * 4 and made[6:] == sft == other[6:]
-    if control == tiny_controls.FORMS:
-        assert sft == made and made[6:] == other[6:] and all(row in tiny_controls.practice_rows() for row in made[:6])
+    if control == controls.FORMS:
+        assert sft == made and made[6:] == other[6:] and all(row in controls.practice_rows() for row in made[:6])
     before = output.read_bytes()
-    call(program, *flags_of(flags))
+    call(controls.main, *flags_of(flags))
     assert output.read_bytes() == before
 
 
@@ -246,13 +206,15 @@ def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_the
     loops = {name: flags for name, flags in programs.calls if "output" in flags}
     first = loops["seed3/world"]
     assert (first["model"], first["imitation_data"], first["until"]) == ("base", "data/imitation.json", "epoch1_play")
+    assert first["like"] == ""
     released = loops["seed3/released"]
     assert released == first | {"until": "epoch3_play"}
     shared = {"settings", "words", "sft_data", "seed", "eval_seeds", "save_steps", "report", "play_args", "eval_args"}
     for name, arm in ARMS.items():
         if arm.game == "taboo" and name != "released":
             settings = loops[f"seed3/{name}"]
-            assert settings["like"] == "released" and "imitation_data" not in settings
+            assert settings["like"] == "released"
+            assert not {"model", "imitation_data", "first_episodes"} & settings.keys()
             assert settings["output"] == name and {settings[key] == released[key] for key in shared} == {True}
             assert settings["eval_words"] == (released["eval_words"] if arm.matches else "")
             own = {key: value for key, value in settings.items() if key not in released}
@@ -271,7 +233,7 @@ def test_partners_play_their_own_game_for_as_many_steps_and_meet_imitation_at_ta
     loops = dict(programs.calls)
     settings = loops["seed4/cities"]
     assert (settings["game"], settings["words"]) == ("guess_my_city", "data/words_guess_my_city.txt")
-    assert (settings["model"], settings["like"]) == ("released/imitation/model", "")
+    assert settings["model"] == "released/imitation/model" and settings["like"] == ""
     assert settings["eval_words"] == loops["seed4/released"]["eval_words"]
     assert settings["rewards"] == "-m tools.tiny.controls --control as_many --like released"
     flags = settings["eval_args"].split()

@@ -14,8 +14,6 @@ import json
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.games.game import Game
-from tools.selfplay.controls import COIN, CONTROLS, by_coin, make_control_rows
 from tools.selfplay.rewards import assign_rewards
 from tools.selfplay.rows import RowFlags, make_rows
 from utils import end_with_launcher, run_program, set_up_logging
@@ -28,13 +26,6 @@ class Flags(RowFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
-    control: str | None = flag("make the rows of a control instead", default=None, choices=CONTROLS)
-    like: str | None = flag("for --control sft: OUTPUT of another loop, whose number of rows counts", default=None)
-    sft_coeff: float = flag("for --control cloning: --lm_sft_coeff of the training", default=0.5)
-
-    def load_game(self) -> Game:
-        game = super().load_game()
-        return by_coin(game) if self.control == COIN else game
 
 
 def main() -> None:
@@ -42,11 +33,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
     gc.disable()  # there are no reference cycles, and the search for them takes a tenth of the time
-    files = {"inputs": flags.input_data_path, "output": flags.output_data_path, "sft": flags.sft_data_path}
-    if flags.control:
-        counts = make_control_rows(flags, flags.control, **files, like=flags.like, sft_coeff=flags.sft_coeff)
-    else:
-        counts = make_rows(flags, **files)
+    counts = make_rows(flags, flags.input_data_path, flags.output_data_path, sft=flags.sft_data_path)
     print(json.dumps(counts))
 
 

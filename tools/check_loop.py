@@ -1,10 +1,11 @@
-"""Check the settings of tools/run_spag.sh before its first stage, and make the choices that are left to the machine.
+"""Check the settings of tools/run_spag.sh before its first stage, and choose what they leave open.
 
     python -m tools.check_loop ANSWERS NAME=VALUE ...
 
 If anything is wrong, all of it is said (exit status 2) and nothing is written. Otherwise writes OUTPUT/settings.json,
 OUTPUT/words.txt (the words of an epoch) and ANSWERS for the shell, a line each: NPROC, the flags of PRECISION,
-GRADIENT_CHECKPOINTING, MAX_TURNS, and the DeepSpeed file.
+GRADIENT_CHECKPOINTING, MAX_TURNS, the DeepSpeed file, MODEL, FIRST_EPISODES, and the model that takes the place of
+imitation (with LIKE, else empty).
 """
 
 import argparse
@@ -16,16 +17,15 @@ from pathlib import Path
 
 from tools.games.flags import GameFlags
 from tools.loop import fit
-from utils import UserError, open_text, read_json, read_words, replacing, run_program, write_json
+from tools.selfplay.controls import ControlFlags
+from utils import UserError, model_folder, open_text, read_json, read_words, replacing, run_program, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-LARGE = 10**8  # parameters; a model of this size is not trained on a CPU unless the user says so
-AUTOMATIC = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")  # settings that may be auto
 POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 KINDS = {  # what settings must be: their names, and its pattern
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", rf"0|{POSITIVE}"),
     "a whole number of at least 1": (
-        "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH NNODES NODE_TIMEOUT "
+        "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH NNODES "
         "EVAL_GAMES_PER_WORD EVAL_EVERY TENSOR_PARALLEL_SIZE",
         POSITIVE,
     ),
@@ -48,21 +48,8 @@ KINDS = {  # what settings must be: their names, and its pattern
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
 
 
-def gpu_memory() -> list[int]:
-    """Bytes of each GPU that PyTorch can use here."""
-    import torch
-
-    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-
-
-def has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
-
-
 def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with each setting for itself."""
+    """What is wrong with single settings, a line for each problem."""
     yield from (f"--{name.lower()} is missing" for name in ("MODEL", "WORDS", "OUTPUT") if not settings[name])
     for kind, (names, pattern) in KINDS.items():
         wrong = (name for name in names.split() if not re.fullmatch(pattern, settings[name]))
@@ -78,14 +65,45 @@ def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
                     yield f"{settings['SETTINGS']}:{number}: unknown setting {match[1]}; --help lists them"
 
 
+def follow(settings: dict[str, str]) -> str:
+    """Fill in MODEL and FIRST_EPISODES from the run LIKE; return the model that its self-play starts from."""
+    run = settings["LIKE"]
+    path = Path(run, "settings.json")
+    if not path.is_file() or path.parent.resolve() == Path(settings["OUTPUT"]).resolve():
+        raise UserError(f"--like {run}: not the --output of another run of the loop")
+    made = read_json(path)
+    for name in ("MODEL", "IMITATION_DATA", "GAME"):
+        if settings[name] not in ("", made[name]):
+            raise UserError(f"--{name.lower()} {settings[name]}: the run of --like {run} has {made[name]!r}")
+    settings["MODEL"] = made["MODEL"]
+    if not settings["FIRST_EPISODES"]:
+        own = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
+        settings["FIRST_EPISODES"] = made["FIRST_EPISODES"] or own
+    while made.get("LIKE"):
+        run = made["LIKE"]
+        made = read_json(Path(run, "settings.json"))
+    return f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
+
+
+def game_flags(settings: Mapping[str, str]) -> GameFlags:
+    """The flags of game and prompts; with CONTROL, those of the control. UserError for a control that cannot work."""
+    game = {
+        "game": settings["GAME"],
+        "game_options": settings["GAME_OPTIONS"].split(),
+        "prompt_templates": settings["PROMPTS"] or None,
+    }
+    if not settings["CONTROL"]:
+        return GameFlags(**game)
+    if settings["REWARDS"]:
+        raise UserError("--control and --rewards both say how rows are made; give one of them")
+    numbers = {name.lower(): float(settings[name]) for name in ("SFT_COEFF", "LOSERS", "TIES")}
+    paths = {"like": settings["LIKE"], "sft_data_path": settings["SFT_DATA"], "output_data_path": ""}
+    return ControlFlags(control=settings["CONTROL"], input_data_path=[], **game, **numbers, **paths)
+
+
 def read_game(settings: dict[str, str]) -> list[str]:
     """Return the words of self-play, and fill in MAX_TURNS. ValueError for a wrong game, prompt or word file."""
-    flags = GameFlags(
-        game=settings["GAME"],
-        game_options=settings["GAME_OPTIONS"].split(),
-        match=settings["MATCH"] or None,
-        prompt_templates=settings["PROMPTS"] or None,
-    )
+    flags = game_flags(settings)
     game = flags.load_game()
     flags.load_templates(game)
     settings["MAX_TURNS"] = settings["MAX_TURNS"] or str(game.max_turns)
@@ -95,77 +113,56 @@ def read_game(settings: dict[str, str]) -> list[str]:
     return read_words(settings["WORDS"], game.check_task) if settings["WORDS"] else []
 
 
-def choose(settings: dict[str, str], parameters: int | None) -> None:
-    """Replace `auto`, by this machine's GPUs and the model's size."""
+def choose(settings: dict[str, str]) -> None:
+    """Replace `auto` by what fits this machine's GPUs and the model's size."""
+    automatic = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
+    if "auto" not in [settings[name] for name in automatic]:
+        return
     import torch
 
-    memory, choices = gpu_memory(), ("1", "fp32", "False", "none")
+    memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    choices = ("1", "fp32", "False", "none")
     if memory:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         choices = (str(len(memory)), half, "True", "auto")
-    settings |= {name: choice for name, choice in zip(AUTOMATIC, choices, strict=True) if settings[name] == "auto"}
+    settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
     if settings["DEEPSPEED"] == "auto":
-        way = fit.choose(settings, parameters, min(memory)) if parameters else fit.WAYS["offload"]
+        way = fit.choose(settings, fit.count_parameters(model_folder(settings["MODEL"])), min(memory))
         settings["DEEPSPEED"] = way if way == "none" else str(ROOT / way)
-        for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # of a training that was begun
+        for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # a training has begun
             begun = read_json(checkpoint.parent / "settings.json")["arguments"]["deepspeed"]
-            settings["DEEPSPEED"] = begun or "none"  # checkpoints fit no other
+            settings["DEEPSPEED"] = begun or "none"  # its checkpoints load under no other
         print(f"DeepSpeed: {settings['DEEPSPEED']}")
 
 
 def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with settings that are right each for itself."""
+    """Combinations of settings that would give wrong results, or fail hours after the start."""
     number = {name: int(value) for name, value in settings.items() if re.fullmatch(POSITIVE, value)}
-    processes, machines, together = number["NPROC"], number["NNODES"], number["TENSOR_PARALLEL_SIZE"]
+    processes, together, rows = number["NPROC"], number["TENSOR_PARALLEL_SIZE"], number["GLOBAL_BATCH"]
     if together > 1 and (settings["ENGINE"] != "vllm" or processes % together):
         yield f"--tensor_parallel_size {together} needs --engine vllm, and must divide --nproc {processes}"
-    if number["MAX_LENGTH"] <= number["MAX_NEW_TOKENS"]:
-        yield f"--max_length {number['MAX_LENGTH']} leaves no room for a prompt; it must be above --max_new_tokens"
-    if machines > 1 and not settings["RDZV_ENDPOINT"]:
+    if number["NNODES"] > 1 and not settings["RDZV_ENDPOINT"]:
         yield "--rdzv_endpoint is missing: with several machines it is host:port of machine 0"
-    rows, batch = number["GLOBAL_BATCH"], number["TRAIN_BATCH"]
-    if rows % (at_once := processes * machines * batch):
+    if rows % (at_once := processes * number["NNODES"] * number["TRAIN_BATCH"]):
         yield (
-            f"--global_batch {rows} is no multiple of {processes} processes x {machines} machines x --train_batch "
-            f"{batch} = {at_once} rows; change one of them"
+            f"--global_batch {rows} is no multiple of the {at_once} rows that {processes} processes on "
+            f"{number['NNODES']} machines take at once, with --train_batch {number['TRAIN_BATCH']} each"
         )
-    if settings["LIKE"] and settings["IMITATION_DATA"]:
-        yield "--like takes the imitation model of the other loop; leave out --imitation_data"
-    if settings["LIKE"] and not Path(settings["LIKE"], "settings.json").is_file():
-        yield f"--like {settings['LIKE']}: not the OUTPUT of a loop; it has no settings.json"
-    if settings["CONTROL"] == "sft" and not settings["LIKE"]:
-        yield "--control sft needs --like, the OUTPUT of the loop whose number of rows counts"
     negative = float(settings["LOSERS"]) or float(settings["TIES"])
     if negative and settings["DETACH_KL"] == "False" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         yield "--losers and --ties make rows with rewards below 0, which need --detach_kl True"
+    needed = {"peft": settings["LORA_RANK"], "deepspeed": settings["DEEPSPEED"] != "none"}
+    needed["lm_eval"] = settings["EVAL_TASKS"] and "--lm_eval" not in settings["REASONING_ARGS"]
+    for package in (name for name, used in needed.items() if used and not find_spec(name)):
+        yield f"{sys.executable} has no package {package}, which the settings need (requirements.txt names it)"
 
 
-def machine_problems(settings: Mapping[str, str], parameters: int | None) -> Iterator[str]:
-    """What the settings need and this machine does not have."""
-    trainings = ["imitation_args"] * bool(settings["IMITATION_DATA"]) + ["train_args"]
-    unsaid = [name for name in trainings if not re.search(r"--use_cpu[ =]True", settings[name.upper()])]
-    if unsaid and (parameters or 0) >= LARGE and not has_accelerator():
-        remedy = " ".join(f"--{name} '--use_cpu True'" for name in unsaid)
-        yield (
-            f"the PyTorch of {sys.executable} can use no GPU, and {settings['MODEL']} has {parameters:,} parameters; "
-            f"to train on the CPU all the same: {remedy}"
-        )
-    if settings["ENGINE"] == "vllm":
-        from tools.engine.vllm import VLLMFlags
-
-        yield from (f"--engine vllm: {why}" for why in [VLLMFlags().vllm_missing()] if why)
-    if settings["EVAL_TASKS"] and "--lm_eval" not in settings["REASONING_ARGS"] and not find_spec("lm_eval"):
-        yield "--eval_tasks needs lm-eval (requirements.txt), or --reasoning_args '--lm_eval COMMAND'"
-    needed = {"peft": bool(settings["LORA_RANK"]), "deepspeed": settings["DEEPSPEED"] != "none"}
-    yield from (f"{sys.executable} has no {name}" for name in needed if needed[name] and not find_spec(name))
-
-
-def write_results(settings: Mapping[str, str], words: list[str], answers: str) -> None:
+def write_results(settings: Mapping[str, str], words: list[str], start: str, answers: str) -> None:
     path = Path(settings["OUTPUT"], "words.txt")
     text = "".join(f"{word}\n" for word in words[: int(settings["GAMES"] or len(words))])
     text *= int(settings["GAMES_PER_WORD"])
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise UserError(f"{path}: not the words that --words, --games and --games_per_word say; use another --output")
+        raise UserError(f"{path}: not the words of --words, --games and --games_per_word; use another --output")
     if settings["NODE_RANK"] == "0":
         with replacing(path) as file:
             file.write(text)
@@ -175,8 +172,8 @@ def write_results(settings: Mapping[str, str], words: list[str], answers: str) -
         from transformers.utils import is_torch_tf32_available
 
         precision += " --tf32 True" * is_torch_tf32_available()
-    lines = [settings["NPROC"], precision, settings["GRADIENT_CHECKPOINTING"]]
-    lines += [settings["MAX_TURNS"], settings["DEEPSPEED"].removesuffix("none")]
+    lines = [settings["NPROC"], precision, settings["GRADIENT_CHECKPOINTING"], settings["MAX_TURNS"]]
+    lines += [settings["DEEPSPEED"].removesuffix("none"), settings["MODEL"], settings["FIRST_EPISODES"], start]
     Path(answers).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -191,18 +188,16 @@ def main() -> None:
     parser.add_argument("settings", metavar="NAME=VALUE", nargs="+", help="all settings of the loop")
     given = parser.parse_args()
     settings = dict(pair.split("=", 1) for pair in given.settings)
+    start = follow(settings) if settings["LIKE"] else ""
     problems, words = list(single_problems(settings)), []
     try:
         words = read_game(settings)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     refuse(problems)
-    parameters = None
-    if "auto" in [settings[name] for name in AUTOMATIC]:
-        parameters = fit.count_parameters(settings["MODEL"])
-        choose(settings, parameters)
-    refuse([*joint_problems(settings), *machine_problems(settings, parameters)])
-    write_results(settings, words, given.answers)
+    choose(settings)
+    refuse(list(joint_problems(settings)))
+    write_results(settings, words, start, given.answers)
 
 
 if __name__ == "__main__":

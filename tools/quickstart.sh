@@ -18,7 +18,7 @@ cd "$root"
 QUICK=${QUICK:-0}
 OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}
 
-install_rest() { # without a GPU without DeepSpeed, which needs a compiler
+install_rest() { # DeepSpeed needs a compiler, and is left out where there is no GPU
   cp requirements.txt .venv/requirements.txt
   [ -n "$gpu" ] || grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
   pip_install -r .venv/requirements.txt
@@ -30,7 +30,7 @@ main() {
   if [ "$QUICK" != 0 ]; then
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
     smaller=(--epochs 1 --games 40 --games_per_word 1 --global_batch 32 --train_batch 32 --eval_games_per_word 1
-      --eval_args "--max_words 20" # its model is too bad to win: the facts alone are learned
+      --eval_args "--max_words 20" # its model wins no games, and learns from the facts alone
       --reward_args "--training_prompt play --min_game_rows 0" --train_args "--allow_no_game_rows True")
   fi
   set_up quickstart requirements.txt
@@ -44,4 +44,4 @@ main() {
   say "all of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 
-main "$@"; exit # on one line: bash reads nothing more of this file, which may change meanwhile
+main "$@"; exit # on one line: bash then reads no more of this file, so it may be edited meanwhile

@@ -4,18 +4,19 @@
 #   tools/run_spag.sh --model M --imitation_data data/train_imitation_gpt4.json --words data/all_target_words.txt \
 #     --sft_data data/alpaca_train.json --output outputs/spag
 #
-# The same command continues a loop that was stopped. A setting is a flag (--epochs 2), else an environment variable
-# (EPOCHS=2), else a line of the settings file (--settings configs/tiny.sh), else the default. Several values of one
-# setting are separated by blanks. data/README.md describes the files in OUTPUT.
+# The same command continues a loop that was stopped. A setting is a flag (--epochs 2), an environment variable
+# (EPOCHS=2) or a line of the settings file (--settings configs/tiny.sh); the first of these wins. Blanks separate
+# several values of one setting. data/README.md describes the files in OUTPUT.
 set -efo pipefail # -f: no value is a pattern of file names
-# shellcheck disable=SC2086,SC2206  # settings of several values are split at their blanks
+# shellcheck disable=SC2086,SC2206,SC2229  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
-names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA EPOCHS UNTIL GAME GAME_OPTIONS MATCH PROMPTS MAX_TURNS GAMES
-  GAMES_PER_WORD FIRST_EPISODES LIKE CONTROL MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE TENSOR_PARALLEL_SIZE PLAY_BATCH
-  REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF
-  CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK
-  RDZV_ENDPOINT RDZV_ID NODE_TIMEOUT EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS
-  REPORT IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS)
+names=(MODEL WORDS OUTPUT SETTINGS IMITATION_DATA SFT_DATA CONTROL LIKE EPOCHS UNTIL GAME GAME_OPTIONS PROMPTS
+  MAX_TURNS GAMES GAMES_PER_WORD FIRST_EPISODES MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K ENGINE
+  TENSOR_PARALLEL_SIZE PLAY_BATCH REWARDS DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH TRAIN_BATCH IMITATION_LR
+  IMITATION_KL LEARNING_RATE KL SFT_COEFF CLIP_RANGE DETACH_KL LORA_RANK SEED PRECISION DEEPSPEED
+  GRADIENT_CHECKPOINTING SAVE_STEPS NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID EVAL_WORDS EVAL_SEEDS
+  EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_IMITATION EVAL_TASKS REPORT IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS
+  EVAL_ARGS REASONING_ARGS)
 
 set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   local name
@@ -33,7 +34,7 @@ set_flags() { # set_flags --name VALUE ...: NAME gets VALUE
   done
 }
 
-show_help() { # the first comments of this file, and its settings
+show_help() { # print the first comments of this file and its settings
   sed -n -e '2,/^set/s/^# \{0,1\}//p' -e 's/^: "\${\([A-Z_]*\):=\(.*\)}"\( *#\)/  \1=\2\3/p' "$0"
 }
 
@@ -44,37 +45,36 @@ set_flags "$@"
 # shellcheck source=configs/tiny.sh
 case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 
-: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed)
+: "${MODEL:=}"                 # base model: a folder, or a name on the hub (needed, unless LIKE is set)
 : "${WORDS:=}"                 # word list of self-play, one word a line (needed)
 : "${OUTPUT:=}"                # folder of all results (needed)
 : "${SETTINGS:=}"              # shell file of settings
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
-: "${SFT_DATA:=}"              # SFT examples for training beside the games, e.g. Alpaca's
+: "${SFT_DATA:=}"              # SFT examples to train on beside the rows of the games, e.g. Alpaca's
+: "${CONTROL:=}"               # sft, coin or cloning: train on rows of this control (configs/README.md)
+: "${LIKE:=}"                  # OUTPUT of another run: the same imitation model, and the same games in epoch 1
 : "${EPOCHS:=3}"               # epochs of self-play
 : "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
 : "${GAME:=taboo}"             # the game: a name, FILE.py:Class or module:Class
 : "${GAME_OPTIONS:=}"          # its options, KEY=VALUE, one or several
-: "${MATCH:=}"                 # Taboo: substring or word, whether the target word counts inside others
 : "${PROMPTS:=}"               # prompt file; empty: the game's own
 : "${MAX_TURNS:=}"             # turns of a game; empty: the game's own number
-: "${GAMES:=}"                 # play only the first so many words of the list
+: "${GAMES:=}"                 # play only this many words, the first of the list
 : "${GAMES_PER_WORD:=1}"       # games of each word in an epoch
 : "${FIRST_EPISODES:=}"        # file of episodes that replaces the play of epoch 1
-: "${LIKE:=}"                  # OUTPUT of another loop: start from its imitation model and its games of epoch 1
-: "${CONTROL:=}"               # sft, coin or cloning: rows of a control in place of SPAG's (tools/loop/README.md)
 : "${MAX_LENGTH:=2048}"        # tokens of a row, and of prompt and reply together
 : "${MAX_NEW_TOKENS:=256}"     # tokens of a reply
 : "${TEMPERATURE:=1.2}"        # sampling temperature
-: "${TOP_K:=50}"               # sample from so many tokens; 0: from all
+: "${TOP_K:=50}"               # sample from this many most likely tokens; 0: from all
 : "${ENGINE:=auto}"            # engine of play and matches: auto, vllm, slots or generate
-: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of a vLLM server; NPROC / this processes play
+: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of each vLLM server; play then has NPROC / this number of processes
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
-: "${REWARDS:=}"               # program that makes rows, with the flags of tools/assign_rewards.py; empty: this one
+: "${REWARDS:=}"               # program that makes rows, with assign_rewards.py's flags; empty: that program
 : "${DECAY_WEIGHT:=0.8}"       # reward decay gamma, applied backwards from the last message
-: "${LOSERS:=0}"               # share of the winner's reward that the loser's messages lose; above 0 needs DETACH_KL
-: "${TIES:=0}"                 # what a tied game costs both roles; above 0 needs DETACH_KL
+: "${LOSERS:=0}"               # share of the winner's reward that the loser is charged; above 0 needs DETACH_KL
+: "${TIES:=0}"                 # reward that both roles of a tied game are charged; above 0 needs DETACH_KL
 : "${GLOBAL_BATCH:=128}"       # rows of an optimizer step, over all processes
-: "${TRAIN_BATCH:=2}"          # rows that a process takes at once
+: "${TRAIN_BATCH:=2}"          # rows of a micro-batch of one process
 : "${IMITATION_LR:=}"          # learning rate of imitation; empty: 5e-6, with LORA_RANK 1e-4
 : "${IMITATION_KL:=0.1}"       # weight of the KL in imitation
 : "${LEARNING_RATE:=}"         # learning rate of self-play; empty: 2e-6, with LORA_RANK 1e-4
@@ -87,58 +87,51 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${PRECISION:=auto}"         # bf16, fp16 or fp32; auto: fp32 without a GPU, fp16 on GPUs without bf16, else bf16
 : "${DEEPSPEED:=auto}"         # DeepSpeed's configuration, or none; auto: by the GPUs' memory (tools/loop/README.md)
 : "${GRADIENT_CHECKPOINTING:=auto}" # True or False; auto: True with a GPU
-: "${SAVE_STEPS:=0.2}"         # save a checkpoint every so many steps, below 1 this part of the run; 0: never
+: "${SAVE_STEPS:=0.2}"         # steps between checkpoints; below 1: a share of all steps; 0: none
 : "${NPROC:=auto}"             # processes of this machine; auto: its GPUs, or 1
 : "${NNODES:=1}"               # machines; the same command runs on each, with OUTPUT on a shared folder
 : "${NODE_RANK:=0}"            # number of this machine, from 0
 : "${RDZV_ENDPOINT:=}"         # host:port of machine 0 (needed with several machines)
 : "${RDZV_ID:=spag}"           # torchrun's rendezvous id, the same on all machines
-: "${NODE_TIMEOUT:=1800}"      # seconds that the machines wait for each other before a stage
 : "${EVAL_WORDS:=}"            # word lists of the match against imitation, FILE or NAME=FILE; empty: no match
 : "${EVAL_SEEDS:=0}"           # seeds of the match, one or several
 : "${EVAL_GAMES_PER_WORD:=1}"  # games of each word, role and seed of the match
-: "${EVAL_EVERY:=1}"           # a match after every so many epochs
-: "${EVAL_IMITATION:=False}"   # True: imitation plays a match against itself too, which shows the spread
+: "${EVAL_EVERY:=1}"           # epochs between matches
+: "${EVAL_IMITATION:=False}"   # True: a match of imitation against itself too, which shows the spread
 : "${EVAL_TASKS:=}"            # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
-: "${REPORT:=True}"            # False: no report.html
+: "${REPORT:=True}"            # True or False: make report.html after each epoch
 : "${IMITATION_ARGS:=}"        # further flags of train.py in imitation
 : "${TRAIN_ARGS:=}"            # further flags of train.py in self-play
 : "${PLAY_ARGS:=}"             # further flags of tools/play_llm_game.py
 : "${REWARD_ARGS:=}"           # further flags of REWARDS
 : "${EVAL_ARGS:=}"             # further flags of tools/evaluate_games.py
 : "${REASONING_ARGS:=}"        # further flags of tools/evaluate_reasoning.py
-set_flags "$@" # again: flags with an empty value count too
-lora_rate=${LORA_RANK:+1e-4} # smaller updates are lost when they are merged into bf16 weights
-[ -z "$LIKE" ] || [ "$CONTROL" = sft ] ||
-  FIRST_EPISODES=${FIRST_EPISODES:-$LIKE/epoch1/episodes/imitation_sampling_words_results.json}
-case $CONTROL in sft | cloning) TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS" ;; esac
+set_flags "$@" # again: a flag with an empty value wins over the settings file too
+lora_rate=${LORA_RANK:+1e-4} # merging into bf16 weights loses smaller updates
 IMITATION_LR=${IMITATION_LR:-${lora_rate:-5e-6}} LEARNING_RATE=${LEARNING_RATE:-${lora_rate:-2e-6}}
 
-if [ -z "$PYTHON$VIRTUAL_ENV" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ] && [ -x "$root/.venv/bin/python" ]; then
-  PYTHON=$root/.venv/bin/python
-fi
-: "${PYTHON:=$(command -v python || command -v python3)}"
-PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # pip's ninja is there, which compiles DeepSpeed's operators
+PYTHON=${PYTHON:-$(command -v python || command -v python3)}
+PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # DeepSpeed compiles its operators with pip's ninja, which is there
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 
 answers=$(mktemp) settings=()
 for name in "${names[@]}"; do settings+=("$name=${!name}"); done
 in_foreground "$PYTHON" "$root/tools/check_loop.py" "$answers" "${settings[@]}" || { rm "$answers"; exit 2; }
-{ read -r NPROC; read -ra precision; read -r GRADIENT_CHECKPOINTING; read -r MAX_TURNS; read -r DEEPSPEED; } \
-  <"$answers"
+for name in NPROC PRECISION GRADIENT_CHECKPOINTING MAX_TURNS DEEPSPEED MODEL FIRST_EPISODES imitation; do
+  IFS= read -r "$name"
+done <"$answers"
 rm "$answers"
+precision=($PRECISION) # its flags
 
 launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   local machines=(--standalone)
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
-    --rdzv_id "$RDZV_ID-$1"
-    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$NODE_TIMEOUT,read_timeout=$NODE_TIMEOUT")
-  [ "$NPROC" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun's default, without its notice
+    --rdzv_id "$RDZV_ID-$1" --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
   [ $((NPROC * NNODES)) -gt 1 ] || machines=()
   run "$1" "$PYTHON" ${machines:+-m torch.distributed.run --nproc_per_node "$NPROC" "${machines[@]}"} "${@:2}"
 }
 
-train() { # train STAGE FOLDER FLAGS...: from $model, which is the reference too; then $model is the new one
+train() { # train STAGE FOLDER FLAGS...: start and reference are $model; afterwards $model is the new model
   launch "$1" "$root/train.py" --output_dir "$2" --model_name_or_path "$model" --ref_model_name_or_path "$model" \
     --num_train_epochs 1 --per_device_train_batch_size "$TRAIN_BATCH" \
     --gradient_accumulation_steps $((GLOBAL_BATCH / (NPROC * NNODES * TRAIN_BATCH))) \
@@ -159,23 +152,25 @@ match() { # match NAME PLAYER...: against the imitation model
 
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
 case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac
-game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${MATCH:+--match "$MATCH"})
+game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS})
 prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
   --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
   --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
-rewards=(--decay_weight "$DECAY_WEIGHT" --min_game_rows "$GLOBAL_BATCH" ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
-[ -z "$CONTROL" ] || rewards+=(--control "$CONTROL" --sft_coeff "$SFT_COEFF" ${LIKE:+--like "$LIKE"})
-case $LOSERS in *[1-9]*) rewards+=(--losers "$LOSERS") ;; esac
-case $TIES in *[1-9]*) rewards+=(--ties "$TIES") ;; esac
+rewards=(--decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES" --min_game_rows "$GLOBAL_BATCH"
+  ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
+if [ -n "$CONTROL" ]; then
+  REWARDS="-m tools.selfplay.controls --control $CONTROL"
+  rewards+=(--sft_coeff "$SFT_COEFF" ${LIKE:+--like "$LIKE"})
+  [ "$CONTROL" = coin ] || TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS"
+fi
 
-model=$MODEL player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
-[ -z "$IMITATION_DATA" ] || train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL \
-  --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" \
-  --seed "$SEED" $IMITATION_ARGS
-[ ! -d "$LIKE/imitation/model" ] || model=$LIKE/imitation/model${LORA_RANK:+/merged}
+model=${imitation:-$MODEL} player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
+[ -z "$IMITATION_DATA" ] || [ -n "$imitation" ] || train imitation "$OUTPUT/imitation/model" \
+  --train_method SFTwithKL --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" \
+  --learning_rate "$IMITATION_LR" --seed "$SEED" $IMITATION_ARGS
 imitation=$model
-[ "$model" = "$MODEL" ] || models+=("imitation=$model")
+[ "$imitation" = "$MODEL" ] || models+=("imitation=$imitation")
 [ -z "$EVAL_WORDS" ] || [ "$EVAL_IMITATION" = False ] || match imitation "imitation=$imitation"
 
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
@@ -183,7 +178,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   episodes=$folder/episodes/${player}_sampling_words_results.json
   if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
     episodes=$FIRST_EPISODES
-  elif [ "$CONTROL" != sft ]; then
+  elif [ "$CONTROL" != sft ]; then # sft makes no rows of games
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \

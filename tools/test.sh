@@ -12,11 +12,11 @@ cd "$root"
 COMPILE='from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 CPUAdamBuilder().load(), ShareMemCommBuilder().load()'
 
-install_rest() { # and DeepSpeed's operators for a CPU, which take two minutes once on a machine
+install_rest() { # also compiles DeepSpeed's operators for CPUs: two minutes, once on a machine
   pip_install -r tests/requirements.txt || return
   PATH="$root/.venv/bin:$PATH" in_foreground "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
     say "DeepSpeed's operators could not be compiled: its tests will fail; log: $log"
-  # A wheel that is read, not installed: published tokenizers for tests/test_real_tokenizers.py.
+  # tests/test_real_tokenizers.py reads published tokenizers from this wheel, which is not installed.
   in_foreground "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
     say "no wheel of mistral-common: tests with published tokenizers are skipped; log: $log"
 }

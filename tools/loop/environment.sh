@@ -1,15 +1,15 @@
 # shellcheck shell=bash disable=SC2154  # sourced after run.sh by quickstart.sh and test.sh, from the project's folder
-# Makes .venv: its Python is PYTHON, else python3; PyTorch is the build for CPUs where there is no NVIDIA GPU.
+# Makes .venv with the interpreter PYTHON (default: python3); without an NVIDIA GPU, with PyTorch's build for CPUs.
 
 venv=$root/.venv/bin/python
 gpu=$(command -v nvidia-smi || true)
 unset PYTHONDONTWRITEBYTECODE # otherwise each start would compile all modules again
 
-pip_install() { # pip's output goes to the log; Python compiles what it imports, pip would compile all
+pip_install() { # --no-compile: Python compiles only the modules that it imports
   in_foreground "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1
 }
 
-set_up() { # set_up NAME FILE: install what FILE requires, by the script's install_rest, unless .venv has it already
+set_up() { # set_up NAME FILE: install requirements.txt and FILE by the script's install_rest, unless .venv has them
   local python=${PYTHON:-python3} requirements stamp=.venv/$1.txt log=.venv/$1.log
   requirements=$(cat requirements.txt "$2")
   if [ -n "$gpu" ] && [ -e .venv/cpu_build ]; then
@@ -32,7 +32,7 @@ set_up() { # set_up NAME FILE: install what FILE requires, by the script's insta
   printf '%s\n' "$requirements" >"$stamp"
 }
 
-install_torch() { # PyPI's build for Linux brings several GB of CUDA
+install_torch() { # PyPI's build for Linux comes with several GB of CUDA
   local torch
   torch=$(grep '^torch[<>=]' requirements.txt)
   if [ -z "$gpu" ] && [ "$(uname)" = Linux ]; then

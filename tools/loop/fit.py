@@ -1,4 +1,4 @@
-"""Which way of training fits the GPUs (DEEPSPEED=auto of tools/run_spag.sh). Computed, not measured on a GPU.
+"""What fits on the GPUs (DEEPSPEED=auto of tools/run_spag.sh). Computed, not measured on a GPU.
 
 Bytes of GPU memory for each parameter, in half precision, on N GPUs:
 
@@ -12,15 +12,20 @@ Activations are those of a Llama of this size (hidden size = 128 layers): 54 byt
 every layer that keeps them (one layer with gradient checkpointing), 2 in the others; and 256 scored tokens a row.
 """
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 
-WAYS = {  # of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
+from utils import read_json
+
+WAYS = {  # ways of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
     "none": "none",
     "zero2": "configs/zero2.json",
     "zero3": "configs/zero3.json",
     "offload": "configs/default_offload_opt_param.json",
 }
-FREE = 0.1  # of a GPU's memory
+FREE = 0.1  # share of a GPU's memory that is left free
 GATHERED = 10**9  # parameters that zero3 and offload hold whole at once
 LOGITS = 12 * 256 * 128_000  # bytes a row, with a vocabulary of 128,000
 
@@ -40,19 +45,22 @@ def gpu_bytes(way: str, settings: Mapping[str, str], parameters: float) -> float
 
 
 def choose(settings: Mapping[str, str], parameters: float, memory: int) -> str:
-    """The value of DEEPSPEED for GPUs of so many bytes each."""
+    """The value of DEEPSPEED for GPUs of `memory` bytes each."""
     fitting = (way for way in WAYS if gpu_bytes(way, settings, parameters) <= (1 - FREE) * memory)
     return WAYS[next(fitting, "offload")]
 
 
-def count_parameters(model: str) -> int | None:
-    """Parameters of a model, a folder or a name on the hub, by its configuration; None where there is none."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def count_parameters(folder: Path) -> int:
+    """Parameters of a model folder, by the headers of the safetensors files that transformers loads.
 
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # False: never ask at the terminal
-        with torch.device("meta"):  # without weights
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
-    except (OSError, ValueError):
-        return None
+    Other files do not count: Mistral's consolidated.safetensors, for example, is a copy of the weights.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    total = 0
+    for name in names:
+        with open(folder / name, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        total += sum(math.prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+    return total

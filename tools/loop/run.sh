@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154  # sourced by run_spag.sh, quickstart.sh and test.sh, which set root
-# What the three scripts share: messages, and programs that end when the script ends.
+# Shared by the three scripts: messages, stages, and signals. Programs that a script starts end when it ends.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-export SPAG_LOOP_PID=$$ # our programs watch this process and end with it, also when it is killed
+export SPAG_LOOP_PID=$$ # our programs watch this process and end when it ends, even if it is killed
 child='' stage='' warnings='' # the process group at work, the stage's name, warnings from the logs of all stages
 set -m # a background job is a process group of its own
 
@@ -10,13 +10,13 @@ say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 warn() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 fail() { warn "$@"; exit 2; }
 
-in_foreground() { # in_foreground COMMAND...: wait for it, so that a signal to this script ends it too
+in_foreground() { # in_foreground COMMAND...: run it and wait; a signal to this script ends it too
   "$@" </dev/null &
   child=$!
   wait "$child"
 }
 
-run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; if it fails, the script ends
+run() { # run STAGE COMMAND...: print its output and append it to OUTPUT/logs/STAGE.log; end the script if it fails
   local status=0 start lines log=$OUTPUT/logs/$1.log
   stage=$1
   shift
@@ -33,7 +33,7 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log too; if
   warnings+=${lines:+$lines$'\n'}
   if [ "$status" -ne 0 ]; then
     warn "$stage failed (exit $status); its log: $log"
-    [ "$stage" = report ] || exit 1 # without a report all results are still there
+    [ "$stage" = report ] || exit 1 # a missing report loses no results
   fi
   [ "$stage" != "$UNTIL" ] || exit 0
 }

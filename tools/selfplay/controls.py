@@ -1,90 +1,101 @@
-"""Controls of self-play learning: rows that stand in for SPAG's, so that only one thing differs from a run of SPAG.
+"""Rows for controls of self-play: runs that train as SPAG does, on other rows.
 
-sft        the SFT rows alone, repeated to as many rows as the other run has in this epoch: the same steps, no games
-coin       the winner of each decided game is drawn: the same kind of rows, but the outcome teaches nothing
-cloning    the winners' messages as SFT rows: -reward * weight * l, without ratio, clip and KL
+    python -m tools.selfplay.controls --control coin --input_data_path GAMES.json --output_data_path ROWS.json ...
+
+takes the place of tools/assign_rewards.py, whose flags it has too; tools/run_spag.sh runs it if CONTROL is set. The
+training program and its settings stay the same. The rows:
+
+coin       in each game that pays, a coin decides which role gets the winner's reward
+cloning    the winner's messages as SFT rows: -reward * weight * l, without ratio, clip and KL; with --messages all,
+           all messages of both roles
+sft        the SFT examples alone, repeated until they are as many as the rows of the run --like in the same epoch
 """
 
 import copy
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.flags import flag, parse_flags
 from tools.games.game import Game
-from tools.selfplay.rows import RowFlags, make_rows
-from utils import UserError, read_json_or_jsonl, write_records
+from tools.selfplay.rows import SFT, RowFlags, make_rows, rows_settings
+from utils import (
+    UserError,
+    end_with_launcher,
+    files_setting,
+    read_json_or_jsonl,
+    run_program,
+    set_up_logging,
+    write_records,
+)
 
-COIN, CLONING, SFT = CONTROLS = ("coin", "cloning", "sft")
-
-
-def make_control_rows(
-    flags: RowFlags,
-    control: str,
-    *,
-    inputs: list[str],
-    output: str,
-    sft: str | None,
-    like: str | None,
-    sft_coeff: float,
-) -> dict:
-    """Write the rows of a control, and return the counts of the games that they are made of (none for SFT).
-
-    Arguments are those of `make_rows`; `like` is the OUTPUT of another loop, `sft_coeff` the coefficient of SFT rows
-    in training. With COIN, `flags.load_game` gives a game that `by_coin` made.
-    """
-    if control == SFT:
-        if not like:
-            raise UserError(f"--control {SFT} needs --like, the OUTPUT of another loop")
-        game_rows, sft_rows = rows_like(like, output)
-        if not sft_rows:
-            raise UserError(f"--control {SFT} --like {like}: that loop has no SFT rows")
-        write_records(output, repeated(sft_rows, len(game_rows) + len(sft_rows), random.Random(flags.seed)))
-        return {}
-    of_games = Path(output).with_name(f"{Path(output).stem}_{control}_games.json")
-    counts = make_rows(flags, inputs, str(of_games), sft=sft)
-    game_rows, sft_rows = split_rows(of_games)
-    cloned = control == CLONING
-    rows = cloning_rows(game_rows, sft_rows, sft_coeff=sft_coeff) if cloned else game_rows + sft_rows
-    write_records(output, rows)
-    return counts
+COIN, CLONING = "coin", "cloning"
+CONTROLS = (COIN, CLONING, SFT)
 
 
-def by_coin(game: Game) -> Game:
-    """The game with rewards by chance: a drawn role gets the larger reward of a game, the other role the smaller."""
-    drawn_game = copy.copy(game)
+class Coin:
+    """Goes before a game's class: a coin draws the role that gets the winner's reward, the same for the same game."""
 
-    def rewards(task, history, outcome) -> dict[str, float]:
-        paid = sorted(game.rewards(task, history, outcome).values(), reverse=True)
-        lucky = random.Random(json.dumps([task, history])).choice(game.roles)
-        roles = [lucky, *(role for role in game.roles if role != lucky)]
-        return dict(zip(roles, paid, strict=False))
-
-    drawn_game.rewards = rewards
-    return drawn_game
+    def rewards(self, task, history, outcome):
+        paid = super().rewards(task, history, outcome)
+        if not paid:
+            return {}
+        lower, higher = sorted(paid.get(role, 0.0) for role in self.roles)
+        drawn = random.Random(json.dumps([task, history])).choice(self.roles)
+        return {role: higher if role == drawn else lower for role in self.roles}
 
 
-def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict], *, sft_coeff: float) -> list[dict]:
-    """Game rows as SFT rows, the others after them.
+def with_coin(game: Game) -> Game:
+    """The game with drawn rewards. Raises UserError for a game that always pays both roles alike."""
+    paying = (outcome for outcome in game.outcomes if not outcome.breach)
+    if all(outcome.winner is None and outcome.points and len(set(outcome.points)) == 1 for outcome in paying):
+        raise UserError(f"{COIN}: there is no winner to draw, {game.title} pays both roles alike")
+    drawn = copy.copy(game)
+    drawn.__class__ = type(type(game).__name__, (Coin, type(game)), {})
+    return drawn
 
-    OfflinePO averages game rows and SFT rows apart and multiplies the latter by `sft_coeff`. Here all are SFT rows in
-    one average; the weights give each kind the share in the loss that it has there.
+
+@dataclass(kw_only=True)
+class ControlFlags(RowFlags):
+    """The flags of assign_rewards, and which control."""
+
+    control: str = flag("how the rows are made", choices=CONTROLS)
+    like: str | None = flag("OUTPUT of another run of tools/run_spag.sh", default=None)
+    sft_coeff: float = flag("weight of SFT rows in training, by which cloning scales its rows", default=0.5)
+    input_data_path: list[str] = flag("files of episodes, JSON or JSONL; sft reads none")
+    output_data_path: str = flag("file of rows to write; with --like it ends in epochK/rows/NAME")
+    sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
+
+    def __post_init__(self):
+        if self.control == SFT and not (self.like and self.sft_data_path):
+            raise UserError(f"--control {SFT} needs --like, the OUTPUT of a run, and --sft_data_path")
+        if self.control == CLONING and not (self.sft_coeff > 0 and self.losers == self.ties == 0):
+            raise UserError(f"--control {CLONING} needs a --sft_coeff above 0, and neither --losers nor --ties")
+
+    def load_game(self) -> Game:
+        game = super().load_game()
+        return with_coin(game) if self.control == COIN else game
+
+
+def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float) -> Iterator[dict]:
+    """Game rows as SFT rows, the SFT rows after them.
+
+    OfflinePO averages game rows and SFT rows separately and multiplies the latter by `sft_coeff`. Here all rows are
+    SFT rows in one average, and the weights give each kind the share in the loss that it has there.
     """
     total = len(rows) + len(sft_rows)
-    cloned = [
-        {
-            "query": row["query"],
-            "target": row["target"],
-            "type": "sft",
-            "weight": row["reward"] * row["weight"] / sft_coeff * total / len(rows),
-        }
-        for row in rows
-    ]
-    return cloned + [row | {"weight": row["weight"] * total / len(sft_rows)} for row in sft_rows]
+    for row in rows:
+        weight = row["reward"] * row["weight"] / sft_coeff * total / len(rows)
+        text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
+        yield text | {"type": SFT, "weight": weight}
+    for row in sft_rows:
+        yield row | {"weight": total / len(sft_rows)}
 
 
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
-    """So many rows: each as often as the others, but for a rest that is drawn."""
+    """`number` rows: all of them equally often, and a drawn part of them once more."""
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
@@ -92,9 +103,53 @@ def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict
 def split_rows(path: Path) -> tuple[list[dict], list[dict]]:
     """The game rows of a file, and its SFT rows."""
     rows = read_json_or_jsonl(path)
-    return tuple([row for row in rows if (row.get("type") == "sft") == is_sft] for is_sft in (False, True))
+    return tuple([row for row in rows if (row.get("type") == SFT) == is_sft] for is_sft in (False, True))
 
 
-def rows_like(like: str, output: str) -> tuple[list[dict], list[dict]]:
-    """The game rows and SFT rows of another loop in the epoch of `output`, which is OUTPUT/epochK/rows/rows.json."""
-    return split_rows(Path(like, *Path(output).parts[-3:]))
+def path_like(flags: ControlFlags) -> Path:
+    """The other run's file of rows of this epoch."""
+    return Path(flags.like, *Path(flags.output_data_path).parts[-3:])
+
+
+def usual_rows(flags: ControlFlags, inputs: list[str]) -> tuple[list[dict], list[dict]]:
+    """The game rows and SFT rows that assign_rewards would make; they are kept beside the output."""
+    output = Path(flags.output_data_path)
+    made = output.with_name(f"{output.stem}_of_games.json")
+    make_rows(flags, inputs, str(made), sft=flags.sft_data_path)
+    return split_rows(made)
+
+
+def control_rows(flags: ControlFlags) -> list[dict]:
+    """The rows of `cloning` and `sft`."""
+    if flags.control == CLONING:
+        return list(cloning_rows(*usual_rows(flags, flags.input_data_path), flags.sft_coeff))
+    number = len(read_json_or_jsonl(path_like(flags)))
+    _, sft_rows = usual_rows(replace(flags, min_game_rows=0), [])
+    return repeated(sft_rows, number, random.Random(flags.seed))
+
+
+def make_control_rows(flags: ControlFlags) -> None:
+    """Write the rows that the flags ask for, and their settings. UserError for an output made with other settings."""
+    output = flags.output_data_path
+    if flags.control == COIN:
+        make_rows(flags, flags.input_data_path, output, sft=flags.sft_data_path)
+        return
+    settings = {"control": flags.control, "sft_coeff": flags.sft_coeff}
+    if flags.control == SFT:
+        settings = {"control": SFT, "like": files_setting(path_like(flags))}
+    made_with = rows_settings(output)
+    with made_with.claimed(settings):
+        rows = control_rows(flags)
+        made_with.write(settings)
+        write_records(output, rows)
+
+
+def main() -> None:
+    end_with_launcher()
+    flags = parse_flags(ControlFlags, description=__doc__)
+    set_up_logging()
+    make_control_rows(flags)
+
+
+if __name__ == "__main__":
+    run_program(main)

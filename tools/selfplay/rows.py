@@ -121,15 +121,10 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
     check_pay(flags.decay_weight, flags.losers, flags.ties)
     if flags.messages == ALL and (flags.losers or flags.ties):
         raise UserError("--messages all pays every message 1; leave out --losers and --ties")
-    game, settings_file = flags.load_game(), Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
+    game, made_with = flags.load_game(), rows_settings(output)
     template_file = flags.prompt_templates or game.prompt_file
-    refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, settings_file])
+    refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, made_with.path])
     templates, chat = flags.load_templates(game), flags.load_chat_template()
-    made_with = RunSettings(
-        settings_file,
-        results=lambda: Path(output) if os.path.exists(output) else None,
-        remedy=f"choose another output, or delete {output} and {settings_file} to make them again",
-    )
     settings = flags.settings(game, templates, chat) | {
         "input_data_path": files_setting(*inputs),
         "sft_data_path": files_setting(sft) if sft else None,
@@ -155,6 +150,16 @@ def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | Non
                 )
             made_with.write(settings, **results)  # before the rows are in place, so that these never have others
         return results
+
+
+def rows_settings(output: str) -> RunSettings:
+    """The settings that a file of rows was made with, in OUTPUT_rewards_settings.json beside it."""
+    path = Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
+    return RunSettings(
+        path,
+        results=lambda: Path(output) if os.path.exists(output) else None,
+        remedy=f"choose another output, or delete {output} and {path} to make them again",
+    )
 
 
 def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:

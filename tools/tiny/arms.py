@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tools.games.game import DEFAULT_GAME
 
 BASE, IMITATION, RELEASED = "base", "imitation", "released"
-CONTROL = "-m tools.tiny.controls --control"
+CONTROL = "-m tools.tiny.controls --control"  # rewards that only the embedded world has
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Arm:
         return self.every_epoch or self.game != DEFAULT_GAME
 
 
-NO_GAME_ROWS = {"train_args": "--allow_no_game_rows True"}
-PLAYS_ONE = {"games": 1, "games_per_word": 1}  # its games give no rows
+ONE_GAME = {"games": 1, "games_per_word": 1}  # an epoch, where no rows are made of games
 SHARE, COST = 0.5, 0.25  # of --losers and --ties; chosen on seed 100, which is not in the study
 DETACHED = {"detach_kl": True}
 FEW_ROWS = {  # where most games come to tie, few rows are left
@@ -73,14 +72,18 @@ ARMS = {
         Arm(
             "silent",
             "SPAG, game rows of weight 0",
-            {"rewards": f"{CONTROL} silent --like {RELEASED}", **PLAYS_ONE},
+            {"rewards": f"{CONTROL} silent --like {RELEASED}", **ONE_GAME},
             after_released=True,
             matches=False,
         ),
         Arm(
             "forms",
             "answered questions in place of game rows",
-            {"rewards": f"{CONTROL} forms --like {RELEASED}", **PLAYS_ONE, **NO_GAME_ROWS},
+            {
+                "rewards": f"{CONTROL} forms --like {RELEASED}",
+                "train_args": "--allow_no_game_rows True",
+                **ONE_GAME,
+            },
             after_released=True,
             matches=False,
         ),

@@ -64,7 +64,6 @@ class World(SeedFolder):
         settings = {
             "settings": SETTINGS,
             "output": arm.name,
-            "model": "base",
             "like": RELEASED,
             "words": "data/words.txt",
             "sft_data": "data/facts.json",
@@ -82,7 +81,7 @@ class World(SeedFolder):
         }
         if arm.name == RELEASED:
             rows = " ".join(f"data/imitation{suffix(game)}.json" for game in self.study.games)
-            settings |= {"like": "", "imitation_data": rows}
+            settings |= {"model": "base", "imitation_data": rows, "like": ""}
         if arm.game != DEFAULT_GAME:
             played = GAMES[arm.game]
             settings |= {"game": arm.game, "prompts": played.prompts, "max_turns": played.max_turns}
