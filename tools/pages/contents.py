@@ -102,7 +102,7 @@ class Report:
             try:
                 self.game.check_episode(episode)
                 history, word, turns = episode["history"], episode["target_word"], episode["max_turns"]
-                counted.add(episode, None if "outcome" in episode else self.game.verdict(history, word, turns))
+                counted.add(episode, None if "outcome" in episode else self.game.judge(history, word, turns))
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise UserError(f"{where}: cannot be shown: {error}") from None
         games = counted.sampled()

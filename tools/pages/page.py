@@ -158,7 +158,7 @@ def match_charts(report: Report) -> list[tuple]:
 
 
 def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
-    """How games ended, how long they were, and faulty replies."""
+    """How games ended, how long they were, faulty replies, and how much messages depend on the target word."""
     if not plays:
         return []
 
@@ -173,12 +173,21 @@ def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
         line("empty", lambda games: games.empty_replies.total() / games.messages.total()),
         line("cut off at the token limit", lambda games: games.cut_off_replies.total() / games.messages.total()),
     ]
+    about = [
+        line(role, lambda games, role=role: games.about()[role], color=color)
+        for role, color in zip(plays[0][1].game.roles, (FIRST_WINS, SECOND_WINS), strict=True)
+    ]
     numbers: dict = {"xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}}
     shares = numbers | {"yaxis": {"rangemode": "tozero", "tickformat": PERCENT}}
     return [
         ("How games ended: share of games", ends, shares),
         ("Messages up to the deciding one", [line("all games", lambda games: games.mean_length)], numbers),
         ("Faulty replies: share of messages", faults, shares),
+        (
+            "About the word: 1 if no two words share a message, 0 if messages say nothing of it",
+            about,
+            numbers,
+        ),
     ]
 
 

@@ -78,8 +78,12 @@ class GameCounts:
                 self.tokens["server_prompt_tokens"] += reply["prompt_tokens"]
                 self.tokens["server_new_tokens"] += new_tokens
 
+    def about(self) -> dict[str, float | None]:
+        """`share_about_word` by role."""
+        return {role: share_about_word(*said) for role, said in self.said.items()}
+
     def as_dict(self) -> dict:
-        """The counts as the summary holds them; `about` is `share_about_word` by role."""
+        """The counts as the summary holds them."""
         role = self.game.roles[1]
         decided = {outcome.name: outcome.winner for outcome in self.game.outcomes if not outcome.breach}
         won = {side: sum(self.outcomes[name] for name in decided if decided[name] == side) for side in self.game.roles}
@@ -88,7 +92,7 @@ class GameCounts:
             "outcomes": {outcome.name: self.outcomes[outcome.name] for outcome in self.game.outcomes},
             f"{role}_share_of_decided": won[role] / sum(won.values()) if sum(won.values()) else None,
             "mean_length": self.mean_length,
-            "about": {side: share_about_word(*self.said[side]) for side in self.game.roles},
+            "about": self.about(),
             "messages": self.messages.total(),
             "empty_replies": self.empty_replies.total(),
             "cut_off_replies": self.cut_off_replies.total(),
