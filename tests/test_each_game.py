@@ -96,7 +96,7 @@ def test_a_model_plays_and_its_games_are_judged_and_reported(run, case, words, t
     assert {message["role"] for game in games for message in game["history"]} == set(case.game.roles)
     summary = json.loads((tmp_path / "m_sampling_w_summary.json").read_text())
     assert list(summary["outcomes"]) == [outcome.name for outcome in case.game.outcomes]
-    run(report, episodes=tmp_path / "m_sampling_w_results.json", output=tmp_path / "report.html")
+    call(report.main, tmp_path, "--game", case.game.name)
     assert case.game.title in (tmp_path / "report.html").read_text()
 
 

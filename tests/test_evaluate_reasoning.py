@@ -13,7 +13,7 @@ from helpers import call, flags_of
 
 from tools import evaluate_reasoning
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
-from tools.matches.results import write_results as write_matches
+from tools.matches.text import write_results as write_matches
 from tools.reasoning import jobs
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
 from tools.reasoning.table import BENCHMARKS, MARK, PUBLISHED, PUBLISHED_NAMES, write_results

@@ -80,11 +80,12 @@ def points(traces: list[dict]) -> dict[str, list]:
 
 def test_all_games_are_counted(output):
     plays = read_folder(output, TABOO).plays
-    (_, ends, _), (_, lengths, _), (_, faults, _) = page.play_charts(plays)
+    (_, ends, _), (_, lengths, _), (_, faults, _), (_, about, _) = page.play_charts(plays)
     shares = {outcome: number / 20 for outcome, number in SELF_PLAY.items()}
     assert points(ends) == {outcome: [("epoch1", share), ("epoch2", share)] for outcome, share in shares.items()}
     assert points(lengths)["all games"] == [("epoch1", 2), ("epoch2", 2)]
     found = points(faults)
+    assert points(about)["attacker"] == [(name, games.about()["attacker"]) for name, games in plays]
     assert found["empty"][1] == ("epoch2", 1 / 2) and found["cut off at the token limit"][1] == ("epoch2", 1)
 
 
@@ -218,7 +219,7 @@ def test_another_game_is_reported_with_its_own_roles_outcomes_and_points(tmp_pat
     write_records(tmp_path / "epoch1/episodes/im_sampling_x_results.json", played(ends, TWENTY_QUESTIONS))
     games = met("epoch1", "imitation", ends, TWENTY_QUESTIONS) + met("imitation", "epoch1", ends, TWENTY_QUESTIONS)
     make_match(tmp_path / "epoch1/eval", games, ["imitation", "epoch1"], TWENTY_QUESTIONS, against="imitation")
-    with pytest.raises(UserError, match="--game names the one that was played"):
+    with pytest.raises(UserError, match="pass --game with the one that was played"):
         read_folder(tmp_path, TABOO)
     made = read_folder(tmp_path, TWENTY_QUESTIONS)
     assert points(page.play_charts(made.plays)[0][1]) == {outcome: [("epoch1", 0.25)] for outcome in ends}
@@ -311,7 +312,7 @@ def test_a_browser_shows_charts_and_games_as_text_without_errors_or_requests(bro
 
     browser.get(nasty.as_uri())
     assert texts("h2") == ["Matches", "Games", "Training", "Games to read"]
-    assert len(texts("figure")) == len(texts(".plot-container")) == 3 + 3 + 3
+    assert len(texts("figure")) == len(texts(".plot-container")) == 3 + 4 + 3
     assert f"words: {LINK}" in texts(".legendtext") and f"new {LINK}" in texts(".xtick text")
     assert len(texts("#list option")) == 42
     browser.find_element("css selector", "#source option[value='0']").click()
