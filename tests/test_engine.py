@@ -10,6 +10,7 @@ from accelerate import dispatch_model
 from conftest import build_llama, build_tokenizer
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
 
+from tools.engine import linear
 from tools.engine import slots as engine_module
 from tools.engine.attention import BLOCK, LayerCache
 from tools.engine.generate import BatchEngine, generation_config
@@ -363,3 +364,15 @@ def test_logits_with_nan_are_refused():
     local.model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
         answer(SlotEngine(local, 2), [(0, RULES)])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_reordered_weights_give_the_same_products(bias):
+    layer, other = torch.nn.Linear(48, 30, bias=bias), torch.nn.Linear(48, 30).bfloat16()
+    rows = torch.randn(1, 2 * linear.ROWS, 48)
+    plain = [layer(rows[:, :count]).detach() for count in (1, linear.ROWS, 2 * linear.ROWS)]
+    linear.pack_weights(torch.nn.Sequential(layer, other))
+    assert layer.forward.keywords["packed"].layout == torch._mkldnn and "forward" not in vars(other)
+    with torch.inference_mode():
+        for expected in plain:
+            torch.testing.assert_close(layer(rows[:, : expected.shape[1]]), expected)

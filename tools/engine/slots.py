@@ -24,6 +24,7 @@ import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, BLOCK, BlockManager, LayerCache, Slot, Step, num_blocks_for
+from tools.engine.linear import pack_weights
 from tools.engine.model import LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
@@ -54,6 +55,7 @@ class SlotEngine:
     def __init__(self, local: LocalModel, slots: int):
         self.local, self.model = local, local.model
         self.model.set_attn_implementation(ATTENTION)
+        pack_weights(self.model)
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         self.warp = _warpers(local.sampling)
         self.num_replies = self.num_reply_tokens = 0  # of finished replies
