@@ -17,11 +17,10 @@ from pathlib import Path
 
 from tools.games.taboo import Taboo
 from tools.matches.stats import ALL, BOTH, mean_difference
-from tools.tiny.arms import IMITATION, MEETING, RELEASED, Arm
+from tools.tiny.arms import IMITATION, MEETING, Arm
 from tools.tiny.questions import COLUMNS, PRIMARY_HELD_OUT, by_word
 from utils import iter_records, read_json
 
-FIRST_GAMES = f"{RELEASED}/epoch1/episodes"  # of the imitation model, shared by all arms of a seed
 SUMMARY = "*_summary.json"  # of play
 EMPTY, LENGTH = "empty replies", "messages"
 MEETING_FOLDER = "_against_".join(MEETING)  # in the folder of a seed
