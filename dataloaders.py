@@ -59,9 +59,10 @@ def _number(record: dict, name: str) -> float:
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens. Labels mask BOS and query by their length,
-    never by token id, so that PAD may equal EOS. A tokenizer without BOS adds none. A row with `chat_template` is
-    encoded as query + target, since the chat template already wrote BOS and the token that ends a message.
+    Query and target are tokenized separately and without special tokens. The labels of BOS and query are masked, by
+    their number and not by their ids, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds
+    none. A row with `chat_template` is encoded as query + target, since the chat template already wrote BOS and the
+    token that ends a message.
 
     Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` if the example has
     one. Raises UserError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row with
@@ -132,7 +133,7 @@ ENCODED_FEATURES = datasets.Features(
         "role": datasets.Value("string"),
         "where": datasets.Value("string"),  # file:line
         "full_length": datasets.Value("int32"),  # tokens before the cut
-        "scored_length": datasets.Value("int32"),  # labels other than the first token, which nothing predicts
+        "scored_length": datasets.Value("int32"),  # labels, without one at position 0, which nothing predicts
     }
 )
 
@@ -205,7 +206,7 @@ def _columns(rows: datasets.Dataset, *names: str) -> list[np.ndarray]:
 
 
 def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[dict]]:
-    """Yield encoded rows in batches, for which a fast tokenizer uses all cores."""
+    """Yield encoded rows in batches, because a fast tokenizer uses all cores for a batch."""
     rows = _iter_rows(paths)
     while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
         yield encode_and_cut(batch, tokenizer)
@@ -303,7 +304,7 @@ def scored_places(labels: torch.Tensor) -> torch.Tensor:
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a tokenizer without PAD pad with EOS. Raises UserError if it has no EOS either.
 
-    The vocabulary is never resized, since that would break the KL.
+    No token is added: policy and reference keep the same vocabulary, so their log-probabilities can be compared.
     """
     if tokenizer.pad_token_id is not None:
         return

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 RUNAWAY = -0.5  # training warns when the logged log_ratio is below this
 COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
 
-# A loss returns (loss, metrics). A metric that is a part of the loss is a scalar. Any other metric is a pair: (sum
-# over rows, number of rows), or (maximum over rows, number of rows) if its name ends in "_max".
+# A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars. Any other metric is a
+# pair: (sum over rows, number of rows), or (maximum over rows, number of rows) if its name ends in "_max".
 Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -75,7 +75,7 @@ def label_logprob(
     labels, mask = batch["labels"], batch["attention_mask"]
     inputs = {"input_ids": batch["input_ids"]}
     if pads_left:
-        # Positions count from the first token after the padding, as they do when padding is on the right.
+        # Position 0 is the first real token, so left padding gives the same positions as right padding.
         inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     accepted = inspect.signature(module.forward).parameters
     inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
@@ -189,7 +189,7 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
-    """Row and token counts used as loss denominators."""
+    """What sums of costs are divided by."""
 
     rows: torch.Tensor | float
     game_rows: torch.Tensor | float
@@ -209,7 +209,7 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class MetricSums:
-    """Metrics between two logs. They stay on the device, since reading them at each step would make a GPU wait."""
+    """Metrics of all steps since the last log. They stay on the device: reading them would make a GPU wait."""
 
     def __init__(self, role_names: Sequence[str] = ()):
         self.role_names = role_names  # number n in a batch's roles is role_names[n - 1]
@@ -223,7 +223,7 @@ class MetricSums:
     def add(self, metrics: Metrics, batch: dict[str, torch.Tensor], weight: float = 1.0) -> None:
         """Add the metrics of a micro-batch, its rewards by role and its tokens.
 
-        `weight` is the weight of this micro-batch in the averages of the parts of the loss.
+        `weight`: how much this micro-batch counts in the averages of scalar metrics.
         """
         sums = dict(metrics) | {"tokens": batch["attention_mask"].sum().float()}
         for name, value in sums.items():
@@ -289,9 +289,9 @@ def is_complete(folder: str | os.PathLike) -> bool:
 
 
 def end_with_trainer(trainer: int, seed_worker: Callable[[int], None] | None, worker: int) -> None:
-    """First call of a forked data-loader worker: it shall end when the training process ends, or has ended already.
+    """Let this data-loader worker end when the training process ends, at once if that has ended already.
 
-    torch's own watchdog misses a process that is killed while the worker starts.
+    Each forked worker calls this first. torch's own watchdog misses a process that is killed while the worker starts.
     """
     utils.end_with_parent()
     if os.getppid() != trainer:
@@ -315,8 +315,8 @@ class SPAGTrainer(Trainer):
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
-        # compute_loss returns a mean over the micro-batch. Without this line the Trainer would take it for a share of
-        # the sum over the step, and would not divide it by the accumulation steps.
+        # True would mean that the loss is divided by the counts of the whole step already. The Trainer would then not
+        # divide it by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
         self.metrics = MetricSums(self.train_dataset.role_names)
@@ -355,7 +355,7 @@ class SPAGTrainer(Trainer):
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         if self.module.training:
             self.metrics.add(metrics, inputs)
-        else:  # the Trainer weights the losses of evaluation batches by their rows
+        else:
             self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
         return loss
 
@@ -368,9 +368,9 @@ class SPAGTrainer(Trainer):
         return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss of a batch, scaled so that the Trainer's average over batches is the loss over all rows.
+        """The summed costs of a batch, divided by its share of the counts of the whole dataset.
 
-        The Trainer weights each batch by its number of rows.
+        The Trainer weights each batch by its rows, so its average is the loss over the whole dataset.
         """
         inputs = self._prepare_inputs(inputs)
         rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
@@ -389,8 +389,8 @@ class SPAGTrainer(Trainer):
             return batches, None
         totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
-        # The Trainer takes the mean over micro-batches and ranks. With sums of costs divided by the mean count, that
-        # mean is the total cost divided by the total count.
+        # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so the
+        # average is total cost / total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def get_train_dataloader(self):
@@ -400,7 +400,6 @@ class SPAGTrainer(Trainer):
         return self._end_workers(super().get_eval_dataloader(eval_dataset))
 
     def _end_workers(self, dataloader):
-        """Let forked workers of a data loader end with this process."""
         if (dataloader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
             dataloader.worker_init_fn = partial(end_with_trainer, os.getpid(), dataloader.worker_init_fn)
         return dataloader
@@ -462,7 +461,7 @@ class SPAGTrainer(Trainer):
         args, rows = self.args, len(self.train_dataset)
         micro_batches = args.max_steps * args.gradient_accumulation_steps
         part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
-        if not part or args.train_sampling_strategy == "group_by_length":  # its order is not known yet
+        if not part or args.train_sampling_strategy == "group_by_length":  # which has not drawn its order yet
             return np.ones(rows, dtype=bool)
         with torch.random.fork_rng(devices=[]):
             own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))

@@ -35,7 +35,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples of so many bytes per weights file
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
 # bytes that are not UTF-8 into surrogates.
 UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -45,7 +45,7 @@ START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
-LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, since `is_locked` in another process takes it for an instant
+LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -95,8 +95,8 @@ def iter_records(
     A file that begins with "[" is a JSON list; any other file is JSONL. Memory is constant for JSONL, and for lists
     with one object per line, which `write_records` writes. Any other list is loaded whole.
 
-    With `on_skip`, records that are not objects are skipped, and `on_skip` is called with a message for each. A list
-    that is cut off always raises an error, after the objects on its complete lines.
+    With `on_skip`, records that are not objects are skipped, and `on_skip` is called with a message for each. Of a
+    list that is cut off, the objects on its complete lines are yielded; then an error is raised, also with `on_skip`.
 
     Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
     for a record that is not an object.
@@ -166,7 +166,7 @@ def _parse(text: str, where: str, kind: type = dict):
         raise BadRecordError(
             f"{_line(where, text, error.pos, kind)}: not JSON, or the file was cut off here ({why})"
         ) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits or of open brackets
+    except (ValueError, RecursionError) as error:  # a number or brackets without end
         raise BadRecordError(f"{where}: JSON that Python cannot read ({error})") from None
     return value if kind is list else _as_object(value, where)
 
@@ -359,7 +359,7 @@ def _from_hub(name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, code, and samples of the weights; other weights are not read."""
+    """SHA-256 over configuration, tokenizer, code, and samples of the *.safetensors; other weights are not read."""
     digest = hashlib.sha256()
     small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     small += ("chat_template.jinja",)
@@ -383,9 +383,8 @@ class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
 
     The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
-    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an existing output made under these
-    settings, or None. Every refusal ends with `remedy`, which tells the user what to do. A refused start writes
-    nothing.
+    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an output that exists, or None. Every
+    refusal ends with `remedy`, which tells the user what to do. A refused start writes nothing.
     """
 
     def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
@@ -595,7 +594,10 @@ def await_inputs(paths: Iterable[str]) -> None:
 
     expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
     if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
-        raise UserError(f"{', '.join(missing())}: not as rank 0 sees it, after {SHARING_TIMEOUT} s; is it shared?")
+        raise UserError(
+            f"{', '.join(missing())}: missing or of another size than on rank 0's machine, after {SHARING_TIMEOUT} s; "
+            "is this folder shared by all machines?"
+        )
 
 
 # Programs.
@@ -688,7 +690,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends. Linux counts from the thread that started this process."""
+    """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -9,8 +9,8 @@ its slot can take the next request at once. The engine starts a request if its p
 the cache. If replies turn out longer and the cache is full, the requests that are cheapest to recompute are preempted:
 they lose their cached tokens, wait, and are computed again later.
 
-(With a chat template, the prompts of the two roles share only the rules, so more tokens have to be computed. The
-replies are the same.)
+With a chat template, the prompts of the two roles share only the rules, so the cache saves less. It never changes a
+reply.
 
 The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
 """
@@ -29,7 +29,7 @@ from tools.engine.model import LocalModel
 from tools.players.player import Reply, Sampling
 from utils import warn_on_rank_0
 
-PREFILL_TOKENS = 2048  # most prompt tokens of a step: bounds the memory of activations
+PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory of activations
 RECOVERY = 1.0001  # after running out of memory, raise the block limit by this factor for each finished reply
 
 
@@ -40,7 +40,7 @@ class Request:
     number: int
     prompt: str
     game: int
-    limit: int  # most tokens of the reply
+    limit: int  # maximum number of tokens of the reply
     prompt_ids: list[int] = field(default_factory=list)  # empty until the prompt is encoded
     reply: list[int] = field(default_factory=list)
     prompt_cut: bool = False
@@ -67,12 +67,12 @@ class SlotEngine:
         self.block_manager = BlockManager()
         tokens = local.cache_tokens
         self.max_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
-        self.block_limit = self.max_blocks  # most blocks at present: lower for a while after running out of memory
+        self.block_limit = self.max_blocks  # maximum at present: lower for a while after running out of memory
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens).
+        """Queue a request. `limit`: maximum number of tokens of the reply (None: --max_new_tokens).
 
-        Tokens at the beginning of a prompt that the last prompt and reply of the same `game` had too are not computed
+        The leading tokens that this prompt shares with the last prompt and reply of the same `game` are not computed
         again.
         """
         self.waiting.append(Request(request, prompt, game, limit or self.local.sampling.max_new_tokens))
@@ -140,7 +140,7 @@ class SlotEngine:
         self.waiting.remove(request)
 
     def _expected_blocks(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens and a reply of mean length. (Until a reply has ended: of the greatest length.)"""
+        """Blocks for `tokens` tokens and a reply of mean length, or of maximum length until a reply has ended."""
         if not self.num_replies:
             return num_blocks_for(tokens + self.local.sampling.max_new_tokens)
         return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
@@ -218,7 +218,7 @@ class SlotEngine:
         slot.request = slot.game = None
 
     def _compact(self) -> None:
-        """Give the blocks of the busy slots the lowest numbers. Each layer's cache moves the contents later."""
+        """Give the blocks of the busy slots the lowest numbers. Each layer's cache moves its data when it is used."""
         idle = [slot.block_table for slot in self.idle]
         moves = self.block_manager.compact([slot.block_table for slot in self._busy()], idle)
         if moves[0]:
@@ -236,7 +236,8 @@ class SlotEngine:
         for slot in self.idle:
             self._clear(slot)
         self.block_limit = max(1, min(self.block_limit, self.block_manager.num_used))
-        for slot in self._busy():  # give back the blocks of the failed step, for which some layers have no room
+        # Free the blocks that the failed step had reserved: not every layer's cache had grown to hold them.
+        for slot in self._busy():
             self.block_manager.resize(slot.block_table, slot.num_cached_tokens - slot.num_prefix_tokens)
         self._compact()
         self.block_manager.drop_free()
@@ -247,7 +248,7 @@ class SlotEngine:
     def _forward(self, slots: list[Slot]) -> torch.Tensor:
         """Compute the new tokens of these slots.
 
-        Returns float32 logits (complete slots, vocabulary). A row has the logits after the last token of a slot.
+        Returns float32 logits (complete slots, vocabulary). Each row predicts the next token of one slot.
         """
         step = Step(slots, len(self.prefix), self.caches)
         plan = step.plan(self.model.device)
@@ -310,7 +311,7 @@ def _num_common(cached: list[int], token_ids: list[int]) -> int:
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draw one index for each row of (rows, choices) probabilities. A row with NaN gives the number of choices.
+    """Draw one index for each row of (rows, choices) probabilities. For a row with NaN it is `choices`, which is none.
 
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
@@ -338,7 +339,7 @@ def can_hold(model, max_length: int) -> bool:
     """Whether the slot engine can run a model with prompts and replies of `max_length` tokens in all.
 
     Every layer must attend to all earlier tokens, through transformers' attention interface. Keys and values must have
-    the same size. Rotary positions must not depend on the longest prompt of a batch.
+    the same size. The frequencies of rotary positions must not change with the length of a sequence.
     """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
