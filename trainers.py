@@ -389,8 +389,8 @@ class SPAGTrainer(Trainer):
             return batches, None
         totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
-        # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so the
-        # average is total cost / total count.
+        # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
+        # the average is total cost / total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def get_train_dataloader(self):
