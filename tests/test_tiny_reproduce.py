@@ -183,7 +183,7 @@ def test_the_study_runs_its_arms_on_all_seeds_and_shows_them(programs, tmp_path)
     study = {name for name, arm in ARMS.items() if arm.game == "taboo"} | {"world", "losers_against_released"}
     assert of_seed[3] == {f"seed3/{name}" for name in study}
     assert of_seed[7] == {f"seed7/{name}" for name in ("world", "released", "losers", "sft", "silent", "forms")}
-    points, differences, meeting, self_play, asked, gains = tables_of(tmp_path)
+    points, differences, meeting, self_play, asked, gains, games = tables_of(tmp_path)
     shown = [line[:2] for line in points[1:]]
     assert [*titles("losers_released"), "2"] in shown and [*titles("sft"), "2"] in shown
     assert not {line[0] for line in shown} & set(titles("silent", "forms"))
@@ -196,7 +196,8 @@ def test_the_study_runs_its_arms_on_all_seeds_and_shows_them(programs, tmp_path)
     assert self_play[1] == [*titles("released"), "imitation", *["0.250"] * 4, "0.100", "0.750", "0.750", "2.500"]
     assert [line[0] for line in asked[1:3]] == ["base", "imitation"] and len(asked) == 3 + 12
     assert gains[1][2:5] == ["+0.000 [+0.000, +0.000]"] * 3 and gains[4][2] == "+0.500 [+0.500, +0.500]"
-    assert text.count("misses the gate") == 0 and "it is the attacker: Hm. (attacker wins)" in text
+    assert text.count("misses the gate") == 0
+    assert games[1][0] == ARMS["released"].title and "it is the attacker: Hm. (attacker wins)" in games[1][1]
 
 
 def test_all_arms_start_from_the_imitation_model_and_its_games_and_differ_in_their_own_settings(programs, tmp_path):

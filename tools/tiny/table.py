@@ -27,15 +27,15 @@ Lines = Iterator[list[str]]
 
 
 def tables(results: Sequence[dict]) -> str:
-    """All tables of the study in Markdown, then five games of each arm's last model, and which seeds do not count."""
+    """All tables of the study in Markdown, and which seeds do not count."""
     refusals = list(filter(None, map(refusal, results)))
     results = sorted((each for each in results if not refusal(each)), key=lambda each: each["seed"])
     parts = [match_lines(results), difference_lines(results), meeting_lines(results)]
     parts += [self_play_lines(results, shown) for shown in (SELF_PLAY, OWN_GAME)]
     tested = [each for each in results if not questions_refusal(each)]
-    parts += [question_lines(results), gain_lines(tested)]
+    parts += [question_lines(results), gain_lines(tested), game_lines(results)]
     refusals += filter(None, map(questions_refusal, results))
-    return "\n".join([*filter(None, map(markdown, parts)), *example_games(results), *refusals]) + "\n"
+    return "\n".join([*filter(None, map(markdown, parts)), *refusals]) + "\n"
 
 
 def markdown(lines: Iterable[Sequence[str]]) -> str:
@@ -123,10 +123,11 @@ def self_play_lines(results: Sequence[dict], shown: dict[str, str]) -> Lines:
             yield [arm.title, model, *(format(mean, ".3f") for mean in means)]
 
 
-def example_games(results: Sequence[dict]) -> Iterator[str]:
-    """The games of the first seed."""
+def game_lines(results: Sequence[dict]) -> Lines:
+    """A line for each arm: games of its last model against the imitation model, of the first seed."""
+    yield ["learning", "games of the last model"]
     for name, games in results[0]["games"].items() if results else ():
-        yield f"{ARMS[name].title}:\n\n" + "".join(f"- {game}\n" for game in games)
+        yield [ARMS[name].title, "<br>".join(games)]
 
 
 # Questions outside the game.
