@@ -143,12 +143,6 @@ def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path)
     assert (tmp_path / "matches.txt").read_text() in printed
 
 
-def test_a_single_player_meets_itself(place, tiny_model, tmp_path):
-    call(evaluate_games.main, *flags(place, {"a": tiny_model}, tmp_path, words=[place / "played.txt"], seeds=None))
-    assert len(games_of(tmp_path)) == 2 * len(PLAYED)
-    assert all(row["games"] == 2 * len(PLAYED) for row in matches_of(tmp_path)["results"])
-
-
 def test_greedy_games_are_played_once(place, tiny_model, other_model, tmp_path):
     players, changes = {"a": tiny_model, "b": other_model}, {"seeds": None, "games_per_word": None}
     for name in ("first", "again"):
@@ -167,29 +161,3 @@ def test_a_finished_evaluation_is_put_together_again_without_a_model(place, tiny
     monkeypatch.setattr(models, "load_local_model", None)
     call(evaluate_games.main, *arguments)
     assert [path.read_bytes() for path in paths] == before
-
-
-def test_a_player_whose_model_changed_in_its_folder_is_refused(place, tiny_model, other_model, tmp_path):
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    arguments = flags(place, {"a": model}, tmp_path / "out", max_words=1)
-    call(evaluate_games.main, *arguments)
-    shutil.copytree(other_model, model, dirs_exist_ok=True)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert "player a: " in call(evaluate_games.main, *arguments, status=2).errors
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"players": ["a=./missing"]}, "./missing: no such folder"),
-        ({"words": ["all=words.txt"]}, "--words names a list 'all'"),
-        ({"words": ["a.txt", "b/a.txt"]}, "--words names a twice"),
-        ({"seeds": [1, 1]}, "--seeds names 1 twice"),
-        ({"task_type": "testing"}, "--task_type testing"),
-    ],
-)
-def test_bad_flags_are_refused_before_anything_is_written(changes, named, place, tiny_model, tmp_path):
-    arguments = flags(place, {"a": tiny_model}, tmp_path / "out", **changes)
-    assert named in call(evaluate_games.main, *arguments, status=2).errors
-    assert not (tmp_path / "out").exists()

@@ -30,12 +30,6 @@ SAID += ["[I keep: 1 book]", "[I keep: 9 book]", "[accept]", ""]
 # --- finding a game --------------------------------------------------------------------------------------------------
 
 
-def test_games_of_this_project_are_found_by_name():
-    assert own_games() == ["bargain", "guess_my_city", "taboo", "textarena", "twenty_questions"]
-    assert [load_game(name).name for name in OWN_GAMES] == OWN_GAMES
-    assert load_game().name == "taboo" and load_game("taboo", match="word").match == "word"
-
-
 OWN = """
 from tools.games import Outcome
 from tools.games.twenty_questions import TwentyQuestions

@@ -153,12 +153,10 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     assert status == 0, error
     assert json.loads(screen.screen.splitlines()[-1])["games"] == 2
     assert "game/s" not in screen.screen + error  # no bar between the lines
-    games = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
-    assert [message["content"] for message in games[0]["history"][1::2]] == [
-        "Is it large?",
-        "I know the word! It is `piano`!",
-    ]
-    assert [game["outcome"] for game in games] == ["defender wins", "attacker wins"]
+    first, second = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
+    said = [message["content"] for message in first["history"][1::2]]
+    assert said == ["Is it large?", "I know the word! It is `piano`!"]
+    assert (first["outcome"], second["outcome"]) == ("defender wins", "attacker wins")
     settings = json.loads((tmp_path / "out" / f"{STEM}_settings.json").read_text())["settings"]
     assert settings["defender_model_name_or_path"] == "human"
 

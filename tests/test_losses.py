@@ -7,17 +7,7 @@ import torch
 from conftest import GOLDEN, load_golden
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from trainers import label_logprob, offline_po_loss, sequence_logprob, sft_kl_loss, sft_loss
 
@@ -218,10 +208,10 @@ SIZES = {"vocab_size": 977, "hidden_size": 16, "num_hidden_layers": 2, "num_atte
 DENSE = SIZES | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**DENSE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**DENSE, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DENSE)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=977, n_embd=16, n_layer=2, n_head=2, **NO_DROPOUT)),
+    "llama": LlamaConfig(**DENSE),
+    "qwen2": Qwen2Config(**DENSE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**DENSE),
+    "gpt2": GPT2Config(vocab_size=977, n_embd=16, n_layer=2, n_head=2, **NO_DROPOUT),
 }
 
 
@@ -255,7 +245,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_narrowed_logits_give_the_same_numbers_and_never_the_whole_tensor(name, checkpointing):
     torch.manual_seed(1)
-    model = MODELS[name]().train()
+    model = AutoModelForCausalLM.from_config(MODELS[name]).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     batch = ragged_batch(pad_left=False)
@@ -274,7 +264,7 @@ def test_narrowed_logits_give_the_same_numbers_and_never_the_whole_tensor(name, 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_padding_side_does_not_change_the_logprobs(name):
     torch.manual_seed(1)
-    model = MODELS[name]().eval()
+    model = AutoModelForCausalLM.from_config(MODELS[name]).eval()
     with torch.no_grad():
         right, left = (label_logprob(model, model, ragged_batch(pad_left)) for pad_left in (False, True))
         without_mask = label_logprob(model, model, ragged_batch(pad_left=False), pads_left=False)

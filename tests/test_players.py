@@ -18,7 +18,7 @@ from tools.engine.model import LocalModel, Sampling, load_local_model
 from tools.engine.vllm import VLLMFlags
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply
-from utils import UserError, model_fingerprint, model_folder
+from utils import UserError, model_folder
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
 DRAWN = Sampling(max_length=64, max_new_tokens=8)
@@ -51,13 +51,6 @@ class TestLocalModel:
         ids, cut = model.encode("x" * 100 + "end")
         assert (len(ids), tokenizer.decode(ids), cut) == (64 - 8, "x" * 53 + "end", True)
 
-    def test_replies_do_not_depend_on_what_shares_their_batch(self, tiny_model):
-        model = load(tiny_model)
-        prompts = ["a", "a much longer prompt, so that the others are padded", "", "x" * 100]
-        together = generate(model, prompts)
-        assert together == [generate(model, [prompt])[0] for prompt in prompts]
-        assert [reply.prompt_cut for reply in together] == [False, False, False, True]
-
     def test_only_new_tokens_are_decoded(self, tiny_model, tokenizer):
         model = load(tiny_model)
         (reply,) = generate(model, ["hello"])
@@ -80,11 +73,11 @@ class TestLocalModel:
         assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
         assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
 
-    @pytest.mark.parametrize("missing", [["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
-    def test_a_tokenizer_may_lack_special_tokens(self, missing):
+    @pytest.mark.parametrize("missing", [[], ["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
+    def test_a_tokenizer_may_lack_special_tokens_and_replies_do_not_depend_on_their_batch(self, missing):
         model = tiny(**dict.fromkeys(missing))
-        replies = generate(model, ["a", "longer prompt"])
-        assert [generate(model, [prompt])[0] for prompt in ("a", "longer prompt")] == replies
+        prompts = ["a", "a much longer prompt, so that the others are padded", "x" * 100]
+        assert [generate(model, [prompt])[0] for prompt in prompts] == generate(model, prompts)
         assert (model.encode("a")[0][0] == 1) == ("bos_token" not in missing)
 
     def test_generation_settings_of_the_model_folder_are_ignored(self, tiny_model, tmp_path):
@@ -140,10 +133,6 @@ class TestModelFolder:
         with pytest.raises(ValueError, match="trust_remote_code"):
             load(folder)
         assert not (tmp_path / "ran").exists()
-
-    def test_the_fingerprint_follows_the_content_not_the_place(self, tiny_model, other_model, tmp_path):
-        copy = shutil.copytree(tiny_model, tmp_path / "copy")
-        assert model_fingerprint(copy) == model_fingerprint(Path(tiny_model)) != model_fingerprint(Path(other_model))
 
     def test_the_size_of_batches_follows_the_free_memory(self, tiny_model, monkeypatch):
         model, sizes = load(tiny_model).model, []

@@ -34,17 +34,6 @@ def test_a_list_is_split_into_words_of_training_and_held_out_ones(files):
     assert split(seed=0) == [train, held_out] != split(seed=1)
 
 
-def test_a_wrong_split_is_refused_and_writes_nothing(files, tmp_path):
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for change, message in (
-        ({"output": tmp_path / "all.txt"}, "all.txt: would be written over"),
-        ({"held_out": tmp_path / "train.txt"}, "train.txt: would be written over"),
-        ({"number": 40}, "--number 40: must be between 1 and 39"),
-    ):
-        assert message in prepare("split", status=2, **files | change).errors
-        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def test_a_game_that_can_makes_its_word_list(tmp_path):
     prepare("tasks", game="bargain", number=3, output=tmp_path / "bargains.txt")
     tasks = (tmp_path / "bargains.txt").read_text().splitlines()

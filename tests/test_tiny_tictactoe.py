@@ -48,6 +48,9 @@ def test_a_model_imitates_random_legal_moves_and_its_epochs_stand_beside_best_pl
     results = read_json(tmp_path / "results.json")["0"]
     assert results["epoch1"]["minimax"] == 0.5 and results["epoch1"]["random"] > 0.8
     assert {result["illegal"] for result in results.values()} == {0.0}
+    for game in read_json_or_jsonl(tmp_path / "seed0/matches/epoch1/games_results.json"):  # best play never loses
+        winner = game.get(game["outcome"].removesuffix(" wins"))
+        assert winner is None or winner.endswith(("epoch1", "minimax"))
     lines = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     assert [line[0] for line in lines[1:]] == ["| random", "| imitation", "| epoch1"]
     assert lines[3][4].startswith("0.500 [0.500, 0.500]") and lines[1][2] == "-"
