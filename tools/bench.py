@@ -36,6 +36,7 @@ from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
 from tools.games import load_game
 from tools.games.prompts import default_templates
+from tools.reasoning.table import markdown
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.options import GENERATE, PlayFlags
 from tools.selfplay.play import play_games, seed_draws
@@ -79,8 +80,7 @@ class Bench:
         rows = [list(self.columns)]
         for line in self.lines():
             rows.append([form.format(line[name]) for name, form in self.columns.items()])
-        rows.insert(1, ["---"] * len(self.columns))
-        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        print(markdown(rows))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
         print(f"{device}; {packages}")
