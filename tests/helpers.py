@@ -39,6 +39,23 @@ def flags_of(values: Mapping) -> list[str]:
     return words
 
 
+def write_place(folder: Path, words: list[str]) -> Path:
+    """Write a word list, and short prompts, which make games on a tiny model quick; return the folder."""
+    (folder / "words.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
+    told = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
+    utils.write_json(folder / "prompts.json", {"rules": rules} | told)
+    return folder
+
+
+def play_flags(place: Path, model: str | os.PathLike, output: Path, **changes) -> list[str]:
+    """The flags of short games of a model against itself, with the files of `write_place`."""
+    values = {f"{role}_model_name_or_path": model for role in ("attacker", "defender")}
+    values |= {"data_path": place / "words.txt", "data_suffix": "words", "prompt_templates": place / "prompts.json"}
+    values |= {"output_dir": output, "max_turns": 2, "max_length": 256}
+    return flags_of(values | changes)
+
+
 # Programs in this process.
 
 

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 from conftest import build_llama, build_tokenizer
-from helpers import TORCHRUN, call, flags_of, start
+from helpers import TORCHRUN, call, flags_of, play_flags, start, write_place
 from stand_in_vllm import JSONHandler, JSONServer
 
 from tools import evaluate_games, play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
-from tools.players import server_flags
-from utils import read_json_or_jsonl, write_json
+from utils import read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 
@@ -93,12 +92,7 @@ def stub():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with words and short prompts."""
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "words.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
-    told = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    write_json(folder / "prompts.json", {"rules": rules} | told)
-    return folder
+    return write_place(tmp_path_factory.mktemp("server"), WORDS)
 
 
 @pytest.fixture(autouse=True)
@@ -113,23 +107,9 @@ def surroundings(monkeypatch):
 
 def flags(place, output, url=None, **changes):
     """A command with short games; None leaves a flag out."""
-    values = {
-        "attacker_model_name_or_path": MODEL,
-        "defender_model_name_or_path": MODEL,
-        "openai_base_url": url,
-        "model_prefix": "api",
-        "data_suffix": "words",
-        "data_path": place / "words.txt",
-        "output_dir": output,
-        "max_turns": 2,
-        "max_length": 256,
-        "max_new_tokens": 4,
-        "prompt_templates": place / "prompts.json",
-        "max_concurrency": 8,
-        "openai_retries": 3,
-        "openai_timeout": 20,
-    }
-    return flags_of(values | changes)
+    values = {"openai_base_url": url, "model_prefix": "api", "max_new_tokens": 4, "max_concurrency": 8}
+    values |= {"openai_retries": 3, "openai_timeout": 20}
+    return play_flags(place, MODEL, output, **values | changes)
 
 
 def run(*flags, status=0, program=play_llm_game):
@@ -253,20 +233,6 @@ class TestRequests:
         assert {headers["authorization"] for _, headers, _ in server.requests} == {f"Bearer {KEY}"}
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert files and not any(KEY in path.read_text() for path in files)
-
-    def test_requests_to_a_server_of_our_own_pass_no_proxy(self, stub, monkeypatch):
-        import asyncio
-
-        from tools.players.server import connect
-
-        server = stub()
-        monkeypatch.delenv("NO_PROXY")
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-            monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
-        client = connect(server_flags.ServerFlags(openai_base_url=server.url, openai_retries=0), own_key="own")
-        body = asyncio.run(client.post("/completions", cast_to=bytes, body={"prompt": ""}))
-        assert json.loads(body) == said()
-        assert server.requests[0][1]["authorization"] == "Bearer own"
 
 
 # --- faults --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, build_llama, build_tokenizer
-from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, start, users_of
+from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, users_of, write_place
 
 from tools import evaluate_games, play_llm_game
 from tools.engine import vllm
@@ -26,7 +26,7 @@ from tools.games.chat import load_chat_template
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
-from utils import UserError, read_json_or_jsonl, write_json
+from utils import UserError, read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 
@@ -43,10 +43,7 @@ SECONDS = 120  # for anything here that is waited for
 def place(tmp_path_factory):
     """A folder with words, short prompts, and the stand-in as an executable."""
     folder = tmp_path_factory.mktemp("vllm")
-    (folder / "words.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
-    prompts = {"rules": rules, "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    write_json(folder / "prompts.json", prompts)
+    write_place(folder, WORDS)
     (folder / "vllm").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n')
     (folder / "vllm").chmod(0o700)
     return folder
@@ -88,20 +85,7 @@ def all_ended(folder):
 
 def flags(place, model, output, **changes):
     """A command with short games; None leaves a flag out."""
-    values = {
-        "attacker_model_name_or_path": model,
-        "defender_model_name_or_path": model,
-        "engine": "vllm",
-        "model_prefix": "v",
-        "data_suffix": "words",
-        "data_path": place / "words.txt",
-        "output_dir": output,
-        "max_turns": 2,
-        "max_length": 256,
-        "max_new_tokens": 8,
-        "prompt_templates": place / "prompts.json",
-    }
-    return flags_of(values | changes)
+    return play_flags(place, model, output, **{"engine": "vllm", "model_prefix": "v", "max_new_tokens": 8} | changes)
 
 
 def play(place, model, output, *words, status=0, **changes):
@@ -151,6 +135,10 @@ def test_a_server_is_started_with_the_settings_of_local_play(told, place, tiny_m
     hidden = ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in hidden:
         monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     games = play(place, tiny_model, tmp_path, QUICK, max_games=6)
     (started,) = notes(tmp_path, "started")
     words = started["started"]
@@ -197,14 +185,6 @@ def test_prompts_of_a_chat_template_are_complete(told, place, tmp_path):
         assert text.startswith("<s>[system] Rule 0")
         ids = build_tokenizer()(text, add_special_tokens=False)["input_ids"]
         assert [body["stop_token_ids"] for body in asked if body["prompt"] == ids] == [[2]]
-
-
-def test_the_same_seed_gives_the_same_draws_in_any_order(told, place, tiny_model, tmp_path):
-    histories = []
-    for name, changes in {"all": {}, "one": {"concurrent_games": 1}, "seed": {"seed": 1}}.items():
-        games = play(place, tiny_model, tmp_path / name, max_games=9, **changes)
-        histories.append([game["history"] for game in games])
-    assert histories[0] == histories[1] != histories[2]
 
 
 @pytest.mark.parametrize("executable", ["stand-in", pytest.param("real", marks=needs_vllm)])
