@@ -287,6 +287,15 @@ def test_an_error_in_a_games_own_rules_keeps_its_traceback_and_the_episode_is_na
     assert caplog.messages == ["episode 0: the rules of Adversarial Taboo raised an error"]
 
 
+def test_a_line_cut_off_inside_a_character_can_be_skipped(refuse, run, tmp_path):
+    lines = [json.dumps(game | {"target_word": "naïve 🎻"}, ensure_ascii=False) for game in EPISODES]
+    data = "\n".join(lines).encode()
+    (tmp_path / "cut").write_bytes(data[: data.rindex("🎻".encode()) + 2])
+    assert "cut:4" in refuse(input_data_path=tmp_path / "cut")
+    _, printed = run(input_data_path=tmp_path / "cut", skip_bad=True, min_game_rows=0)
+    assert (printed["games"]["episodes"], printed["games"]["skipped"]) == (3, 1)
+
+
 def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tmp_path):
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
     assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
+from helpers import TORCHRUN, call, finish, play_flags, reset_process, start, write_place
 from scripted import ScriptedPlayer
 
 from tools import play_llm_game
@@ -24,7 +24,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_game, play_games
 from tools.selfplay.progress import describe
-from utils import UserError, read_json_or_jsonl, write_json
+from utils import UserError, read_json_or_jsonl
 
 GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"
@@ -268,32 +268,14 @@ class TestEpisodeFiles:
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A folder with a word list and short prompts, which make games on a tiny model quick."""
-    folder = tmp_path_factory.mktemp("play")
-    (folder / "words.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
-    told = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    write_json(folder / "prompts.json", {"rules": rules} | told)
-    return folder
+    return write_place(tmp_path_factory.mktemp("play"), WORDS)
 
 
 def flags(place, model, output, **changes):
     """The flags of the command that the README shows, with short games and a batch size of its own."""
-    values = {
-        "max_turns": 2,
-        "attacker_model_name_or_path": model,
-        "defender_model_name_or_path": model,
-        "model_prefix": "im_llama2",
-        "data_path": place / "words.txt",
-        "output_dir": output,
-        "per_device_eval_batch_size": 4,
-        "task_type": "sampling",
-        "data_suffix": "all_words",
-        "max_length": 256,
-        "max_new_tokens": 4,
-        "logging_steps": 5,
-        "prompt_templates": place / "prompts.json",
-    }
-    return flags_of(values | changes)
+    values = {"model_prefix": "im_llama2", "data_suffix": "all_words", "task_type": "sampling"}
+    values |= {"per_device_eval_batch_size": 4, "max_new_tokens": 4, "logging_steps": 5}
+    return play_flags(place, model, output, **values | changes)
 
 
 def run(*flags, status=0):

@@ -275,22 +275,6 @@ def test_auto_is_our_own_engine_without_a_gpu_and_a_run_keeps_it(told, place, ti
     assert notes(tmp_path, "started") == []
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"engine": "slots", "tensor_parallel_size": 2, "vllm_args": "x"}, ["--vllm_args", "--tensor_parallel_size"]),
-        ({"tensor_parallel_size": 0}, ["--tensor_parallel_size is 0"]),
-        ({"vllm_args": "a 'b"}, ["--vllm_args"]),
-        ({"vllm_args": "--x --port=1"}, ["--vllm_args", "--port=1"]),
-        ({"device_map": "auto"}, ["--device_map"]),
-    ],
-)
-def test_bad_flags_are_named(changes, named, told, place, tiny_model, tmp_path):
-    last = play(place, tiny_model, tmp_path / "out", status=2, **changes).splitlines()[-1]
-    assert all(name in last for name in named)
-    assert not (tmp_path / "out").exists()
-
-
 # Faults.
 
 
