@@ -311,7 +311,7 @@ def _num_common(cached: list[int], token_ids: list[int]) -> int:
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draw one index for each row of (rows, choices) probabilities. For a row with NaN it is `choices`, which is none.
+    """Draw one index for each row of (rows, choices) probabilities. A row with NaN gives `choices`: no valid index.
 
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
