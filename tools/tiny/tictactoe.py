@@ -7,13 +7,13 @@ learn: random legal moves, the imitation model, and best play (minimax), against
 import asyncio
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag
 from tools.games import load_game
-from tools.games.prompts import load_templates, play_prompt
+from tools.games.prompts import load_templates
 from tools.matches.stats import BOTH
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.files import Episode
@@ -58,29 +58,28 @@ class Learner(SeedFolder):
             self.match(f"epoch{epoch}", [f"epoch{epoch}=loop/epoch{epoch}/model", *models, *OPPONENTS])
 
     def write_data(self) -> None:
-        """Random legal games and their rows, seeds, a tokenizer and a model of random weights; the rows come last."""
-        rows = self.folder / "imitation.json"
-        if rows.is_file():
+        """Random legal games and their rows, seeds, a model of random weights and its tokenizer, which comes last."""
+        model = self.folder / "random"
+        if (model / "tokenizer_config.json").is_file():
             return
         game = load_game(GAME, **dict(option.split("=") for option in OPTIONS))
-        templates = load_templates(PROMPTS, game)
         self.folder.mkdir(parents=True, exist_ok=True)
         tasks = [str(self.seed * IMITATED + number) for number in range(IMITATED)]
         for name, number in (("seeds", SELF_PLAYED), ("match_seeds", MATCHED)):
             (self.folder / f"{name}.txt").write_text("".join(f"{task}\n" for task in tasks[:number]), encoding="utf-8")
         episodes: list[Episode] = []
         playing = dict.fromkeys(game.roles, ScriptedPlayer(game.scripted(RANDOM)))
-        how = {"max_turns": game.max_turns, "templates": templates, "concurrent_games": 1}
+        how = {"max_turns": game.max_turns, "templates": load_templates(PROMPTS, game), "concurrent_games": 1}
         numbered = enumerate(tasks, start=self.seed * IMITATED)  # the players draw by these numbers
         asyncio.run(play_games(game, numbered, playing, on_episode=episodes.append, **how))
-        tokenizer = train_tokenizer(texts(game, templates, episodes), vocab_size=400)
-        for part in (tokenizer, random_llama(len(tokenizer), self.seed, max_position_embeddings=256, **MODEL)):
-            part.save_pretrained(self.folder / "random")
-        write_records(self.folder / "games.json", episodes)
-        flags = RowFlags(
-            game=GAME, game_options=OPTIONS, prompt_templates=str(PROMPTS), messages=ALL, training_prompt=PLAY
-        )
-        make_rows(flags, [str(self.folder / "games.json")], str(rows))
+        games, rows = (self.folder / name for name in ("games.json", "imitation.json"))
+        write_records(games, episodes)
+        how = {"game": GAME, "game_options": OPTIONS, "prompt_templates": str(PROMPTS)}
+        make_rows(RowFlags(**how, messages=ALL, training_prompt=PLAY), [str(games)], str(rows))
+        texts = (row[part] for row in read_json(rows) for part in ("query", "target"))
+        tokenizer = train_tokenizer(texts, vocab_size=400)
+        random_llama(len(tokenizer), self.seed, max_position_embeddings=256, **MODEL).save_pretrained(model)
+        tokenizer.save_pretrained(model)
 
     def match(self, name: str, players: list[str]) -> None:
         """The first of these players against each other one."""
@@ -98,14 +97,6 @@ class Learner(SeedFolder):
             found[name] = {row["opponent"]: row["points"] for row in own}
             found[name]["illegal"] = sum(row["breach_losses"] for row in own) / sum(row["messages"] for row in own)
         return found
-
-
-def texts(game, templates, episodes: Iterable[Episode]) -> Iterator[str]:
-    """All prompts and messages, for the tokenizer."""
-    for episode in episodes:
-        for end, message in enumerate(episode["history"]):
-            yield play_prompt(game, episode["history"][:end], episode["target_word"], game.max_turns, templates)
-            yield message["content"]
 
 
 @dataclass(kw_only=True)
