@@ -296,6 +296,16 @@ def test_other_words_of_a_loop_are_refused(check, tmp_path):
     assert after == before | {"EPOCHS": "5"}
 
 
+def test_other_settings_of_a_loop_with_results_are_refused_and_the_old_ones_stay(check, tmp_path):
+    check()
+    *_, before = check(KL="0.3")  # nothing was made yet
+    (tmp_path / "out/imitation/model").mkdir(parents=True)
+    (tmp_path / "out/imitation/model/train_results.json").write_text("{}")
+    assert "KL: 0.3 then, 0.2 now" in check(status=2)
+    assert json.loads((tmp_path / "out/settings.json").read_text()) == before
+    assert check(KL="0.3", NPROC="1", SAVE_STEPS="0")[2]["SAVE_STEPS"] == "0"
+
+
 def test_other_machines_write_no_results(tmp_path, settings):
     words = [f"{name}={value}" for name, value in (settings | {"NODE_RANK": "1"}).items()]
     call(check_loop.main, tmp_path / "answers", *words)

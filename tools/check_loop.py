@@ -18,7 +18,17 @@ from pathlib import Path
 from tools.games.flags import GameFlags
 from tools.loop import fit
 from tools.selfplay.controls import ControlFlags
-from utils import UserError, model_folder, open_text, read_json, read_words, replacing, run_program, write_json
+from utils import (
+    UserError,
+    differences,
+    model_folder,
+    open_text,
+    read_json,
+    read_words,
+    replacing,
+    run_program,
+    write_json,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
@@ -45,6 +55,10 @@ KINDS = {  # what settings must be: their names, and its pattern
     "sft, coin, cloning, or empty": ("CONTROL", "(sft|coin|cloning)?"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", rf"(imitation|epoch{POSITIVE}_(play|train))?"),
 }
+KEPT = (  # as long as results are there
+    "GAME GAME_OPTIONS MAX_TURNS MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH "
+    "SEED IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF CLIP_RANGE DETACH_KL LORA_RANK CONTROL"
+).split()
 ASSIGNED = re.compile(r'\s*: "\$\{(\w+):?=')  # a line of a settings file
 
 
@@ -163,10 +177,15 @@ def write_results(settings: Mapping[str, str], words: list[str], start: str, ans
     text *= int(settings["GAMES_PER_WORD"])
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{path}: not the words of --words, --games and --games_per_word; use another --output")
+    stored = path.with_name("settings.json")
+    if stored.is_file() and any(path.parent.glob("*/*/*results.json")):
+        before = settings | read_json(stored)
+        if changed := differences({name: before[name] for name in KEPT}, {name: settings[name] for name in KEPT}):
+            raise UserError(f"{stored}: made with other settings ({'; '.join(changed)}); use another --output")
     if settings["NODE_RANK"] == "0":
         with replacing(path) as file:
             file.write(text)
-        write_json(path.with_name("settings.json"), settings)
+        write_json(stored, settings)
     precision = "" if settings["PRECISION"] == "fp32" else f"--{settings['PRECISION']} True"
     if settings["PRECISION"] == "bf16":
         from transformers.utils import is_torch_tf32_available
