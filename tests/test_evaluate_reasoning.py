@@ -213,6 +213,17 @@ def test_the_eight_benchmarks_have_their_shots_and_the_published_rows_stand_belo
     assert own == ["mutual", "logiqa2"]
 
 
+def test_tasks_of_a_users_folder_join_without_asking_others_again(stand_in, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "any.yaml").write_text("task: mine\n")
+    before = {"tasks": ["MuTual", "PIQA"]}
+    stand_in({"all": {"metric": "acc"}, "mutual": {"metric": "r@1"}}, models=("base",), **before)
+    tasks = ["MuTual", "PIQA", "mine"]
+    stand_in({"all": {"metric": "acc"}}, models=("base",), tasks=tasks, include_path=tmp_path / "mine")
+    *_, asked = stand_in.asked
+    assert len(stand_in.asked) == 3 and " mine " in asked and f"--include_path {tmp_path / 'mine'}" in asked
+
+
 def test_the_commit_of_each_data_set_is_read_from_the_cache(stand_in, tmp_path, monkeypatch):
     refs = tmp_path / "hub" / "datasets--someone--data" / "refs"
     refs.mkdir(parents=True)

@@ -132,19 +132,22 @@ def _revision(dataset: str, how: Mapping) -> str | None:
 
 
 def task_folder(task: str, include_path: str | None) -> Path | None:
-    """The folder whose task files replace the harness's: the user's, else ours if it has the task, else None."""
-    if include_path:
-        return Path(include_path).resolve()
-    return OWN_TASKS if (OWN_TASKS / f"{task}.yaml").is_file() else None
+    """The folder whose YAML files define this task or group: the user's, else ours, else None (the harness's own)."""
+    defined = re.compile(rf"^(?:task|group|tag): *[\"']?{re.escape(task)}[\"']?\s*$", re.MULTILINE)
+    for folder in (Path(path).resolve() for path in (include_path, OWN_TASKS) if path):
+        files = list(folder.rglob("*.yaml"))
+        if not files:
+            raise UserError(f"--include_path {folder}: no YAML files of tasks there")
+        if any(defined.search(file.read_text(encoding="utf-8")) for file in files):
+            return folder
+    return None
 
 
 def folder_digest(folder: Path | None) -> str | None:
     """SHA-256 over all files of a folder of tasks; None without one."""
     if folder is None:
         return None
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
-    if not files:
-        raise UserError(f"--include_path {folder}: no files there; expected a folder of task files (YAML)")
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
     return file_digest(files)
 
 
