@@ -35,6 +35,7 @@ from tools.engine.generate import now
 from tools.engine.model import own_device
 from tools.engine.vllm import VLLM
 from tools.games import load_game
+from tools.games.game import ROOT
 from tools.games.prompts import default_templates
 from tools.reasoning.table import markdown
 from tools.selfplay.lineup import Lineup
@@ -132,7 +133,7 @@ class Play(Bench):
 
     def write_model(self, folder: Path) -> None:
         """Write a model that never ends a reply by itself: the 50 tokens that top-k leaves are always words."""
-        texts = [*default_templates(load_game())["rules"] * 20, *utils.read_words("data/target_words.txt")]
+        texts = [*default_templates(load_game())["rules"] * 20, *utils.read_words(ROOT / "data/target_words.txt")]
         tokenizer = train_tokenizer(texts, SHAPES[self.preset][-1])
         model = self.llama(4096, torch.bfloat16 if self.bf16 else torch.float32)
         shown = [tokenizer.decode(token, skip_special_tokens=True) for token in range(len(model.lm_head.weight))]

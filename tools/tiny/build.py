@@ -19,7 +19,7 @@ from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny import players
-from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.models import SHAPE, random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
 from utils import RunSettings, UserError, files_setting, read_json, read_json_or_jsonl, read_words, write_records
 
@@ -54,12 +54,7 @@ class Build:
 
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
-    vocab_size: int = flag("tokens of the tokenizer at most", default=3072)
-    hidden_size: int = flag("width of the model", default=128)
-    layers: int = flag("layers of the model", default=3)
     pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
-    pretraining_epochs: float = flag("passes over them", default=1)
-    pretraining_lr: float = flag("learning rate of the pre-training", default=2e-3)
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=30)
@@ -141,17 +136,8 @@ def write_data(folder: Path, world: Build) -> None:
     episodes = {
         name: scripted_games(GAMES[name], lexicon, rounds=world.imitation_rounds, rng=rng) for name in world.games
     }
-    tokenizer = train_tokenizer(corpus(pretraining, episodes), world.vocab_size)
-    model = random_llama(
-        len(tokenizer),
-        world.seed,
-        hidden_size=world.hidden_size,
-        num_hidden_layers=world.layers,
-        num_attention_heads=world.hidden_size // 32,
-        intermediate_size=3 * world.hidden_size,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
+    tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
+    model = random_llama(len(tokenizer), world.seed, **SHAPE, tie_word_embeddings=True)
     for part in (tokenizer, model):
         part.save_pretrained(folder / "random")
     for name in sorted(world.games, key=lambda name: name == DEFAULT_GAME):
@@ -172,8 +158,8 @@ def pretrain(folder: Path, world: Build) -> None:
     command = [
         *(sys.executable, ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base"),
         *("--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"),
-        *("--max_length", 128, "--seed", world.seed, "--per_device_train_batch_size", 64),
-        *("--learning_rate", world.pretraining_lr, "--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine"),
-        *("--num_train_epochs", world.pretraining_epochs, "--logging_steps", 50, "--save_strategy", "no"),
+        *("--max_length", 128, "--seed", world.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3),
+        *("--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1),
+        *("--logging_steps", 50, "--save_strategy", "no"),
     ]
     subprocess.run(list(map(str, command)), check=True)
