@@ -11,8 +11,8 @@ HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", 
 HEAD += ("clean", "clean points", "length", "empty")
 HOW_COUNTED = (
     "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
-    "games that ended by breaking the rules. Clean games are decided without breach, tie or empty reply. All shares "
-    "are in percent, with 95% intervals over target words. Empty: the player's empty replies."
+    "games that ended by breaking the rules. Clean games have a decision (in Taboo no tie), no breach and no empty "
+    "reply. All shares are in percent, with 95% intervals over target words. Empty: the player's empty replies."
 )
 
 
