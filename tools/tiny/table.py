@@ -31,7 +31,8 @@ def tables(results: Sequence[dict]) -> str:
     refusals = list(filter(None, map(refusal, results)))
     results = sorted((each for each in results if not refusal(each)), key=lambda each: each["seed"])
     parts = [match_lines(results), difference_lines(results), meeting_lines(results)]
-    parts += [self_play_lines(results, shown) for shown in (SELF_PLAY, OWN_GAME)]
+    matched = [each for each in results if any(each["points"].values())]  # the others have no last games
+    parts += [self_play_lines(matched, shown) for shown in (SELF_PLAY, OWN_GAME)]
     tested = [each for each in results if not questions_refusal(each)]
     parts += [question_lines(results), gain_lines(tested), game_lines(results)]
     refusals += filter(None, map(questions_refusal, results))
