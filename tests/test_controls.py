@@ -1,6 +1,7 @@
 """Rows of the controls: a drawn winner, cloning, SFT rows alone."""
 
 import json
+import random
 from collections import Counter
 
 import pytest
@@ -83,6 +84,19 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_does(made, sft_coeff):
     # With l = -1 in every row: OfflinePO at ratio 1 and KL 0 has mean(reward * weight) + alpha * mean over SFT rows.
     expected = sum(row["reward"] * row["weight"] for row in spag) / len(spag) + sft_coeff * 1.0
     assert sft_coeff * sum(row["weight"] for row in cloned) / len(cloned) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_cloning_weighs_each_kind_as_micro_batches_do(at_once):
+    games, sft = [{"reward": 1.0, "weight": 1.0}] * 6, [{}] * 3
+    cloned = [row["weight"] for row in controls.cloning_rows(games, sft, 0.5, at_once)]
+    rng, drawn = random.Random(0), {"game": 0.0, "sft": 0.0}
+    for _ in range(20000):  # micro-batches: each kind is averaged over its own rows
+        batch = rng.choices(["game", "sft"], [6, 3], k=at_once)
+        for kind in set(batch):
+            drawn[kind] += 1 / 20000
+    assert 0.5 * sum(cloned[:6]) / 9 == pytest.approx(drawn["game"], rel=0.03)
+    assert sum(cloned[6:]) / 9 == pytest.approx(drawn["sft"], rel=0.03)
 
 
 def test_cloned_rows_of_a_chat_template_stay_such_rows():

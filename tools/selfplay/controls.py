@@ -13,6 +13,7 @@ sft        the SFT examples alone, repeated until they are as many as the rows o
 
 import copy
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class ControlFlags(RowFlags):
     control: str = flag("how the rows are made", choices=CONTROLS)
     like: str | None = flag("OUTPUT of another run of tools/run_spag.sh", default=None)
     sft_coeff: float = flag("weight of SFT rows in training, by which cloning scales its rows", default=0.5)
+    rows_at_once: int | None = flag("rows over which training averages a loss; unset: very many", default=None)
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL; sft reads none")
     output_data_path: str = flag("file of rows to write; with --like it ends in epochK/rows/NAME")
     sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
@@ -79,19 +81,26 @@ class ControlFlags(RowFlags):
         return with_coin(game) if self.control == COIN else game
 
 
-def cloning_rows(rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float) -> Iterator[dict]:
+def cloning_rows(
+    rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float, rows_at_once: float = math.inf
+) -> Iterator[dict]:
     """Game rows as SFT rows, the SFT rows after them.
 
-    OfflinePO averages game rows and SFT rows separately and multiplies the latter by `sft_coeff`. Here all rows are
-    SFT rows in one average, and the weights give each kind the share in the loss that it has there.
+    OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step,
+    and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the weights give each kind
+    the share in the loss that it has there on average: a batch of B rows has a kind of share p with 1 - (1 - p)^B.
     """
     total = len(rows) + len(sft_rows)
+
+    def scale(number: int) -> float:
+        return (1 - (1 - number / total) ** rows_at_once) * total / number
+
     for row in rows:
-        weight = row["reward"] * row["weight"] / sft_coeff * total / len(rows)
+        weight = row["reward"] * row["weight"] / sft_coeff * scale(len(rows))
         text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
         yield text | {"type": SFT, "weight": weight}
     for row in sft_rows:
-        yield row | {"weight": total / len(sft_rows)}
+        yield row | {"weight": scale(len(sft_rows))}
 
 
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
@@ -122,7 +131,8 @@ def usual_rows(flags: ControlFlags, inputs: list[str]) -> tuple[list[dict], list
 def control_rows(flags: ControlFlags) -> list[dict]:
     """The rows of `cloning` and `sft`."""
     if flags.control == CLONING:
-        return list(cloning_rows(*usual_rows(flags, flags.input_data_path), flags.sft_coeff))
+        rows, sft_rows = usual_rows(flags, flags.input_data_path)
+        return list(cloning_rows(rows, sft_rows, flags.sft_coeff, flags.rows_at_once or math.inf))
     number = len(read_json_or_jsonl(path_like(flags)))
     _, sft_rows = usual_rows(replace(flags, min_game_rows=0), [])
     return repeated(sft_rows, number, random.Random(flags.seed))
@@ -134,7 +144,7 @@ def make_control_rows(flags: ControlFlags) -> None:
     if flags.control == COIN:
         make_rows(flags, flags.input_data_path, output, sft=flags.sft_data_path)
         return
-    settings = {"control": flags.control, "sft_coeff": flags.sft_coeff}
+    settings = {"control": flags.control, "sft_coeff": flags.sft_coeff, "rows_at_once": flags.rows_at_once}
     if flags.control == SFT:
         settings = {"control": SFT, "like": files_setting(path_like(flags))}
     made_with = rows_settings(output)
