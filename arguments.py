@@ -72,7 +72,7 @@ class SPAGArguments(TrainingArguments):
     lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
     lora_alpha: float | None = _help("LoRA scale, divided by the rank.")
     lora_dropout: float | None = _help("Dropout before the adapters.")
-    lora_target_modules: list[str] | None = _help("Names of the layers that get adapters; default: peft's choice.")
+    lora_target_modules: list[str] | None = _help("Layers that get adapters; default: peft's choice, else all-linear.")
     lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
 
     # Data.

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import math
 import os
 import shutil
 import sys
@@ -62,7 +63,7 @@ class Output:
         installed = filter(importlib.util.find_spec, RECORDED_PACKAGES)
         made_by = {
             "versions": {package: importlib.metadata.version(package) for package in installed},
-            "sources": utils.file_digest([dataloaders.__file__, trainers.__file__]),
+            "sources": utils.file_digest([__file__, dataloaders.__file__, trainers.__file__, utils.__file__]),
         }
         try:
             before = utils.read_json(self.settings.path)
@@ -91,6 +92,8 @@ class Output:
             same_run = same_run | {"weights": self.settings.read().get("weights")}
         self.settings.check(same_run)
         checkpoint = None if finished else self._checkpoint()
+        if checkpoint and self.args.deepspeed:
+            check_parts(Path(checkpoint))
         if checkpoint and not self.args.deepspeed and not any(Path(checkpoint).glob("optimizer*")):
             raise UserError(  # without DeepSpeed the Trainer would go on with a new optimizer
                 f"{checkpoint}: no optimizer.pt, so training cannot continue from it (it was saved with --deepspeed "
@@ -110,6 +113,18 @@ class Output:
         remedy = "start without --resume_from_checkpoint"
         utils.RunSettings(path, results=lambda: Path(named), remedy=remedy).check(self.args.same_run)
         return named
+
+
+def check_parts(checkpoint: Path) -> None:
+    """Raise UserError for a checkpoint that DeepSpeed cannot load in this launch."""
+    parts = len(list(checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")))
+    if not list(checkpoint.glob("global_step*")):
+        why = "it was saved without DeepSpeed: leave out --deepspeed"
+    elif parts not in (0, utils.world_size()):
+        why = f"it was saved by {parts} processes: start as many"
+    else:
+        return
+    raise UserError(f"{checkpoint}: training cannot continue from it, since {why}; or delete it to begin anew")
 
 
 def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
@@ -225,26 +240,40 @@ def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
             model.generation_config.validate(strict=True)
         except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
             model.generation_config.do_sample = True
-    if model.config.get_text_config() is not model.config:
-        parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
-        text = {id(weights) for part in parts for weights in part.parameters()}
-        for weights in model.parameters():  # DDP needs a gradient for every weight that trains
-            weights.requires_grad_(id(weights) in text)
+    freeze_all_but_text(model)
     return model
+
+
+def freeze_all_but_text(model: PreTrainedModel) -> None:
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
+    if model.config.get_text_config() is model.config:
+        return
+    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
+    text = {id(weights) for part in parts for weights in part.parameters()}
+    for weights in model.parameters():
+        if id(weights) not in text:
+            weights.requires_grad_(False)
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):
     """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies."""
     from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
+    targets = args.lora_target_modules or (None if model.config.model_type in KNOWN else ["all-linear"])
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules="all-linear" if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    except ValueError as error:  # no layer has one of these names
+        raise UserError(f"--lora_target_modules {' '.join(targets or ())}: {error}") from None
+    freeze_all_but_text(model)
+    return adapted
 
 
 def merge_lora(args: SPAGArguments) -> None:
@@ -311,6 +340,8 @@ def run(trainer: SPAGTrainer) -> None:
     args = trainer.args
     with utils.naming_full_disk(args.output_dir):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if not math.isfinite(result.training_loss):
+            raise UserError(f"the mean loss of training is {result.training_loss}; the model is not saved")
         trainer.save_model()
         if trainer.eval_dataset is not None:
             trainer.save_metrics("eval", trainer.evaluate())

@@ -370,7 +370,8 @@ class SPAGTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The summed costs of a batch, divided by its share of the counts of the whole dataset.
 
-        The Trainer weights each batch by its rows, so its average is the loss over the whole dataset.
+        The Trainer weights each batch by its rows, so its average is the loss over the whole dataset. Several
+        processes fill up the last batch with repeated rows, which then count twice.
         """
         inputs = self._prepare_inputs(inputs)
         rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows

@@ -342,7 +342,8 @@ def model_folder(name: str) -> Path:
     """
     folder = Path(name) if os.path.isdir(name) else _from_hub(name)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json; this is not a model folder")
+        merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
+        raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
@@ -354,8 +355,12 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
-        why = type(error).__name__
-        raise UserError(f"{name}: no such folder, and no such model on the hub ({why})") from None
+        kind = type(error).__name__
+        why = {
+            "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
+            "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
+        }.get(kind, f"no such model on the hub ({kind})")
+        raise UserError(f"{name}: no such folder, and {why}") from None
 
 
 def model_fingerprint(folder: Path) -> str:

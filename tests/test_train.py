@@ -520,6 +520,12 @@ def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_r
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
+def test_unknown_layers_for_adapters_are_refused(tmp_path, mixed_rows, tiny_model):
+    pytest.importorskip("peft")
+    settings = sft(mixed_rows, tiny_model, lora_rank=4, lora_target_modules="query_key")
+    refused(tmp_path / "out", settings, "--lora_target_modules query_key")
+
+
 # --- what a run leaves and shows -----------------------------------------------------------------------------------
 
 
@@ -602,7 +608,8 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path,
     )
 
 
-def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_rows):
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_rows, lora_rank):
     """DDP waits for a gradient of each weight that is trained."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text, vision = shape | {"vocab_size": 260, "head_dim": 8, "num_key_value_heads": 1}, shape | {"image_size": 28}
@@ -611,11 +618,14 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
     folder = tmp_path / "gemma"
     for part in (AutoModelForCausalLM.from_config(config), build_tokenizer()):
         part.save_pretrained(folder)
-    trainer = train.set_up(flags(tmp_path / "out", sft(mixed_rows, folder, max_steps=1)))
+    if lora_rank:
+        pytest.importorskip("peft")
+    trainer = train.set_up(flags(tmp_path / "out", sft(mixed_rows, folder, max_steps=1, lora_rank=lora_rank)))
     trained = {name for name, weights in trainer.model.named_parameters() if weights.requires_grad}
     train.run(trainer)
     reset_process()
-    assert trained == {name for name, _ in trainer.model.named_parameters() if "language_model" in name}
+    names = {name for name, _ in trainer.model.named_parameters() if "language_model" in name}
+    assert trained == {name for name in names if not lora_rank or "lora_" in name} != set()
 
 
 def test_a_tokenizer_longer_than_the_embedding_is_refused_only_for_rows_that_need_it(tmp_path, tiny_model):
@@ -765,3 +775,21 @@ def test_training_on_a_gpu_follows_the_curve_of_the_cpu(tmp_path, mixed_rows, ti
     on_gpu = run(tmp_path / "gpu", settings, tf32=False)
     on_cpu = run(tmp_path / "cpu", settings, use_cpu=True)
     assert_close(curve(on_gpu), curve(on_cpu), rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_that_deepspeed_cannot_load_here_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(utils.UserError, match="without DeepSpeed"):
+        train.check_parts(tmp_path)
+    (tmp_path / "global_step4").mkdir()
+    for rank in range(2):
+        (tmp_path / "global_step4" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text("")
+    with pytest.raises(utils.UserError, match="by 2 processes"):
+        train.check_parts(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train.check_parts(tmp_path)
+
+
+def test_a_run_that_diverged_between_two_logs_saves_no_model(tmp_path, mixed_rows, tiny_model):
+    settings = sft(mixed_rows, tiny_model, learning_rate=1e30, max_steps=4, logging_steps=100)
+    refused(tmp_path / "out", settings, "mean loss of training is nan")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
