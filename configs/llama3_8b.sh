@@ -7,3 +7,4 @@
 : "${WORDS:=data/played.txt}" # made by prepare_data split, as the README shows
 : "${EVAL_WORDS:=data/held_out.txt}"
 : "${EVAL_TASKS:=MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA}"
+: "${REASONING_ARGS:=--lm_eval 'accelerate launch -m lm_eval'}" # on all GPUs of the machine

@@ -111,6 +111,9 @@ def test_all_wrong_settings_are_named_and_nothing_is_written(check, tmp_path):
         ({"GLOBAL_BATCH": "30", "NPROC": "4"}, "--global_batch 30"),
         ({"NNODES": "2"}, "--rdzv_endpoint"),
         ({"TENSOR_PARALLEL_SIZE": "2", "NPROC": "4"}, "--engine vllm"),
+        ({"UNTIL": "epoch4_play"}, "--until epoch4_play"),
+        ({"PLAY_ARGS": "--chat_template True"}, "--reward_args"),
+        ({"EVAL_ARGS": "--seed 'a"}, "--eval_args"),
         ({"LOSERS": "0.5"}, "--detach_kl True"),
         ({"TIES": "0.1"}, "--detach_kl True"),
     ],
@@ -122,6 +125,12 @@ def test_settings_that_do_not_fit_together_are_refused(check, tmp_path, changes,
 def test_losers_and_ties_are_accepted_with_a_detached_kl(check):
     check(LOSERS="1", TIES="0.2", DETACH_KL="True")
     check(LOSERS="1", TRAIN_ARGS="--allow_negative_rewards True")
+
+
+def test_a_large_model_without_a_gpu_is_refused_before_it_plays(check, monkeypatch):
+    monkeypatch.setattr(check_loop, "MOST_ON_CPU", 1000)
+    assert "--use_cpu True" in check(status=2, NPROC="auto")
+    check(NPROC="auto", TRAIN_ARGS="--use_cpu True")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_a_model_without_safetensors_is_refused(check, pretend_gpus, tmp_path):
     pretend_gpus(1)
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled/config.json").write_text("{}")
-    assert "pickled/model.safetensors" in check(status=2, **AUTO, MODEL=str(tmp_path / "pickled"))
+    assert "pickled: no weights as safetensors" in check(status=2, **AUTO, MODEL=str(tmp_path / "pickled"))
 
 
 def test_a_training_that_was_begun_keeps_its_deepspeed_file(check, pretend_gpus, tmp_path):
@@ -246,6 +255,7 @@ def test_like_gives_the_start_and_the_first_games_of_another_run(check, other_ru
     _, answers, stored = check(LIKE=run, MODEL="")
     assert answers[5:] == [settings["MODEL"], games, start]
     assert (stored["MODEL"], stored["FIRST_EPISODES"]) == (settings["MODEL"], games)
+    assert check(LIKE=other_run("of_4_turns", MAX_TURNS="4"))[2]["MAX_TURNS"] == "4"
     again = other_run("again", LIKE=run, FIRST_EPISODES=games, **made)  # a run that itself was like the first
     assert check(LIKE=again)[1][5:] == [settings["MODEL"], games, start]
 
@@ -256,11 +266,13 @@ def test_like_gives_the_start_and_the_first_games_of_another_run(check, other_ru
         ({"MODEL": "other"}, "--model other"),
         ({"IMITATION_DATA": "mine.json"}, "--imitation_data mine.json"),
         ({"GAME": "bargain"}, "--game bargain"),
+        ({"GAME_OPTIONS": "match=word"}, "--game_options match=word"),
+        ({"MAX_TURNS": "3"}, "--max_turns 3"),
         ({"OUTPUT": "{run}"}, "--like"),
     ],
 )
 def test_a_start_that_is_not_that_of_like_is_refused(check, other_run, changes, named):
-    run = other_run(IMITATION_DATA="rows.json")
+    run = other_run(IMITATION_DATA="rows.json", MAX_TURNS="4")
     changes = {name: value.format(run=run) for name, value in changes.items()}
     assert named in check(status=2, LIKE=run, **changes)
 

@@ -197,6 +197,8 @@ def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop
     commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch2_play")
     assert list(commands) == [stage for stage in STAGES if stage != "epoch1_play"] + ["epoch2_play"]
     assert str(tmp_path / "games.json") in commands["epoch1_rewards"]
+    commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch1_play")
+    assert list(commands) == ["imitation"]  # there is nothing to play
 
 
 def test_a_control_takes_model_and_first_games_of_another_run_and_its_rows_from_the_control(loop, tmp_path):
@@ -212,7 +214,7 @@ def test_a_control_takes_model_and_first_games_of_another_run_and_its_rows_from_
         for epoch in (1, 2):
             rewards = " ".join(commands[f"epoch{epoch}_rewards"]) + " "
             assert rewards.startswith(f"-m tools.selfplay.controls --control {control} --input_data_path ")
-            assert f" --sft_coeff 0.25 --like {spag} " in rewards
+            assert f" --sft_coeff 0.25 --rows_at_once 2 --like {spag} " in rewards
             no_games = "--allow_no_game_rows True" in " ".join(commands[f"epoch{epoch}_train"])
             assert no_games == (control != "coin")
         assert str(first) in commands["epoch1_rewards"]
@@ -228,6 +230,7 @@ def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop)
     models = [f"base={loop.settings['model']}", f"imitation={out}/imitation/model"]
     models += [f"epoch{number}={out}/epoch{number}/model" for number in (1, 2)]
     expected = ["--models", *models, "--tasks", "MMLU", "ARC-c:25", "--output_dir", f"{out}/reasoning"]
+    expected += ["--dtype", "float32"]
     assert words == [str(ROOT / "tools/evaluate_reasoning.py"), *expected, "--lm_eval", "lm", "--limit", "3"]
     assert list(commands)[-1] == "reasoning"
 
@@ -264,8 +267,8 @@ def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tm
 
 def test_values_are_data_not_shell(loop, tmp_path):
     output = tmp_path / "my $(touch results); `x` 'y'"
-    commands = loop.commands(output=output, train_args=f"--x $(touch {tmp_path}/made) * \"'")
-    assert commands["epoch1_train"][-5:] == ["--x", "$(touch", f"{tmp_path}/made)", "*", "\"'"]
+    commands = loop.commands(output=output, train_args=f"--x $(touch {tmp_path}/made) * 'a \" b'")
+    assert commands["epoch1_train"][-5:] == ["--x", "$(touch", f"{tmp_path}/made)", "*", 'a " b']
     assert (output / "logs/epoch1_train.log").is_file() and not (tmp_path / "made").exists()
 
 

@@ -10,6 +10,7 @@ imitation (with LIKE, else empty).
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ from utils import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_ON_CPU = 0.4e9  # bytes of weights, as in train.py
 POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 KINDS = {  # what settings must be: their names, and its pattern
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", rf"0|{POSITIVE}"),
@@ -72,6 +74,11 @@ def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
         path = Path(settings[name])
         if settings[name] not in ("", "none", "auto") and not (path.is_file() and path.stat().st_size):
             yield f"--{name.lower()} {path}: no such file, or it is empty"
+    for name in (name for name in settings if name.endswith("_ARGS")):
+        try:
+            shlex.split(settings[name])
+        except ValueError as error:
+            yield f"--{name.lower()} {settings[name]}: {error}"
     if settings["SETTINGS"]:
         with open_text(settings["SETTINGS"]) as file:
             for number, line in enumerate(file, start=1):
@@ -80,22 +87,22 @@ def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def follow(settings: dict[str, str]) -> str:
-    """Fill in MODEL and FIRST_EPISODES from the run LIKE; return the model that its self-play starts from."""
+    """Fill in model, game and first episodes from the run LIKE; return the model that its self-play starts from."""
     run = settings["LIKE"]
     path = Path(run, "settings.json")
-    if not path.is_file() or path.parent.resolve() == Path(settings["OUTPUT"]).resolve():
+    made = read_json(path) if path.is_file() else {}
+    if "MODEL" not in made or path.parent.resolve() == Path(settings["OUTPUT"]).resolve():
         raise UserError(f"--like {run}: not the --output of another run of the loop")
-    made = read_json(path)
-    for name in ("MODEL", "IMITATION_DATA", "GAME"):
-        if settings[name] not in ("", made[name]):
-            raise UserError(f"--{name.lower()} {settings[name]}: the run of --like {run} has {made[name]!r}")
-    settings["MODEL"] = made["MODEL"]
     if not settings["FIRST_EPISODES"]:
         own = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
         settings["FIRST_EPISODES"] = made["FIRST_EPISODES"] or own
     while made.get("LIKE"):
         run = made["LIKE"]
         made = read_json(Path(run, "settings.json"))
+    for name in ("MODEL", "IMITATION_DATA", "GAME", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS"):
+        if settings[name] not in ("", made[name]):
+            raise UserError(f"--{name.lower()} {settings[name]}: the run of --like {run} has {made[name]!r}")
+    settings |= {name: made[name] for name in ("MODEL", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS")}
     return f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
 
 
@@ -139,6 +146,14 @@ def choose(settings: dict[str, str]) -> None:
     if memory:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         choices = (str(len(memory)), half, "True", "auto")
+    elif not torch.accelerator.is_available() and "--use_cpu" not in settings["TRAIN_ARGS"]:
+        files = model_folder(settings["MODEL"]).glob("model*.safetensors")
+        if (size := sum(path.stat().st_size for path in files)) > MOST_ON_CPU:
+            raise UserError(
+                f"PyTorch {torch.__version__} finds no GPU for {settings['MODEL']} with its {size / 1e9:.1f} GB of "
+                "weights: use a machine with a GPU and a PyTorch built for it, or say --imitation_args '--use_cpu "
+                "True' --train_args '--use_cpu True'"
+            )
     settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
     if settings["DEEPSPEED"] == "auto":
         way = fit.choose(settings, fit.count_parameters(model_folder(settings["MODEL"])), min(memory))
@@ -162,11 +177,22 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
             f"--global_batch {rows} is no multiple of the {at_once} rows that {processes} processes on "
             f"{number['NNODES']} machines take at once, with --train_batch {number['TRAIN_BATCH']} each"
         )
+    if (epoch := re.match(r"epoch(\d+)", settings["UNTIL"])) and int(epoch[1]) > number["EPOCHS"]:
+        yield f"--until {settings['UNTIL']}: there are --epochs {number['EPOCHS']}"
+    in_template = {
+        name: "--chat_template" in settings[name]
+        for name in ("PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
+        if name != "EVAL_ARGS" or settings["EVAL_WORDS"]
+    }
+    if len(set(in_template.values())) > 1:
+        missing = ", ".join(f"--{name.lower()}" for name, given in in_template.items() if not given)
+        yield f"--chat_template is missing in {missing}: play, rewards and matches must all have it"
     negative = float(settings["LOSERS"]) or float(settings["TIES"])
     if negative and settings["DETACH_KL"] == "False" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         yield "--losers and --ties make rows with rewards below 0, which need --detach_kl True"
     needed = {"peft": settings["LORA_RANK"], "deepspeed": settings["DEEPSPEED"] != "none"}
-    needed["lm_eval"] = settings["EVAL_TASKS"] and "--lm_eval" not in settings["REASONING_ARGS"]
+    own_harness = "--lm_eval" not in settings["REASONING_ARGS"] or "-m lm_eval" in settings["REASONING_ARGS"]
+    needed["lm_eval"] = settings["EVAL_TASKS"] and own_harness
     for package in (name for name, used in needed.items() if used and not find_spec(name)):
         yield f"{sys.executable} has no package {package}, which the settings need (requirements.txt names it)"
 

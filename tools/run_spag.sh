@@ -6,7 +6,7 @@
 #
 # The same command continues a loop that was stopped. A setting is a flag (--epochs 2), an environment variable
 # (EPOCHS=2) or a line of the settings file (--settings configs/tiny.sh); the first of these wins. Blanks separate
-# several values of one setting. data/README.md describes the files in OUTPUT.
+# several values of one setting; quotes hold words of a *_ARGS together. data/README.md describes the files in OUTPUT.
 set -efo pipefail # -f: no value is a pattern of file names
 # shellcheck disable=SC2086,SC2206,SC2229  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
@@ -123,6 +123,10 @@ done <"$answers"
 rm "$answers"
 precision=($PRECISION) # its flags
 
+reached() { # reached STAGE: end here if this is UNTIL
+  [ "$1" != "$UNTIL" ] || exit 0
+}
+
 launch() { # launch STAGE PROGRAM FLAGS...: in all processes of all machines
   local machines=(--standalone)
   [ "$NNODES" -eq 1 ] || machines=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT"
@@ -147,7 +151,7 @@ train() { # train STAGE FOLDER FLAGS...: start and reference are $model; afterwa
 match() { # match NAME PLAYER...: against the imitation model
   NPROC=$players launch "$1_eval" "$root/tools/evaluate_games.py" --players "${@:2}" --against imitation \
     --words $EVAL_WORDS --seeds $EVAL_SEEDS --games_per_word "$EVAL_GAMES_PER_WORD" \
-    --output_dir "$OUTPUT/$1/eval" "${game[@]}" "${prompts[@]}" "${sampling[@]}" $EVAL_ARGS
+    --output_dir "$OUTPUT/$1/eval" "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
 }
 
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
@@ -161,14 +165,21 @@ rewards=(--decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES" --min_
   ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
 if [ -n "$CONTROL" ]; then
   REWARDS="-m tools.selfplay.controls --control $CONTROL"
-  rewards+=(--sft_coeff "$SFT_COEFF" ${LIKE:+--like "$LIKE"})
+  rows=$TRAIN_BATCH # over which training averages a loss
+  case $TRAIN_ARGS in *"loss_normalization step"*) rows=$GLOBAL_BATCH ;; esac
+  rewards+=(--sft_coeff "$SFT_COEFF" --rows_at_once "$rows" ${LIKE:+--like "$LIKE"})
   [ "$CONTROL" = coin ] || TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS"
 fi
+for name in IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS; do # quotes hold words together
+  IFS=$'\n' read -r -d '' -a "$name" < <([ -z "${!name}" ] || xargs -n 1 printf '%s\n' <<<"${!name}") || true
+done
+case ${precision[*]} in *bf16*) dtype=bfloat16 ;; *fp16*) dtype=float16 ;; *) dtype=float32 ;; esac
 
 model=${imitation:-$MODEL} player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
 [ -z "$IMITATION_DATA" ] || [ -n "$imitation" ] || train imitation "$OUTPUT/imitation/model" \
   --train_method SFTwithKL --train_data_path $IMITATION_DATA --lm_kl_coeff "$IMITATION_KL" \
-  --learning_rate "$IMITATION_LR" --seed "$SEED" $IMITATION_ARGS
+  --learning_rate "$IMITATION_LR" --seed "$SEED" "${IMITATION_ARGS[@]}"
+reached imitation
 imitation=$model
 [ "$imitation" = "$MODEL" ] || models+=("imitation=$imitation")
 [ -z "$EVAL_WORDS" ] || [ "$EVAL_IMITATION" = False ] || match imitation "imitation=$imitation"
@@ -182,14 +193,16 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \
-      "${game[@]}" "${prompts[@]}" "${sampling[@]}" $PLAY_ARGS
+      "${game[@]}" "${prompts[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
   fi
+  reached "epoch${epoch}_play"
   [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" ${REWARDS:-"$root/tools/assign_rewards.py"} \
     --input_data_path "$episodes" --output_data_path "$folder/rows/rows.json" --seed "$seed" \
-    "${game[@]}" "${prompts[@]}" "${rewards[@]}" $REWARD_ARGS
+    "${game[@]}" "${prompts[@]}" "${rewards[@]}" "${REWARD_ARGS[@]}"
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
-    --learning_rate "$LEARNING_RATE" --seed "$seed" $TRAIN_ARGS
+    --learning_rate "$LEARNING_RATE" --seed "$seed" "${TRAIN_ARGS[@]}"
+  reached "epoch${epoch}_train"
   player=epoch$epoch models+=("epoch$epoch=$model")
   [ -z "$EVAL_WORDS" ] || [ $((epoch % EVAL_EVERY)) -gt 0 ] || match "$player" "imitation=$imitation" "$player=$model"
   say "epoch $epoch of $EPOCHS is done, $((SECONDS / 60)) minutes after the start"
@@ -198,7 +211,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
 done
 [ -z "$EVAL_TASKS" ] || [ "$NODE_RANK" -gt 0 ] ||
   run reasoning "$PYTHON" "$root/tools/evaluate_reasoning.py" --models "${models[@]}" --tasks $EVAL_TASKS \
-    --output_dir "$OUTPUT/reasoning" $REASONING_ARGS
+    --output_dir "$OUTPUT/reasoning" --dtype "$dtype" "${REASONING_ARGS[@]}"
 say "finished; everything is in $OUTPUT"
 exit
 }

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils import read_json
+from utils import UserError, read_json
 
 WAYS = {  # ways of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
     "none": "none",
@@ -59,6 +59,8 @@ def count_parameters(folder: Path) -> int:
     names = set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     total = 0
     for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: no weights as safetensors; save_pretrained of transformers writes them")
         with open(folder / name, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
