@@ -20,7 +20,7 @@ from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny.arms import IMITATION
-from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.models import SHAPE, random_llama, train_tokenizer
 from tools.tiny.players import LEXICON
 from tools.tiny.programs import SETTINGS, SeedFolder, loop_command, run_all
 from tools.tiny.table import markdown, over_seeds
@@ -31,7 +31,6 @@ PLAYED = ["--game", GAME, "--game_options", *OPTIONS, "--prompt_templates", PROM
 RANDOM, MINIMAX = "random", "minimax"
 OPPONENTS = [f"{name}=scripted:{name}" for name in (RANDOM, MINIMAX)]
 IMITATED, SELF_PLAYED, MATCHED = 3000, 2000, 200  # games: imitated, of an epoch, of a match in each role
-MODEL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
 SAMPLING = {"max_length": 256, "max_new_tokens": 8, "temperature": 1.0}
 
 
@@ -49,7 +48,7 @@ class Learner(SeedFolder):
         settings |= {"max_turns": "", "games_per_word": 1, "seed": 100 * self.seed, "epochs": self.epochs}
         settings |= {"save_steps": 0, "report": False, "play_args": "--logging_steps 0"}
         # Legal moves are learned slowly. The reference of imitation has random weights: no KL to it.
-        settings |= {"imitation_lr": 1e-3, "imitation_kl": 0, "imitation_args": "--num_train_epochs 4"}
+        settings |= {"imitation_lr": 1e-3, "imitation_kl": 0, "imitation_args": "--num_train_epochs 2"}
         self.once("loop", loop_command(settings | SAMPLING))
         models = [f"{IMITATION}=loop/imitation/model"]
         self.match(RANDOM, OPPONENTS)
@@ -78,7 +77,7 @@ class Learner(SeedFolder):
         make_rows(RowFlags(**how, messages=ALL, training_prompt=PLAY), [str(games)], str(rows))
         texts = (row[part] for row in read_json(rows) for part in ("query", "target"))
         tokenizer = train_tokenizer(texts, vocab_size=400)
-        random_llama(len(tokenizer), self.seed, max_position_embeddings=256, **MODEL).save_pretrained(model)
+        random_llama(len(tokenizer), self.seed, **SHAPE).save_pretrained(model)
         tokenizer.save_pretrained(model)
 
     def match(self, name: str, players: list[str]) -> None:
