@@ -71,6 +71,12 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
         ('roles = ("history", "two")', "roles are"),
         ('outcomes = (Outcome("a"), Outcome("a"))', "outcomes are called"),
         ('outcomes = (Outcome("a", winner="judge"),)', "the winner of 'a' is 'judge'"),
+        ("outcomes = ()", "outcomes are called"),
+        ('outcomes = (Outcome("a", points=(1.0,)),)', "the points of 'a' are"),
+        ('outcomes = (Outcome("a", points=(1.0, "0")),)', "the points of 'a' are"),
+        ('outcomes = (Outcome("a", points=(1.0, -0.5)),)', "the points of 'a' are"),
+        ('def next_role(self, task, history): return "Guesser"', "next_role gives 'Guesser'"),
+        ("def __init__(self, size): self.size = size", "20 Questions: .*'size'"),
     ],
 )
 def test_an_own_game_that_would_give_wrong_results_is_refused(tmp_path, text, complaint):
@@ -174,6 +180,10 @@ def test_outcomes_and_points_that_a_game_must_not_give_are_errors():
         game.judge(messages(game, "Is it red?"), "apple", 3)
     with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
         game.checked_points("apple", [], "found")
+    greedy = type("Greedy", (TwentyQuestions,), {"points": wrong["points"]})()
+    players = dict(zip(greedy.roles, (ScriptedPlayer([["Is it `apple`?"]]), None), strict=True))
+    with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
+        asyncio.run(play_game(greedy, "apple", players, max_turns=2))
 
 
 def test_what_is_marked_as_the_secret_is_what_the_judge_counts():

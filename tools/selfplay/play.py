@@ -50,6 +50,7 @@ async def play_game(
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
+    game.checked_points(task, history[:length], outcome)  # else wrong points would be noticed after the last game
     return {
         "index": index,
         **({} if game.name == DEFAULT_GAME else {"game": game.name}),
