@@ -289,6 +289,17 @@ class TestFaults:
         run(*flags(place, tmp_path, server.url, openai_api=api, max_games=2), status=status)
         assert len(stored(tmp_path)) == (2 if status == 0 else 1)
 
+    def test_thinking_of_a_chat_model_is_no_part_of_its_message(self, stub, place, tmp_path):
+        texts = ["<think>A secret.</think> One.", "A secret.</think>Two.", "Three.", "<think>A secret."]
+        server = stub(lambda number, body: (200, {}, said(texts[number % 4], "length" if number > 4 else "stop")))
+        how = {"openai_api": "chat", "max_concurrency": 1, "concurrent_games": 1}
+        lost = run(*flags(place, tmp_path, server.url, **how, max_games=1), status=UNFINISHED)
+        shown = [body["messages"][0]["content"] for *_, body in server.requests]
+        assert all(text in shown[3] for text in ("One.", "Two.", "Three.")) and "secret" not in "".join(shown)
+        assert "--max_new_tokens" not in lost.errors
+        lost = run(*flags(place, tmp_path, server.url, **how, max_games=1), status=UNFINISHED)
+        assert "thinking may have taken all --max_new_tokens" in lost.errors
+
     def test_a_request_without_an_answer_in_time_is_asked_again(self, stub, place, tmp_path):
         server = stub(lambda number, body: time.sleep(2 * (number == 1)) or (200, {}, said()))
         run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
