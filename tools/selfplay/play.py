@@ -205,7 +205,7 @@ class Run:
         def on_episode(episode: Episode) -> None:
             self.files.append(episode | pairing.labels)
             progress.game(episode)
-            for player in players.values():
+            for player in set(players.values()):  # one player may have both roles
                 if isinstance(player, HumanPlayer):
                     player.end(episode)
 
