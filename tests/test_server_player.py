@@ -356,6 +356,12 @@ class TestFaults:
         games = [game for rank in (0, 1) for game in read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")]
         assert sorted(game["index"] for game in games) == [index for index in range(12) if index != 3]
 
+    def test_rank_0_ends_as_a_rank_that_lost_games(self, stub, place, tmp_path, monkeypatch):
+        (tmp_path / f"{STEM}_rank1.jsonl").touch()
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        left = run(*flags(place, tmp_path, stub().url, max_games=2), status=UNFINISHED)
+        assert "1 games are missing; the same command plays them" in last_line(left) and stored(tmp_path) == [0]
+
 
 # --- the cap on tokens ---------------------------------------------------------------------------------------------
 
@@ -421,6 +427,12 @@ def test_bad_flags_end_with_one_line(changes, message, place, tmp_path, monkeypa
     refused = run(*flags(place, tmp_path / "out", **changes), status=2)
     assert re.search(message, last_line(refused))
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_package_of_its_client_a_server_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused = run(*flags(place, tmp_path / "out", "http://127.0.0.1:9/v1"), status=2)
+    assert "pip install" in last_line(refused) and not (tmp_path / "out").exists()
 
 
 def test_a_server_may_be_one_of_the_players_of_a_match(stub, place, tiny_model, tmp_path):
