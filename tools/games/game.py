@@ -277,7 +277,10 @@ def _import(place: str) -> ModuleType:
     """Import a Python file, or a module by its name from the current folder or the import path."""
     if not place.endswith(".py"):
         sys.path.append("")
-        return importlib.import_module(place)
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise UserError(f"--game {place}: {error}") from None
     name = f"game_of_{Path(place).stem}"
     spec = importlib.util.spec_from_file_location(name, place)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
