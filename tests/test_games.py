@@ -216,6 +216,9 @@ def test_points_follow_from_winner_breach_and_outcome():
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
         (["Is it red?", "- *No*"], "not found", 2),
+        (["Is it red?", "_No_"], "not found", 2),
+        (["Is it red?", "No1"], "no answer", 2),
+        (["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
         (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
     ],
 )
@@ -230,6 +233,7 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
+        (["Where?", "I live in _Lyon_"], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
         (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],

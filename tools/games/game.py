@@ -32,7 +32,7 @@ History = Sequence[Message]
 
 def whole_word(word: str) -> re.Pattern:
     """A pattern that finds the word, in any case, where no letter or digit touches it."""
-    return re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", re.IGNORECASE)
+    return re.compile(rf"(?<![^\W_]){re.escape(word.strip())}(?![^\W_])", re.IGNORECASE)
 
 
 class Outcome(NamedTuple):
