@@ -249,6 +249,35 @@ def test_a_template_that_leaves_out_messages_is_refused():
         ChatTemplate(chat_tokenizer("chatml", "{{ messages[-1].content }}"), "m")
 
 
+def test_a_template_that_begins_replies_with_thinking_is_refused_unless_the_thinking_is_closed():
+    thinking = LINES.replace("END", "'</s>'") + ANSWER.replace("<none>", "<think>\n")
+    with pytest.raises(UserError, match="^m: .*<think>.*--chat_template"):
+        ChatTemplate(chat_tokenizer("chatml", thinking), "m")
+    ChatTemplate(chat_tokenizer("chatml", thinking.replace("<think>", "<think></think>")), "m")
+
+
+def test_a_template_without_any_end_token_is_refused():
+    tokenizer = chat_tokenizer("chatml", LINES.replace("END", "'\n'"))
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="^m: no token ends a reply"):
+        ChatTemplate(tokenizer, "m")
+
+
+def test_messages_in_a_row_are_joined_and_a_template_that_still_refuses_is_named():
+    turns = (TEMPLATES / "turns.jinja").read_text(encoding="utf-8")  # in which roles must alternate
+    strict = "{% if add_generation_prompt and messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    chat = ChatTemplate(chat_tokenizer("turns", turns + strict), "m")
+
+    def shown(*roles):
+        history = [{"role": role, "content": f"Said {place}."} for place, role in enumerate(roles)]
+        return chat.join_play_prompt(history, "attacker", "Rules.", "Go.")
+
+    assert "Said 0.\nSaid 1.<end_of_turn>" in shown("defender", "defender")
+    assert "Said 0.\nSaid 1.<end_of_turn>" in shown("attacker", "attacker", "defender")
+    with pytest.raises(UserError, match="^m: .*--chat_template"):
+        shown("defender", "attacker")
+
+
 def test_complete_texts_need_a_mark_that_is_true_or_false_and_a_token_of_the_tokenizer(tokenizer):
     row = {"query": "<|im_start|>user\n", "target": "Coats.<|im_end|>", "chat_template": True}
     assert encode_example(row, chat_tokenizer("chatml"))["input_ids"][-1] == 261

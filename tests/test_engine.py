@@ -8,7 +8,16 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from conftest import build_llama, build_tokenizer
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    GPT2Config,
+    GptOssConfig,
+    JetMoeConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tools.engine import linear
 from tools.engine import slots as engine_module
@@ -347,6 +356,26 @@ def test_a_model_that_attends_twice_in_a_layer_is_refused(beginnings):
     engine = SlotEngine(LocalModel(model.eval(), tokenizer, sampling()), 2)
     with pytest.raises(RuntimeError, match="attends twice .* --engine generate"):
         answer(engine, [(game, f"{text} and more") for game, text in enumerate(beginnings)])
+
+
+def test_attention_is_contiguous_for_models_that_call_view():
+    torch.manual_seed(0)
+    shape = {name: size for name, size in SHAPE.items() if name != "num_attention_heads"}
+    experts = {"kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.1}
+    model = AutoModelForCausalLM.from_config(JetMoeConfig(**shape, **experts, bos_token_id=1, eos_token_id=2)).eval()
+    local, rounds = LocalModel(model, build_tokenizer(), sampling()), conversation(games=3, turns=2)
+    expected = [generate(local, prompts) for prompts in rounds]
+    engine = SlotEngine(local, 2)
+    assert [answer(engine, prompts) for prompts in rounds] == expected
+
+
+def test_a_model_with_attention_sinks_is_refused():
+    experts = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = GptOssConfig(**SHAPE, **experts, **rope, layer_types=["full_attention"] * 2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(RuntimeError, match="--engine generate"):
+        answer(SlotEngine(LocalModel(model, build_tokenizer(), sampling()), 2), [(0, RULES)])
 
 
 def test_logits_with_nan_are_refused():

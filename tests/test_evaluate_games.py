@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import TORCHRUN, call, finish, flags_of, start
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from tools import evaluate_games
 from tools.engine import model as models
@@ -131,6 +132,20 @@ def test_only_the_two_models_of_a_match_are_in_memory(
     same = {"a": tiny_model, "b": os.path.relpath(tiny_model)}  # one model for both
     call(evaluate_games.main, *flags(place, same, tmp_path / "same", max_words=1))
     assert len(loads) == 1
+
+
+def test_a_model_plays_by_slots_and_then_in_plain_batches_beside_one_that_needs_them(
+    place, tiny_model, other_model, tokenizer, tmp_path
+):
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(
+        MistralConfig(**shape, num_key_value_heads=2, vocab_size=len(tokenizer), sliding_window=50)
+    )
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "windowed")
+    players = {"a": tiny_model, "b": other_model, "c": tmp_path / "windowed"}
+    call(evaluate_games.main, *flags(place, players, tmp_path / "out", seeds=[0], max_words=1, games_per_word=1))
+    assert len(games_of(tmp_path / "out")) == 6 * 2
 
 
 def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path):

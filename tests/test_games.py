@@ -50,6 +50,7 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
 @pytest.mark.parametrize(
     "name, options, complaint",
     [
+        ("nowhere:Chess", {}, "--game nowhere: No module named 'nowhere'"),
         ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, textarena, twenty_questions"),
         ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
         ("taboo", {"depth": "3"}, "--game_options of Adversarial Taboo: .*'depth'; it has match"),
@@ -71,6 +72,12 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
         ('roles = ("history", "two")', "roles are"),
         ('outcomes = (Outcome("a"), Outcome("a"))', "outcomes are called"),
         ('outcomes = (Outcome("a", winner="judge"),)', "the winner of 'a' is 'judge'"),
+        ("outcomes = ()", "outcomes are called"),
+        ('outcomes = (Outcome("a", points=(1.0,)),)', "the points of 'a' are"),
+        ('outcomes = (Outcome("a", points=(1.0, "0")),)', "the points of 'a' are"),
+        ('outcomes = (Outcome("a", points=(1.0, -0.5)),)', "the points of 'a' are"),
+        ('def next_role(self, task, history): return "Guesser"', "next_role gives 'Guesser'"),
+        ("def __init__(self, size): self.size = size", "20 Questions: .*'size'"),
     ],
 )
 def test_an_own_game_that_would_give_wrong_results_is_refused(tmp_path, text, complaint):
@@ -174,6 +181,10 @@ def test_outcomes_and_points_that_a_game_must_not_give_are_errors():
         game.judge(messages(game, "Is it red?"), "apple", 3)
     with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
         game.checked_points("apple", [], "found")
+    greedy = type("Greedy", (TwentyQuestions,), {"points": wrong["points"]})()
+    players = dict(zip(greedy.roles, (ScriptedPlayer([["Is it `apple`?"]]), None), strict=True))
+    with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
+        asyncio.run(play_game(greedy, "apple", players, max_turns=2))
 
 
 def test_what_is_marked_as_the_secret_is_what_the_judge_counts():
@@ -205,6 +216,9 @@ def test_points_follow_from_winner_breach_and_outcome():
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
         (["Is it red?", "- *No*"], "not found", 2),
+        (["Is it red?", "_No_"], "not found", 2),
+        (["Is it red?", "No1"], "no answer", 2),
+        (["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
         (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
     ],
 )
@@ -219,6 +233,7 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
+        (["Where?", "I live in _Lyon_"], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
         (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],

@@ -1,5 +1,6 @@
 """A person at the terminal: the real program on a pseudo-terminal, against the tiny model."""
 
+import asyncio
 import io
 import json
 import os
@@ -14,10 +15,12 @@ import time
 import pytest
 from conftest import ROOT
 from helpers import ENVIRONMENT, call, flags_of
+from scripted import ScriptedPlayer
 
 from tools import play_llm_game
-from tools.games import load_game
+from tools.games import Game, Outcome, load_game
 from tools.players.human import HumanPlayer, HumanQuit, read_line
+from tools.selfplay.play import play_game
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
@@ -188,8 +191,50 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
 
 def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
     player = HumanPlayer(load_game())
-    player._show_answer([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
+    player._show_answers([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
     assert capsys.readouterr().out == "attacker: clear \ufffd[2J\n    the screen, \u00e9\n"
+
+
+class Boards(Game):
+    """The dealer speaks twice, then the guesser; the board changes with each message, the card does not."""
+
+    name, title, max_turns, roles, example_task = "boards", "Boards", 3, ("dealer", "guesser"), "x"
+    outcomes = (Outcome("end"),)
+    prompt_file = None
+
+    def secrets(self, role, task, history):
+        return {"board": f"{len(history)} messages", "card": "ace"}
+
+    def next_role(self, task, history):
+        return "guesser" if len(history) % 3 == 2 else "dealer"
+
+    def decide(self, task, history):
+        return None
+
+
+def test_a_person_is_introduced_once_and_sees_all_new_messages_and_changed_secrets(monkeypatch, capsys):
+    game = Boards()
+    monkeypatch.setattr("builtins.input", lambda prompt: "mine")
+    players = {"dealer": ScriptedPlayer([["one", "two", "three", "four"]] * 2), "guesser": HumanPlayer(game)}
+    templates = {"rules": ["Rules.\n"], "dealer_instruction": "Deal.", "guesser_instruction": "Guess."}
+    for index in range(2):  # the second game begins anew
+        asyncio.run(play_game(game, "x", players, max_turns=3, index=index, templates=templates))
+        begun, first, second = re.split(r"turn \d of 3\n", capsys.readouterr().out)
+        assert f"game {index + 1}: you are the guesser" in begun and "Rules.\n\nGuess." in begun
+        assert "The board: 2 messages\nThe card: ace\n" in begun
+        assert first.strip() == "dealer: one\ndealer: two"
+        assert second.strip() == "dealer: three\ndealer: four\nThe board: 5 messages"
+
+
+def test_two_people_are_both_introduced_and_told_the_end_once(flags, terminal):
+    screen = terminal(flags("human", "human", max_games=1))
+    assert "you are the attacker" in screen.wait_for("you, attacker> ")
+    screen.type("What makes music?\n")
+    assert "you are the defender" in screen.wait_for("you, defender> ")
+    screen.type("I know the word! It is `piano`!\n")
+    status, error = screen.finish()
+    assert status == 0, error
+    assert screen.screen.count("--- defender wins (") == 1
 
 
 def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, capsys):

@@ -20,7 +20,7 @@ from tools.engine.model import Sampling, load_local_model
 from tools.games import prompts, taboo
 from tools.players.player import Reply
 from tools.selfplay import play
-from tools.selfplay.files import EpisodeFiles
+from tools.selfplay.files import EpisodeFiles, GamesMissing
 from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_game, play_games
 from tools.selfplay.progress import describe
@@ -234,6 +234,9 @@ class TestEpisodeFiles:
         files.append(episode(0, "a"))
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(UserError, match=r"1 games are missing, of ranks \[1\] \(b\).*into one folder"):
+            files.merge(seconds=1, tokens_before=0)
+        (tmp_path / "run_rank1.jsonl").touch()  # here, but rank 1 has lost its game
+        with pytest.raises(GamesMissing):
             files.merge(seconds=1, tokens_before=0)
         (tmp_path / "run_rank1.jsonl").write_text(json.dumps(episode(1, "b")) + "\n")  # brought here
         assert files.merge(seconds=1, tokens_before=0)["games"] == 2

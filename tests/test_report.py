@@ -185,6 +185,11 @@ def test_players_who_all_met_have_a_verdict_and_one_alone_is_compared_with_nobod
     assert page.verdict(made)[0] == "a played itself only."
 
 
+def test_a_folder_beside_the_epochs_is_no_epoch(output):
+    (output / "epoch2").rename(output / "epoch1_old2")
+    assert [name for name, _ in read_folder(output, TABOO).plays] == ["epoch1"]
+
+
 def test_parts_of_a_run_have_a_page(output):
     rows = [
         {"model": model, "benchmark": name, "value": 40.0, "stderr": error}

@@ -289,6 +289,17 @@ class TestFaults:
         run(*flags(place, tmp_path, server.url, openai_api=api, max_games=2), status=status)
         assert len(stored(tmp_path)) == (2 if status == 0 else 1)
 
+    def test_thinking_of_a_chat_model_is_no_part_of_its_message(self, stub, place, tmp_path):
+        texts = ["<think>A secret.</think> One.", "A secret.</think>Two.", "Three.", "<think>A secret."]
+        server = stub(lambda number, body: (200, {}, said(texts[number % 4], "length" if number > 4 else "stop")))
+        how = {"openai_api": "chat", "max_concurrency": 1, "concurrent_games": 1}
+        lost = run(*flags(place, tmp_path, server.url, **how, max_games=1), status=UNFINISHED)
+        shown = [body["messages"][0]["content"] for *_, body in server.requests]
+        assert all(text in shown[3] for text in ("One.", "Two.", "Three.")) and "secret" not in "".join(shown)
+        assert "--max_new_tokens" not in lost.errors
+        lost = run(*flags(place, tmp_path, server.url, **how, max_games=1), status=UNFINISHED)
+        assert "thinking may have taken all --max_new_tokens" in lost.errors
+
     def test_a_request_without_an_answer_in_time_is_asked_again(self, stub, place, tmp_path):
         server = stub(lambda number, body: time.sleep(2 * (number == 1)) or (200, {}, said()))
         run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
@@ -344,6 +355,12 @@ class TestFaults:
         assert "play_llm_game.py: 1 games are missing; the same command plays them" in printed
         games = [game for rank in (0, 1) for game in read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")]
         assert sorted(game["index"] for game in games) == [index for index in range(12) if index != 3]
+
+    def test_rank_0_ends_as_a_rank_that_lost_games(self, stub, place, tmp_path, monkeypatch):
+        (tmp_path / f"{STEM}_rank1.jsonl").touch()
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        left = run(*flags(place, tmp_path, stub().url, max_games=2), status=UNFINISHED)
+        assert "1 games are missing; the same command plays them" in last_line(left) and stored(tmp_path) == [0]
 
 
 # --- the cap on tokens ---------------------------------------------------------------------------------------------
@@ -410,6 +427,12 @@ def test_bad_flags_end_with_one_line(changes, message, place, tmp_path, monkeypa
     refused = run(*flags(place, tmp_path / "out", **changes), status=2)
     assert re.search(message, last_line(refused))
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_package_of_its_client_a_server_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused = run(*flags(place, tmp_path / "out", "http://127.0.0.1:9/v1"), status=2)
+    assert "pip install" in last_line(refused) and not (tmp_path / "out").exists()
 
 
 def test_a_server_may_be_one_of_the_players_of_a_match(stub, place, tiny_model, tmp_path):

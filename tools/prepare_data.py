@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tools.flags import flag, parse_command
 from tools.games.flags import GameChoice
 from tools.selfplay.rows import refuse_overwriting
-from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging
+from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging, too_small
 
 
 @dataclass(kw_only=True)
@@ -46,6 +46,8 @@ class Tasks(GameChoice):
     seed: int = flag("seed of the draws", default=0)
 
     def run(self) -> None:
+        if problems := too_small(self, number=1):
+            raise UserError(problems[0])
         write_words(self.output, self.load_game().tasks(self.number, random.Random(self.seed)))
 
 

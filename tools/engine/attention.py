@@ -263,6 +263,8 @@ def _mask(last: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
 def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kwargs):
     """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size)."""
     layer = module.layer_idx
+    if kwargs.get("s_aux") is not None:
+        raise RuntimeError("this model has attention sinks; use --engine generate")
     if layer in step.layers_done:
         raise RuntimeError("this model attends twice in a layer; use --engine generate")
     step.layers_done.add(layer)
@@ -274,7 +276,8 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kw
     outputs = [_attend_prefill(queries, cache, chunk) for chunk in plan.prefills]
     if plan.decodes:
         outputs.insert(0, _attend_decode(queries[: plan.decodes.size], cache, plan.decodes))
-    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None], None
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output.contiguous()[None], None  # contiguous for models that call `view`
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:

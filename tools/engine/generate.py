@@ -23,6 +23,8 @@ class BatchEngine:
 
     def __init__(self, local: LocalModel, batch_size: int):
         self.local, self.batch_size = local, batch_size
+        if local.model.config._attn_implementation != local.attention:  # the model has played with SlotEngine
+            local.model.set_attn_implementation(local.attention)
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:

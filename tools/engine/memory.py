@@ -5,19 +5,29 @@ import os
 import psutil
 import torch
 
+from utils import warn_on_rank_0
+
 MEMORY_SHARE = 0.7  # of the free memory is for prompts and games; the rest is for activations and fragmentation
 # Most prompts or games at once, however much memory there is:
 MOST_GAMES = 1024  # slot engine on a GPU
 MOST_PROMPTS = 256  # slot engine on a CPU, and plain batches on a GPU
 CPU_BATCH = 64  # plain batches on a CPU, where larger ones were hardly faster
+UNKNOWN_BATCH = 8  # plain batches of a model whose memory cannot be estimated
 
 
 def batch_size_for_memory(model, max_length: int) -> int:
     """Prompts of a plain batch whose caches and activations fit in memory at `max_length` tokens each; at least 1."""
-    config = model.config.get_text_config()
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one token in one layer
-    per_prompt = max_length * (token_bytes(model) + activations) + logit_bytes(model)
+    try:
+        config = model.config.get_text_config()
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        activations = (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize  # of one token in one layer
+        per_prompt = max_length * (token_bytes(model) + activations) + logit_bytes(model)
+    except Exception:  # sizes are missing, or differ between layers; each kind of model fails in its own way
+        warn_on_rank_0(
+            "the memory of a prompt of this model is unknown: %d prompts at once; set --per_device_eval_batch_size",
+            UNKNOWN_BATCH,
+        )
+        return UNKNOWN_BATCH
     fitting = int(MEMORY_SHARE * _free_memory(model) / per_prompt)
     return min(max(fitting, 1), MOST_PROMPTS if model.device.type == "cuda" else CPU_BATCH)
 

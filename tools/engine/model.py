@@ -60,6 +60,7 @@ class LocalModel(ModelTokens):
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model
+        self.attention: str = model.config._attn_implementation  # the slot engine replaces it in the model
         self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()

@@ -28,24 +28,29 @@ def chat_messages(history: History, role: str, rules: str, told: str) -> list[di
     """The game as a conversation of the player in this role, who is the assistant.
 
     The system message holds the rules and the player's instruction (`told`); the other player is the user. If this
-    player opens the game, a first user message says that it has begun.
+    player opens the game, a first user message says that it has begun. Messages of one player in a row are joined.
     """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{told}"}]
     if not history or history[0]["role"] == role:
         messages.append({"role": USER, "content": prompts.NO_HISTORY})
     for message in history:
-        messages.append({"role": ASSISTANT if message["role"] == role else USER, "content": message["content"]})
+        speaker = ASSISTANT if message["role"] == role else USER
+        if messages[-1]["role"] == speaker:  # many templates insist that user and assistant alternate
+            messages[-1]["content"] += f"\n{message['content']}"
+        else:
+            messages.append({"role": speaker, "content": message["content"]})
     return messages
 
 
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
-    Raises UserError if the tokenizer has no template, or if the template leaves out messages.
+    Raises UserError if the tokenizer has no template, or if the template leaves out messages, begins replies with
+    thinking, or ends them without a special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.name = tokenizer, name
         try:
             template = tokenizer.get_chat_template()
         except ValueError:
@@ -64,11 +69,15 @@ class ChatTemplate:
         # prompt for that reply.
         before, _, after = whole.rpartition(TRIAL[-1]["content"])
         prompt = self._render(TRIAL[:-1])
+        if prompt.rstrip().endswith("<think>"):  # thinking would be part of the message that the other player reads
+            raise UserError(f"{name}: its chat template begins each reply with <think>; leave out --chat_template")
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
         tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
         found = [(after.index(token), -len(token), token) for token in tokens if token in after]
         # The first special token after the reply ends it; where several begin at one place, the longest.
         place, _, end = min(found, default=(0, 0, tokenizer.eos_token))
+        if end is None:
+            raise UserError(f"{name}: no token ends a reply in its chat template; leave out --chat_template")
         self.end, self.end_id = after[:place] + end, tokenizer.convert_tokens_to_ids(end)
 
     def play_prompt(
@@ -85,7 +94,12 @@ class ChatTemplate:
 
     def join_play_prompt(self, history: History, role: str, rules: str, told: str) -> str:
         """A play prompt from the messages so far, the rule text and the player's instruction."""
-        return self._render(chat_messages(history, role, rules, told))
+        try:
+            return self._render(chat_messages(history, role, rules, told))
+        except TemplateError as error:
+            raise UserError(
+                f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
+            ) from None
 
     @staticmethod
     def alpaca_to_turn(example: dict) -> dict:

@@ -13,6 +13,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -31,7 +32,7 @@ History = Sequence[Message]
 
 def whole_word(word: str) -> re.Pattern:
     """A pattern that finds the word, in any case, where no letter or digit touches it."""
-    return re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", re.IGNORECASE)
+    return re.compile(rf"(?<![^\W_]){re.escape(word.strip())}(?![^\W_])", re.IGNORECASE)
 
 
 class Outcome(NamedTuple):
@@ -162,7 +163,7 @@ class Game:
     def checked_points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
         """`points`. Raises ValueError unless they are two numbers between 0 and 1."""
         points = self.points(task, history, outcome)
-        if len(points) != 2 or not all(0 <= point <= 1 for point in points):
+        if not _are_points(points):
             raise ValueError(f"{self.title} gives the points {points}; they must be two numbers between 0 and 1")
         return points
 
@@ -217,9 +218,16 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
             f"--game_options of {kind.title}: no option {unknown[0]!r}; it has {', '.join(known) or 'none'}"
         )
     try:
-        return kind(**options)
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise UserError(f"--game_options of {kind.title}: {error}") from None
+    try:
+        game = kind(**options)
     except ValueError as error:
         raise UserError(f"--game_options of {kind.title}: {error}") from None
+    if (role := game.next_role(game.example_task, ())) not in game.roles:
+        raise UserError(f"--game {name}: next_role gives {role!r}; it must be {' or '.join(game.roles)}")
+    return game
 
 
 def _problems(kind: type[Game]) -> list[str]:
@@ -229,11 +237,19 @@ def _problems(kind: type[Game]) -> list[str]:
     problems, names = [], [outcome.name for outcome in kind.outcomes]
     if len(set(kind.roles)) != 2 or set(kind.roles) & TAKEN or not all(map(str.isidentifier, kind.roles)):
         problems.append(f"roles are {kind.roles!r}; they must be two names, none of {sorted(TAKEN)}")
-    if len(set(names)) < len(names):
-        problems.append(f"outcomes are called {names}; no two may have the same name")
+    if len(set(names)) < max(len(names), 1):
+        problems.append(f"outcomes are called {names}; there must be one, and no two may have the same name")
     if wrong := [each for each in kind.outcomes if each.winner not in (None, *kind.roles)]:
         problems.append(f"the winner of {wrong[0].name!r} is {wrong[0].winner!r}, which is no role")
+    if wrong := [each for each in kind.outcomes if each.points is not None and not _are_points(each.points)]:
+        problems.append(f"the points of {wrong[0].name!r} are {wrong[0].points}; they must be two numbers from 0 to 1")
     return problems
+
+
+def _are_points(points: Any) -> bool:
+    """Whether these are two numbers in [0, 1]."""
+    pair = isinstance(points, (tuple, list)) and len(points) == 2
+    return pair and all(isinstance(point, Real) and 0 <= point <= 1 for point in points)
 
 
 def own_games() -> list[str]:
@@ -261,7 +277,10 @@ def _import(place: str) -> ModuleType:
     """Import a Python file, or a module by its name from the current folder or the import path."""
     if not place.endswith(".py"):
         sys.path.append("")
-        return importlib.import_module(place)
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise UserError(f"--game {place}: {error}") from None
     name = f"game_of_{Path(place).stem}"
     spec = importlib.util.spec_from_file_location(name, place)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

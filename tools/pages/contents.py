@@ -5,6 +5,7 @@ All games are counted, and a random sample of bounded size is kept to be read. C
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -143,7 +144,8 @@ class Report:
 def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in a folder of games, a training, matches or scores; UserError for others."""
     report = Report(folder.absolute().name, game)
-    epochs = sorted(folder.glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch")))
+    epochs = [path for path in folder.glob("epoch*") if re.fullmatch("epoch[0-9]+", path.name)]
+    epochs.sort(key=lambda path: int(path.name.removeprefix("epoch")))
     for stage in (folder, folder / IMITATION, *epochs):
         name = stage.absolute().name
         for place in (stage, stage / "episodes", stage / "model", stage / "eval"):

@@ -23,19 +23,21 @@ class HumanPlayer:
 
     def __init__(self, game: Game):
         self.game, self.role = game, ""
+        self.secrets: dict[str, Mapping[str, str]] = {}  # by role: what the person was last told
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank. Blocks the event loop: a person plays one game at a time."""
         self.role = turn.role
-        if len(turn.history) < 2:
+        if all(message["role"] != turn.role for message in turn.history):
             self._introduce(turn)
         print(f"\nturn {len(turn.history) // 2 + 1} of {turn.max_turns}")
-        self._show_answer(turn.history)
+        self._show_answers(turn.history)
+        self._show_secrets(turn)
         return Reply(read_line(f"you, {self.role}> "), STOP, tokens=0)
 
     def end(self, episode: Mapping) -> None:
-        """Show the last message, the outcome and the rule that decided."""
-        self._show_answer(episode["history"])
+        """Show the last messages, the outcome and the rule that decided."""
+        self._show_answers(episode["history"])
         task, outcome = episode["target_word"], episode["outcome"]
         why = self.game.explain(task, episode["history"][: episode["length"]], outcome)
         print(f"\n--- {outcome}{f' ({why})' if why else ''}; the target word was `{shown(task)}` ---")
@@ -44,15 +46,23 @@ class HumanPlayer:
         print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves; finished games are stored) ---\n")
         print(turn.rules())
         print(shown(turn.instruction()))
-        for name, secret in turn.secrets.items():  # some prompts leave these out
-            print(f"The {name.replace('_', ' ')}: {shown(secret)}")
+        self.secrets[turn.role] = {}
+        self._show_secrets(turn)
         if hint := self.game.hint(turn.role):
             print(hint)
 
-    def _show_answer(self, history: History) -> None:
-        """Show the last message if it is the other player's."""
-        if history and history[-1]["role"] != self.role:
-            print(f"{history[-1]['role']}: {shown(history[-1]['content'])}")
+    def _show_secrets(self, turn: Turn) -> None:
+        """Show what only this role may know and was not told yet. (Some prompts leave it out.)"""
+        known, self.secrets[turn.role] = self.secrets[turn.role], turn.secrets
+        for name, secret in turn.secrets.items():
+            if known.get(name) != secret:
+                print(f"The {name.replace('_', ' ')}: {shown(secret)}")
+
+    def _show_answers(self, history: History) -> None:
+        """Show the other player's messages since this role's last one."""
+        own = [place for place, message in enumerate(history, start=1) if message["role"] == self.role]
+        for message in history[max(own, default=0) :]:
+            print(f"{message['role']}: {shown(message['content'])}")
 
 
 def read_line(prompt: str) -> str:

@@ -133,13 +133,14 @@ class ServerPlayer:
             raise PlayerUnusable(f"{self.model}: its server counts no tokens, which --max_total_tokens needs")
         prompt_tokens, tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         self.use.tokens += prompt_tokens + tokens
-        text = choice.text
+        text = after_thinking(choice.text) if choice.text and self.flags.openai_api == CHAT else choice.text
         if choice.finish_reason not in (player.STOP, player.LENGTH):
             raise self._lost(f"the reply was broken off ({choice.finish_reason!r:.40})")
         # A chat model's text is empty if thinking took all tokens, or if a filter held the text back. A base model may
         # end its reply at once, as in local play.
         if text is None or (self.flags.openai_api == CHAT and not text.strip()):
-            raise self._lost("the reply is empty")
+            cut = choice.finish_reason == player.LENGTH
+            raise self._lost(f"the reply is empty{'; thinking may have taken all --max_new_tokens' if cut else ''}")
         if self.tokens and choice.token_ids is not None:
             text, tokens = self.tokens.decode(choice.token_ids, cut).text, len(choice.token_ids)
         return Reply(text, choice.finish_reason, tokens, cut, prompt_tokens)
@@ -161,3 +162,9 @@ class ServerPlayer:
         if self.client.api_key != NO_KEY:
             why = why.replace(self.client.api_key, "***")
         return ReplyUnavailable(f"{self.model} at {server}: {shown(' '.join(why.split())[:LONGEST_FAULT])}")
+
+
+def after_thinking(text: str) -> str:
+    """The text after the last </think>; "" if the thinking has no end."""
+    message = text.rpartition("</think>")[2]
+    return "" if "<think>" in message else message

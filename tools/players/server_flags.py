@@ -1,5 +1,6 @@
 """The flags of players `openai:MODEL`, whose model is behind an OpenAI-compatible server. No openai."""
 
+import importlib.util
 import math
 import os
 import re
@@ -45,6 +46,8 @@ class ServerFlags:
         problems = too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
         url = self.openai_base_url or os.environ.get(URL_VARIABLE, "")
         ids, key = self.openai_tokenizer, os.environ.get(KEY_VARIABLE, "")
+        if importlib.util.find_spec("openai") is None:
+            problems.append(f"{SERVER}MODEL needs a package: {INSTALL}")
         if ids and self.openai_api == CHAT:
             problems.append(f"--openai_tokenizer sends token ids, which --openai_api {CHAT} does not take")
         if chat_template and not ids:

@@ -40,6 +40,10 @@ class Episode(TypedDict):
     replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut", ...
 
 
+class GamesMissing(Exception):
+    """Other ranks have left so many games unfinished. The same command can play them."""
+
+
 class GameIndex:
     """The place of each finished game in the rank files, and the counts of these games."""
 
@@ -143,13 +147,15 @@ class EpisodeFiles:
     def merge(self, *, seconds: float, tokens_before: int) -> dict:
         """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
 
-        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. Raises
-        UserError that names the missing games.
+        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. If games are
+        missing, raises GamesMissing, or UserError if files of ranks are missing too.
         """
         own_ranks = [self._rank_path(number) for number in range(world_size())]
-        utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
+        all_there = utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
         games = self.finished()
         if missing := games.missing():
+            if all_there:
+                raise GamesMissing(len(missing))
             ranks = sorted({index % world_size() for index in missing})
             named = ", ".join(self.words[index] for index in missing[:NAMED]) + ", ..." * (len(missing) > NAMED)
             raise UserError(

@@ -142,9 +142,9 @@ class Lineup:
         for local in self.loaded.values():
             if self.slots:
                 size, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
-            else:
-                size = batch_size_for_memory(local.model, flags.max_length)
-            sizes.append(size)
+                sizes.append(size)
+            elif flags.per_device_eval_batch_size is None:
+                sizes.append(batch_size_for_memory(local.model, flags.max_length))
         if sizes and flags.per_device_eval_batch_size is None:
             self.batch_size = min(sizes)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)

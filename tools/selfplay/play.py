@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,7 +19,7 @@ from tools.games.game import DEFAULT_GAME, Game
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.selfplay.counts import SERVER_COUNTS, GameCounts
-from tools.selfplay.files import Episode, EpisodeFiles
+from tools.selfplay.files import Episode, EpisodeFiles, GamesMissing
 from tools.selfplay.lineup import Lineup, is_local
 from tools.selfplay.options import PlayFlags
 from tools.selfplay.progress import Progress
@@ -50,6 +51,7 @@ async def play_game(
         history.append({"role": role, "content": reply.text.strip()})
         replies.append({key: value for key, value in vars(reply).items() if key != "text" and value is not None})
     outcome, length = game.judge(history, task, max_turns)
+    game.checked_points(task, history[:length], outcome)  # else wrong points would be noticed after the last game
     return {
         "index": index,
         **({} if game.name == DEFAULT_GAME else {"game": game.name}),
@@ -140,15 +142,21 @@ class Run:
             self._play(own, finished.counts, progress)
         self.files.meet()
         if progress.missing:
-            cap = self.flags.max_total_tokens
-            more = f", or with a larger --max_total_tokens if {cap} are used up" if cap else ""
-            program, missing = Path(sys.argv[0]).name, f"{progress.missing} games are missing"
-            sys.stderr.write(f"{program}: {missing}; the same command plays them{more}\n")
-            sys.exit(UNFINISHED)
+            self._end_unfinished(progress.missing)
         if rank() > 0:
             return None
         seconds = time.monotonic() - progress.began
-        return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
+        try:
+            return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
+        except GamesMissing as error:
+            self._end_unfinished(error.args[0])
+
+    def _end_unfinished(self, missing: int) -> NoReturn:
+        cap = self.flags.max_total_tokens
+        more = f", or with a larger --max_total_tokens if {cap} are used up" if cap else ""
+        program = Path(sys.argv[0]).name
+        sys.stderr.write(f"{program}: {missing} games are missing; the same command plays them{more}\n")
+        sys.exit(UNFINISHED)
 
     def _settle_engine(self, settings: dict) -> None:
         """Decide what `--engine auto` means, and write it into the settings. A run keeps the engine it began with."""
@@ -204,7 +212,7 @@ class Run:
         def on_episode(episode: Episode) -> None:
             self.files.append(episode | pairing.labels)
             progress.game(episode)
-            for player in players.values():
+            for player in set(players.values()):  # one player may have both roles
                 if isinstance(player, HumanPlayer):
                     player.end(episode)
 
