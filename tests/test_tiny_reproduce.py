@@ -293,7 +293,12 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
     start = "import sys; from pathlib import Path; from tools.tiny.reproduce import World; "
     start += "World(Path(sys.argv[1]), 0, None).program(Path(sys.argv[1]) / 'log', ['sleep', '1000.25'])"
     process = subprocess.Popen([sys.executable, "-c", start, tmp_path], cwd=ROOT, env=ENVIRONMENT)
-    while not (asleep := [one for one in psutil.Process(process.pid).children() if "1000.25" in one.cmdline()]):
+
+    def sleeping():  # process_iter passes over processes that end meanwhile
+        found = psutil.process_iter(["ppid", "cmdline"])
+        return [one for one in found if one.info["ppid"] == process.pid and "1000.25" in (one.info["cmdline"] or ())]
+
+    while not (asleep := sleeping()):
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()
