@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
-import math
 import os
 import shutil
 import sys
@@ -340,8 +339,7 @@ def run(trainer: SPAGTrainer) -> None:
     args = trainer.args
     with utils.naming_full_disk(args.output_dir):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        if not math.isfinite(result.training_loss):
-            raise UserError(f"the mean loss of training is {result.training_loss}; the model is not saved")
+        trainer.check_finite()
         trainer.save_model()
         if trainer.eval_dataset is not None:
             trainer.save_metrics("eval", trainer.evaluate())

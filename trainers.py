@@ -322,6 +322,7 @@ class SPAGTrainer(Trainer):
         self.metrics = MetricSums(self.train_dataset.role_names)
         self.eval_metrics = MetricSums(self.train_dataset.role_names)
         self.learning_rate = 0.0  # of the current step
+        self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
         self.add_callback(_Beginnings(self))
 
     def before_first_step(self) -> None:
@@ -354,6 +355,7 @@ class SPAGTrainer(Trainer):
         ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
         loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
         if self.module.training:
+            self.not_finite += ~loss.detach().isfinite()
             self.metrics.add(metrics, inputs)
         else:
             self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
@@ -551,6 +553,7 @@ class SPAGTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
+        self.check_finite()
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             (folder / COMPLETE).unlink(missing_ok=True)  # the folder may exist, with a file missing
@@ -565,6 +568,11 @@ class SPAGTrainer(Trainer):
                 if not is_complete(other):  # left by a killed launch; save_total_limit must not count it
                     shutil.rmtree(other)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+    def check_finite(self) -> None:
+        """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""
+        if self.accelerator.reduce(self.not_finite).item():
+            raise utils.UserError("the loss has become NaN or infinite; this model is not saved")
 
     def log(self, logs, start_time=None):
         """Log these numbers and our metrics since the last log. Raises UserError if the loss is NaN or infinite."""
