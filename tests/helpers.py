@@ -149,6 +149,12 @@ def users_of(folder: str | os.PathLike) -> list[psutil.Process]:
     return found
 
 
+def children(pid: int, word: str) -> list[psutil.Process]:
+    """The children of a process that have this word in their command line, without those that end meanwhile."""
+    found = psutil.process_iter(["ppid", "cmdline"])
+    return [one for one in found if one.info["ppid"] == pid and word in (one.info["cmdline"] or ())]
+
+
 def kill_all(process: subprocess.Popen, folder: str | os.PathLike) -> None:
     """SIGKILL a program and all processes that work on a folder; return when they have ended."""
     doomed = users_of(folder)

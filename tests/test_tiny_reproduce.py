@@ -11,9 +11,8 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-import psutil
 import pytest
-from helpers import ENVIRONMENT, ROOT, call, flags_of
+from helpers import ENVIRONMENT, ROOT, call, children, flags_of
 
 from tools import tiny_world
 from tools.games import load_game, prompts, taboo
@@ -293,12 +292,7 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
     start = "import sys; from pathlib import Path; from tools.tiny.reproduce import World; "
     start += "World(Path(sys.argv[1]), 0, None).program(Path(sys.argv[1]) / 'log', ['sleep', '1000.25'])"
     process = subprocess.Popen([sys.executable, "-c", start, tmp_path], cwd=ROOT, env=ENVIRONMENT)
-
-    def sleeping():  # process_iter passes over processes that end meanwhile
-        found = psutil.process_iter(["ppid", "cmdline"])
-        return [one for one in found if one.info["ppid"] == process.pid and "1000.25" in (one.info["cmdline"] or ())]
-
-    while not (asleep := sleeping()):
+    while not (asleep := children(process.pid, "1000.25")):
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()
