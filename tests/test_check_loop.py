@@ -131,6 +131,12 @@ def test_a_large_model_without_a_gpu_is_refused_before_it_plays(check, monkeypat
     monkeypatch.setattr(check_loop, "MOST_ON_CPU", 1000)
     assert "--use_cpu True" in check(status=2, NPROC="auto")
     check(NPROC="auto", TRAIN_ARGS="--use_cpu True")
+    check(NPROC="auto", UNTIL="epoch1_play")
+
+
+def test_the_shell_gets_the_words_of_further_flags(check):
+    assert check(EVAL_ARGS="--a 'b \"c' ''")[1][10:] == ["EVAL_ARGS=--a", 'EVAL_ARGS=b "c', "EVAL_ARGS="]
+    assert "--eval_args" in check(status=2, EVAL_ARGS="--a 'b\nc'")
 
 
 @pytest.mark.parametrize(
@@ -154,9 +160,9 @@ AUTO = dict.fromkeys(SETTLED, "auto")
 
 def test_automatic_choices_follow_the_gpus(check, pretend_gpus):
     pretend_gpus(0)
-    assert check(**AUTO)[1][:5] == ["1", "", "False", "5", ""]
+    assert check(**AUTO)[1][:7] == ["1", "", "False", "", "", "5", ""]
     pretend_gpus(8)
-    assert check(**AUTO)[1][:5] == ["8", "--bf16 True --tf32 True", "True", "5", ""]
+    assert check(**AUTO)[1][:7] == ["8", "--bf16 True --tf32 True", "True", "", "", "5", ""]
     pretend_gpus(1, bf16=False, tf32=False)  # a V100 or T4, where PyTorch emulates bf16
     assert check(**AUTO)[1][1] == "--fp16 True"
     pretend_gpus(1, tf32=False)  # AMD
@@ -179,8 +185,8 @@ def test_automatic_choices_follow_the_gpus(check, pretend_gpus):
 def test_deepspeed_is_chosen_by_what_fits(check, pretend_gpus, large_model, gpus, gib, changes, file):
     pretend_gpus(gpus, gib)
     _, answers, stored = check(**AUTO | {"MODEL": large_model} | changes)
-    assert answers[4] == (str(ROOT / "configs" / file) if file else "")
-    assert stored["DEEPSPEED"] == (answers[4] or "none")
+    assert answers[6] == (str(ROOT / "configs" / file) if file else "")
+    assert stored["DEEPSPEED"] == (answers[6] or "none")
 
 
 def test_a_model_without_safetensors_is_refused(check, pretend_gpus, tmp_path):
@@ -195,7 +201,7 @@ def test_a_training_that_was_begun_keeps_its_deepspeed_file(check, pretend_gpus,
     begun = {"arguments": {"deepspeed": str(ROOT / "configs/zero3.json")}}
     (tmp_path / "out/epoch1/model/settings.json").write_text(json.dumps(begun))
     pretend_gpus(8)
-    assert check(**AUTO)[1][4] == str(ROOT / "configs/zero3.json")
+    assert check(**AUTO)[1][6] == str(ROOT / "configs/zero3.json")
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -253,11 +259,13 @@ def test_like_gives_the_start_and_the_first_games_of_another_run(check, other_ru
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     start = start.format(run=run, model=settings["MODEL"])
     _, answers, stored = check(LIKE=run, MODEL="")
-    assert answers[5:] == [settings["MODEL"], games, start]
+    assert answers[7:] == [settings["MODEL"], games, start]
     assert (stored["MODEL"], stored["FIRST_EPISODES"]) == (settings["MODEL"], games)
-    assert check(LIKE=other_run("of_4_turns", MAX_TURNS="4"))[2]["MAX_TURNS"] == "4"
+    prompts = str(ROOT / "configs/prompts.json")
+    like = other_run("others", MAX_TURNS="4", GAME_OPTIONS="match=word", PROMPTS=prompts)
+    assert check(LIKE=like)[1][3:6] == ["match=word", prompts, "4"]
     again = other_run("again", LIKE=run, FIRST_EPISODES=games, **made)  # a run that itself was like the first
-    assert check(LIKE=again)[1][5:] == [settings["MODEL"], games, start]
+    assert check(LIKE=again)[1][7:] == [settings["MODEL"], games, start]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +304,7 @@ def test_like_needs_the_first_games_to_be_there(check, other_run):
 def test_play_gets_the_first_words_so_many_times(check, tmp_path, changes, words):
     _, answers, stored = check(**changes)
     assert (tmp_path / "out/words.txt").read_text() == words
-    assert answers[:5] == ["1", "", "False", "5", ""] and stored["MAX_TURNS"] == "5"
+    assert answers[:7] == ["1", "", "False", "", "", "5", ""] and stored["MAX_TURNS"] == "5"
 
 
 def test_other_words_of_a_loop_are_refused(check, tmp_path):
@@ -311,8 +319,8 @@ def test_other_words_of_a_loop_are_refused(check, tmp_path):
 def test_other_settings_of_a_loop_with_results_are_refused_and_the_old_ones_stay(check, tmp_path):
     check()
     *_, before = check(KL="0.3")  # nothing was made yet
-    (tmp_path / "out/imitation/model").mkdir(parents=True)
-    (tmp_path / "out/imitation/model/train_results.json").write_text("{}")
+    (tmp_path / "out/epoch1/model").mkdir(parents=True)
+    (tmp_path / "out/epoch1/model/train_results.json").write_text("{}")
     assert "KL: 0.3 then, 0.2 now" in check(status=2)
     assert json.loads((tmp_path / "out/settings.json").read_text()) == before
     assert check(KL="0.3", NPROC="1", SAVE_STEPS="0")[2]["SAVE_STEPS"] == "0"

@@ -4,8 +4,8 @@
 
 If anything is wrong, all of it is said (exit status 2) and nothing is written. Otherwise writes OUTPUT/settings.json,
 OUTPUT/words.txt (the words of an epoch) and ANSWERS for the shell, a line each: NPROC, the flags of PRECISION,
-GRADIENT_CHECKPOINTING, MAX_TURNS, the DeepSpeed file, MODEL, FIRST_EPISODES, and the model that takes the place of
-imitation (with LIKE, else empty).
+GRADIENT_CHECKPOINTING, GAME_OPTIONS, PROMPTS, MAX_TURNS, the DeepSpeed file, MODEL, FIRST_EPISODES, the model that
+takes the place of imitation (with LIKE, else empty), and NAME=WORD for each word of the settings *_ARGS.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tools.selfplay.controls import ControlFlags
 from utils import (
     UserError,
     differences,
+    file_digest,
     model_folder,
     open_text,
     read_json,
@@ -76,7 +77,8 @@ def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
             yield f"--{name.lower()} {path}: no such file, or it is empty"
     for name in (name for name in settings if name.endswith("_ARGS")):
         try:
-            shlex.split(settings[name])
+            if any("\n" in word for word in shlex.split(settings[name])):
+                raise ValueError("a line ends within quotes")
         except ValueError as error:
             yield f"--{name.lower()} {settings[name]}: {error}"
     if settings["SETTINGS"]:
@@ -87,7 +89,10 @@ def single_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def follow(settings: dict[str, str]) -> str:
-    """Fill in model, game and first episodes from the run LIKE; return the model that its self-play starts from."""
+    """Fill in what the run LIKE has: model, options and prompts of the game, turns, first episodes.
+
+    Returns the model that its self-play starts from. Raises UserError for a run that has another game or model.
+    """
     run = settings["LIKE"]
     path = Path(run, "settings.json")
     made = read_json(path) if path.is_file() else {}
@@ -100,9 +105,12 @@ def follow(settings: dict[str, str]) -> str:
         run = made["LIKE"]
         made = read_json(Path(run, "settings.json"))
     for name in ("MODEL", "IMITATION_DATA", "GAME", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS"):
+        same_file = name == "PROMPTS" and made[name] and settings[name]
+        if same_file and file_digest([settings[name]]) == file_digest([made[name]]):
+            continue
         if settings[name] not in ("", made[name]):
             raise UserError(f"--{name.lower()} {settings[name]}: the run of --like {run} has {made[name]!r}")
-    settings |= {name: made[name] for name in ("MODEL", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS")}
+    settings |= {name: settings[name] or made[name] for name in ("MODEL", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS")}
     return f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
 
 
@@ -134,6 +142,13 @@ def read_game(settings: dict[str, str]) -> list[str]:
     return read_words(settings["WORDS"], game.check_task) if settings["WORDS"] else []
 
 
+def trains_unasked(settings: Mapping[str, str]) -> bool:
+    """Whether a training comes whose flags do not ask for a CPU."""
+    if settings["UNTIL"].endswith("_play") and not settings["IMITATION_DATA"]:
+        return False
+    return "--use_cpu" not in settings["IMITATION_ARGS" if settings["UNTIL"] == "imitation" else "TRAIN_ARGS"]
+
+
 def choose(settings: dict[str, str]) -> None:
     """Replace `auto` by what fits this machine's GPUs and the model's size."""
     automatic = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
@@ -146,7 +161,7 @@ def choose(settings: dict[str, str]) -> None:
     if memory:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         choices = (str(len(memory)), half, "True", "auto")
-    elif not torch.accelerator.is_available() and "--use_cpu" not in settings["TRAIN_ARGS"]:
+    elif trains_unasked(settings) and not torch.accelerator.is_available():
         files = model_folder(settings["MODEL"]).glob("model*.safetensors")
         if (size := sum(path.stat().st_size for path in files)) > MOST_ON_CPU:
             raise UserError(
@@ -179,11 +194,8 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
         )
     if (epoch := re.match(r"epoch(\d+)", settings["UNTIL"])) and int(epoch[1]) > number["EPOCHS"]:
         yield f"--until {settings['UNTIL']}: there are --epochs {number['EPOCHS']}"
-    in_template = {
-        name: "--chat_template" in settings[name]
-        for name in ("PLAY_ARGS", "REWARD_ARGS", "EVAL_ARGS")
-        if name != "EVAL_ARGS" or settings["EVAL_WORDS"]
-    }
+    used = {"PLAY_ARGS": settings["CONTROL"] != "sft", "REWARD_ARGS": True, "EVAL_ARGS": settings["EVAL_WORDS"]}
+    in_template = {name: "--chat_template" in settings[name] for name in used if used[name]}
     if len(set(in_template.values())) > 1:
         missing = ", ".join(f"--{name.lower()}" for name, given in in_template.items() if not given)
         yield f"--chat_template is missing in {missing}: play, rewards and matches must all have it"
@@ -191,10 +203,18 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
     if negative and settings["DETACH_KL"] == "False" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         yield "--losers and --ties make rows with rewards below 0, which need --detach_kl True"
     needed = {"peft": settings["LORA_RANK"], "deepspeed": settings["DEEPSPEED"] != "none"}
-    own_harness = "--lm_eval" not in settings["REASONING_ARGS"] or "-m lm_eval" in settings["REASONING_ARGS"]
-    needed["lm_eval"] = settings["EVAL_TASKS"] and own_harness
+    other = re.search(r"--lm_eval\b(?![= ]['\"]?accelerate )", settings["REASONING_ARGS"])  # accelerate is ours
+    needed["lm_eval"] = settings["EVAL_TASKS"] and not other
     for package in (name for name, used in needed.items() if used and not find_spec(name)):
         yield f"{sys.executable} has no package {package}, which the settings need (requirements.txt names it)"
+
+
+def as_number(value: str) -> float | str:
+    """The number that a setting is, so that 1.0 and 1 are the same; other settings stay as they are."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def write_results(settings: Mapping[str, str], words: list[str], start: str, answers: str) -> None:
@@ -204,10 +224,13 @@ def write_results(settings: Mapping[str, str], words: list[str], start: str, ans
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{path}: not the words of --words, --games and --games_per_word; use another --output")
     stored = path.with_name("settings.json")
-    if stored.is_file() and any(path.parent.glob("*/*/*results.json")):
+    if stored.is_file() and any(path.parent.glob("epoch*/*/*results.json")):
         before = settings | read_json(stored)
-        if changed := differences({name: before[name] for name in KEPT}, {name: settings[name] for name in KEPT}):
-            raise UserError(f"{stored}: made with other settings ({'; '.join(changed)}); use another --output")
+        if changed := differences(*({name: as_number(each[name]) for name in KEPT} for each in (before, settings))):
+            raise UserError(
+                f"{stored}: made with other settings ({'; '.join(changed)}); use another --output, or delete this "
+                "file if the results were made with the new ones"
+            )
     if settings["NODE_RANK"] == "0":
         with replacing(path) as file:
             file.write(text)
@@ -217,8 +240,10 @@ def write_results(settings: Mapping[str, str], words: list[str], start: str, ans
         from transformers.utils import is_torch_tf32_available
 
         precision += " --tf32 True" * is_torch_tf32_available()
-    lines = [settings["NPROC"], precision, settings["GRADIENT_CHECKPOINTING"], settings["MAX_TURNS"]]
+    lines = [settings["NPROC"], precision, settings["GRADIENT_CHECKPOINTING"], settings["GAME_OPTIONS"]]
+    lines += [settings["PROMPTS"], settings["MAX_TURNS"]]
     lines += [settings["DEEPSPEED"].removesuffix("none"), settings["MODEL"], settings["FIRST_EPISODES"], start]
+    lines += [f"{name}={word}" for name in settings if name.endswith("_ARGS") for word in shlex.split(settings[name])]
     Path(answers).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

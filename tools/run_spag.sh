@@ -117,9 +117,14 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 answers=$(mktemp) settings=()
 for name in "${names[@]}"; do settings+=("$name=${!name}"); done
 in_foreground "$PYTHON" "$root/tools/check_loop.py" "$answers" "${settings[@]}" || { rm "$answers"; exit 2; }
-for name in NPROC PRECISION GRADIENT_CHECKPOINTING MAX_TURNS DEEPSPEED MODEL FIRST_EPISODES imitation; do
-  IFS= read -r "$name"
-done <"$answers"
+for name in "${names[@]}"; do case $name in *_ARGS) eval "$name=()" ;; esac; done
+{
+  for name in NPROC PRECISION GRADIENT_CHECKPOINTING GAME_OPTIONS PROMPTS MAX_TURNS DEEPSPEED MODEL FIRST_EPISODES \
+    imitation; do
+    IFS= read -r "$name"
+  done
+  while IFS= read -r word; do eval "${word%%=*}+=(\"\${word#*=}\")"; done # NAME=WORD, a word of NAME
+} <"$answers"
 rm "$answers"
 precision=($PRECISION) # its flags
 
@@ -166,13 +171,10 @@ rewards=(--decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES" --min_
 if [ -n "$CONTROL" ]; then
   REWARDS="-m tools.selfplay.controls --control $CONTROL"
   rows=$TRAIN_BATCH # over which training averages a loss
-  case $TRAIN_ARGS in *"loss_normalization step"*) rows=$GLOBAL_BATCH ;; esac
+  case ${TRAIN_ARGS[*]} in *loss_normalization[\ =]step*) rows=$GLOBAL_BATCH ;; esac
   rewards+=(--sft_coeff "$SFT_COEFF" --rows_at_once "$rows" ${LIKE:+--like "$LIKE"})
-  [ "$CONTROL" = coin ] || TRAIN_ARGS="--allow_no_game_rows True $TRAIN_ARGS"
+  [ "$CONTROL" = coin ] || TRAIN_ARGS=(--allow_no_game_rows True "${TRAIN_ARGS[@]}")
 fi
-for name in IMITATION_ARGS TRAIN_ARGS PLAY_ARGS REWARD_ARGS EVAL_ARGS REASONING_ARGS; do # quotes hold words together
-  IFS=$'\n' read -r -d '' -a "$name" < <([ -z "${!name}" ] || xargs -n 1 printf '%s\n' <<<"${!name}") || true
-done
 case ${precision[*]} in *bf16*) dtype=bfloat16 ;; *fp16*) dtype=float16 ;; *) dtype=float32 ;; esac
 
 model=${imitation:-$MODEL} player=imitation players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")

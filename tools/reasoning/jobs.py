@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from tools.reasoning.table import Benchmark
+from tools.reasoning.table import BENCHMARKS, Benchmark
 from utils import (
     RunSettings,
     UserError,
@@ -132,7 +132,10 @@ def _revision(dataset: str, how: Mapping) -> str | None:
 
 
 def task_folder(task: str, include_path: str | None) -> Path | None:
-    """The folder whose YAML files define this task or group: the user's, else ours, else None (the harness's own)."""
+    """The folder whose files define this task in place of the harness: the user's, ours, or None.
+
+    A task that is neither in our folder nor a benchmark of the table is the user's, however his files write its name.
+    """
     defined = re.compile(rf"^(?:task|group|tag): *[\"']?{re.escape(task)}[\"']?\s*$", re.MULTILINE)
     for folder in (Path(path).resolve() for path in (include_path, OWN_TASKS) if path):
         files = list(folder.rglob("*.yaml"))
@@ -140,7 +143,8 @@ def task_folder(task: str, include_path: str | None) -> Path | None:
             raise UserError(f"--include_path {folder}: no YAML files of tasks there")
         if any(defined.search(file.read_text(encoding="utf-8")) for file in files):
             return folder
-    return None
+    known = {benchmark.task for benchmark in BENCHMARKS}
+    return Path(include_path).resolve() if include_path and task not in known else None
 
 
 def folder_digest(folder: Path | None) -> str | None:
