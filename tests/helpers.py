@@ -149,10 +149,15 @@ def users_of(folder: str | os.PathLike) -> list[psutil.Process]:
     return found
 
 
-def children(pid: int, word: str) -> list[psutil.Process]:
-    """The children of a process that have this word in their command line, without those that end meanwhile."""
-    found = psutil.process_iter(["ppid", "cmdline"])
-    return [one for one in found if one.info["ppid"] == pid and word in (one.info["cmdline"] or ())]
+def descendants(pid: int, word: str) -> list[psutil.Process]:
+    """What a process has started, directly or not, that has this word in its command line and has not ended."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if word in process.cmdline():
+                    found.append(process)
+    return found
 
 
 def kill_all(process: subprocess.Popen, folder: str | os.PathLike) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import TORCHRUN, call, children, finish, play_flags, reset_process, start, write_place
+from helpers import TORCHRUN, call, descendants, finish, play_flags, reset_process, start, write_place
 from scripted import ScriptedPlayer
 
 from tools import play_llm_game
@@ -312,7 +312,7 @@ def test_ranks_end_with_their_launcher_while_they_still_import(place, tiny_model
     launcher, ranks = psutil.Process(process.pid), []
     while len(ranks) < 2:
         assert process.poll() is None, process.communicate()[0]
-        started = children(launcher.pid, "tools/play_llm_game.py")
+        started = descendants(launcher.pid, "tools/play_llm_game.py")
         ranks = [child for child in started if "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()]
         time.sleep(0.01)
     launcher.kill()

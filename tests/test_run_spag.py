@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, finish, flags_of, kill_all, start, users_of, wait_for
+from helpers import ENVIRONMENT, ROOT, descendants, finish, flags_of, kill_all, start, users_of, wait_for
 from safetensors.torch import load_file
 
 import arguments
@@ -352,11 +352,7 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_warnings_are_rep
 def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, does):
     process = loop.start(f"*play_llm*) {does} ;;")
     assert wait_for(lambda: len(loop.calls()) == 2, process)
-
-    def sleeping() -> list[psutil.Process]:
-        return [each for each in psutil.Process(process.pid).children(True) if each.name() == "sleep"]
-
-    assert wait_for(sleeping, process)
+    assert wait_for(sleeping := lambda: descendants(process.pid, "sleep"), process)
     (sleep,) = sleeping()
     process.send_signal(signal.Signals[number])
     _, err = process.communicate(timeout=30)

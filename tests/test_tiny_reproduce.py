@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, call, children, flags_of
+from helpers import ENVIRONMENT, ROOT, call, descendants, flags_of
 
 from tools import tiny_world
 from tools.games import load_game, prompts, taboo
@@ -292,7 +292,7 @@ def test_programs_end_with_the_study_that_started_them(tmp_path):
     start = "import sys; from pathlib import Path; from tools.tiny.reproduce import World; "
     start += "World(Path(sys.argv[1]), 0, None).program(Path(sys.argv[1]) / 'log', ['sleep', '1000.25'])"
     process = subprocess.Popen([sys.executable, "-c", start, tmp_path], cwd=ROOT, env=ENVIRONMENT)
-    while not (asleep := children(process.pid, "1000.25")):
+    while not (asleep := descendants(process.pid, "1000.25")):
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()
