@@ -27,7 +27,6 @@ from dataloaders import RowCounts, RowDataset, SPAGCollator, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer, checkpoints, is_complete
 from utils import TOKENIZER_FILES, UserError
 
-MOST_ON_CPU = 0.4e9  # a model with more bytes of weights trains on a CPU only with --use_cpu True
 FINISHED = "train_results.json"  # written last
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
 logger = logging.getLogger(__name__)
@@ -211,13 +210,8 @@ def check_models(args: SPAGArguments, tokenizer) -> int:
 
 def check_device(args: SPAGArguments) -> None:
     """Raise UserError if a large model would be trained on the CPU only because PyTorch found no GPU."""
-    files = utils.model_folder(args.model_name_or_path).glob("model*.safetensors")
-    size = sum(path.stat().st_size for path in files)
-    if args.no_gpu_found and size > MOST_ON_CPU:
-        raise UserError(
-            f"PyTorch {torch.__version__} finds no GPU for {args.model_name_or_path} with its {size / 1e9:.1f} GB of "
-            "weights: use a machine with a GPU and a PyTorch built for it, or say --use_cpu True"
-        )
+    if args.no_gpu_found:
+        utils.refuse_large_model(args.model_name_or_path, "--use_cpu True")
 
 
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:

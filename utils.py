@@ -35,6 +35,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
 # bytes that are not UTF-8 into surrogates.
@@ -361,6 +362,16 @@ def _from_hub(name: str) -> Path:
             "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
         }.get(kind, f"no such model on the hub ({kind})")
         raise UserError(f"{name}: no such folder, and {why}") from None
+
+
+def refuse_large_model(name: str, request: str) -> None:
+    """Raise UserError if a model, for which PyTorch found no GPU, is too large for a CPU. `request` asks for a CPU."""
+    size = sum(path.stat().st_size for path in model_folder(name).glob("model*.safetensors"))
+    if size > MOST_ON_CPU:
+        raise UserError(
+            f"{name} has {size / 1e9:.1f} GB of weights, and PyTorch finds no GPU: use a machine with a GPU and a "
+            f"PyTorch built for it, or say {request}"
+        )
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers import ROOT, call
 
+import utils
 from tools import check_loop
 from tools.loop import fit
 
@@ -128,7 +129,7 @@ def test_losers_and_ties_are_accepted_with_a_detached_kl(check):
 
 
 def test_a_large_model_without_a_gpu_is_refused_before_it_plays(check, monkeypatch):
-    monkeypatch.setattr(check_loop, "MOST_ON_CPU", 1000)
+    monkeypatch.setattr(utils, "MOST_ON_CPU", 1000)
     assert "--use_cpu True" in check(status=2, NPROC="auto")
     check(NPROC="auto", TRAIN_ARGS="--use_cpu True")
     check(NPROC="auto", UNTIL="epoch1_play")

@@ -642,9 +642,9 @@ def test_a_tokenizer_longer_than_the_embedding_is_refused_only_for_rows_that_nee
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
 def test_a_large_model_trains_on_a_cpu_only_on_request(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    monkeypatch.setattr(train, "MOST_ON_CPU", 1000)
+    monkeypatch.setattr(utils, "MOST_ON_CPU", 1000)
     settings = sft(mixed_rows, tiny_model, max_steps=1)
-    refused(tmp_path / "out", settings, "finds no GPU .*--use_cpu True")
+    refused(tmp_path / "out", settings, "finds no GPU.*--use_cpu True")
     assert len(run(tmp_path / "out", settings, use_cpu=True)) == 1
 
 

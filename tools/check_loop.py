@@ -27,13 +27,13 @@ from utils import (
     open_text,
     read_json,
     read_words,
+    refuse_large_model,
     replacing,
     run_program,
     write_json,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_ON_CPU = 0.4e9  # bytes of weights, as in train.py
 POSITIVE, NUMBER = r"[1-9]\d*", r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 KINDS = {  # what settings must be: their names, and its pattern
     "a whole number of at least 0": ("TOP_K SEED NODE_RANK", rf"0|{POSITIVE}"),
@@ -58,7 +58,7 @@ KINDS = {  # what settings must be: their names, and its pattern
     "sft, coin, cloning, or empty": ("CONTROL", "(sft|coin|cloning)?"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", rf"(imitation|epoch{POSITIVE}_(play|train))?"),
 }
-KEPT = (  # as long as results are there
+KEPT = (  # settings that may not change while OUTPUT has results
     "GAME GAME_OPTIONS MAX_TURNS MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K DECAY_WEIGHT LOSERS TIES GLOBAL_BATCH "
     "SEED IMITATION_LR IMITATION_KL LEARNING_RATE KL SFT_COEFF CLIP_RANGE DETACH_KL LORA_RANK CONTROL"
 ).split()
@@ -143,7 +143,7 @@ def read_game(settings: dict[str, str]) -> list[str]:
 
 
 def trains_unasked(settings: Mapping[str, str]) -> bool:
-    """Whether a training comes whose flags do not ask for a CPU."""
+    """Whether the loop will train with flags that do not ask for a CPU."""
     if settings["UNTIL"].endswith("_play") and not settings["IMITATION_DATA"]:
         return False
     return "--use_cpu" not in settings["IMITATION_ARGS" if settings["UNTIL"] == "imitation" else "TRAIN_ARGS"]
@@ -162,13 +162,7 @@ def choose(settings: dict[str, str]) -> None:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         choices = (str(len(memory)), half, "True", "auto")
     elif trains_unasked(settings) and not torch.accelerator.is_available():
-        files = model_folder(settings["MODEL"]).glob("model*.safetensors")
-        if (size := sum(path.stat().st_size for path in files)) > MOST_ON_CPU:
-            raise UserError(
-                f"PyTorch {torch.__version__} finds no GPU for {settings['MODEL']} with its {size / 1e9:.1f} GB of "
-                "weights: use a machine with a GPU and a PyTorch built for it, or say --imitation_args '--use_cpu "
-                "True' --train_args '--use_cpu True'"
-            )
+        refuse_large_model(settings["MODEL"], "--imitation_args '--use_cpu True' --train_args '--use_cpu True'")
     settings |= {name: choice for name, choice in zip(automatic, choices, strict=True) if settings[name] == "auto"}
     if settings["DEEPSPEED"] == "auto":
         way = fit.choose(settings, fit.count_parameters(model_folder(settings["MODEL"])), min(memory))

@@ -132,19 +132,19 @@ def _revision(dataset: str, how: Mapping) -> str | None:
 
 
 def task_folder(task: str, include_path: str | None) -> Path | None:
-    """The folder whose files define this task in place of the harness: the user's, ours, or None.
+    """The folder whose files define this task in place of the harness's: the user's, ours, or None.
 
-    A task that is neither in our folder nor a benchmark of the table is the user's, however his files write its name.
+    Tasks that are no benchmarks of the table are the user's; of the benchmarks, those that his files name.
     """
-    defined = re.compile(rf"^(?:task|group|tag): *[\"']?{re.escape(task)}[\"']?\s*$", re.MULTILINE)
-    for folder in (Path(path).resolve() for path in (include_path, OWN_TASKS) if path):
-        files = list(folder.rglob("*.yaml"))
-        if not files:
+    if include_path:
+        folder = Path(include_path).resolve()
+        texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
+        if not texts:
             raise UserError(f"--include_path {folder}: no YAML files of tasks there")
-        if any(defined.search(file.read_text(encoding="utf-8")) for file in files):
+        named = re.compile(rf"^(?:task|group|tag): *[\"']?{re.escape(task)}\b", re.MULTILINE)
+        if task not in {benchmark.task for benchmark in BENCHMARKS} or any(map(named.search, texts)):
             return folder
-    known = {benchmark.task for benchmark in BENCHMARKS}
-    return Path(include_path).resolve() if include_path and task not in known else None
+    return OWN_TASKS if (OWN_TASKS / f"{task}.yaml").is_file() else None
 
 
 def folder_digest(folder: Path | None) -> str | None:

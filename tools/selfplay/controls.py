@@ -65,7 +65,7 @@ class ControlFlags(RowFlags):
     control: str = flag("how the rows are made", choices=CONTROLS)
     like: str | None = flag("OUTPUT of another run of tools/run_spag.sh", default=None)
     sft_coeff: float = flag("weight of SFT rows in training, by which cloning scales its rows", default=0.5)
-    rows_at_once: int | None = flag("rows over which training averages a loss; unset: very many", default=None)
+    rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL; sft reads none")
     output_data_path: str = flag("file of rows to write; with --like it ends in epochK/rows/NAME")
     sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
