@@ -7,12 +7,14 @@ import fcntl
 import functools
 import glob
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,12 +22,14 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
+NAMED = 8  # how many files an error message names
 CHUNK = 1 << 20  # bytes or characters read at a time
 # Error messages of safetensors, torch and numpy when the disk is full. Arrow and Python raise an OSError with errno.
 ON_FULL_DISK = re.compile(
@@ -394,6 +398,92 @@ def model_fingerprint(folder: Path) -> str:
 
 # Finished work.
 
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "vllm", "numpy")
+
+
+@dataclass
+class Todo:
+    """What `stage` yields: true if there is work to do. `notes` stand in the record beside the settings."""
+
+    needed: bool
+    notes: dict
+
+    def __bool__(self) -> bool:
+        return self.needed
+
+
+@contextmanager
+def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str]) -> Iterator[Todo]:
+    """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
+
+    `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
+    results, the versions that made them, and whether they are finished, which is noted when the block has ended
+    without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
+    the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
+    sha256 is compared.
+
+    All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
+    Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
+    if nothing says how they were made. Settings without any result do not count.
+    """
+    record = Path(record)
+    lock_path = record.with_name(f".{record.stem}.lock")
+    settings = json.loads(json.dumps(settings))  # tuples are lists in a file
+
+    def begin() -> dict:
+        stored = _stored(record, settings, results)
+        if not stored["finished"]:
+            lock(lock_path)
+            stored = _stored(record, settings, results)  # again, since another launch may have ended in between
+        if stored["finished"]:
+            logger.info("%s: all is there", record)
+            return stored
+        stored = {"settings": settings, "finished": False, "made_by": made_by()}
+        write_json(record, stored)
+        return stored
+
+    stored = from_rank_0(begin)
+    if different := differences(stored["settings"], settings):
+        raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
+    todo = Todo(not stored["finished"], {key: stored[key] for key in stored if key not in ("settings", "finished")})
+    try:
+        yield todo
+        if todo and rank() == 0:
+            write_json(record, {"settings": settings, "finished": True, **todo.notes})
+    finally:
+        unlock(lock_path)
+
+
+def _stored(record: Path, settings: Mapping, results: Sequence[str]) -> dict:
+    """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
+    found = [sorted(path.name for path in record.parent.glob(pattern)) for pattern in results]
+    names = list(dict.fromkeys(itertools.chain(*found)))
+    if not names:
+        return {"finished": False}
+    remedy = f"write elsewhere, or delete in {record.parent}: {', '.join([*names[:NAMED], record.name])}"
+    try:
+        stored = read_json(record)
+        different = differences(stored["settings"], settings)
+    except (OSError, UserError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
+    if different:
+        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
+    return stored | {"finished": bool(stored.get("finished") and found[0])}
+
+
+@functools.cache
+def made_by() -> dict[str, str]:
+    """Versions of the packages that compute, and the commit of this project, with "+" if files were changed since."""
+    found = {}
+    for package in RECORDED_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=40"]
+    with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
+        found["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return found
+
+
 
 class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
@@ -496,8 +586,9 @@ def lock(path: str | os.PathLike) -> None:
 
 
 def unlock(path: str | os.PathLike) -> None:
-    """Release a lock of this process."""
-    os.close(_locks.pop(Path(path).absolute()))
+    """Release a lock, if this process holds it."""
+    if (descriptor := _locks.pop(Path(path).absolute(), None)) is not None:
+        os.close(descriptor)
 
 
 def is_locked(path: str | os.PathLike) -> bool:
