@@ -10,7 +10,7 @@ from helpers import ROOT
 # A room may import those before it. "flags" is tools/flags.py, "bench" the benchmark, "programs" all others in tools/.
 FLOORS = ["utils", "flags", "games", "players", "engine", "selfplay", "matches", "pages tiny", "programs", "bench"]
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games"}}  # all that these may import
+ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games", "selfplay", "reasoning"}}  # all that these may import
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")])
 
