@@ -271,18 +271,16 @@ def with_ids(game, **changes):
 def played(tmp_path):
     """Files of play with token ids, and the record that names their tokenizer; returns the path of the results."""
 
-    def write_run(stem, sha256="abc", as_note=True):
-        named = {"tokenizer_sha256": sha256}
-        record = {"settings": {}, **named} if as_note else {"settings": named}
-        utils.write_json(tmp_path / f"{stem}_settings.json", record)
+    def write_run(stem, attacker="abc", defender="abc"):
+        tokenizers = {"attacker": attacker, "defender": defender}
+        utils.write_json(tmp_path / f"{stem}_settings.json", {"settings": {}, "tokenizer_sha256": tokenizers})
         return write(tmp_path / f"{stem}_results.json", [with_ids(game) for game in EPISODES])
 
     return write_run
 
 
-@pytest.mark.parametrize("as_note", [True, False])
-def test_rows_in_the_layout_of_play_carry_the_token_ids_of_the_replies(run, start, played, tmp_path, as_note):
-    rows, printed = run(input_data_path=played("m", as_note=as_note), training_prompt="play")
+def test_rows_in_the_layout_of_play_carry_the_token_ids_of_the_replies(run, start, played, tmp_path):
+    rows, printed = run(input_data_path=played("m"), training_prompt="play")
     assert [row.pop("target_ids") for row in rows] == [[7, index] for _, index in PAID]
     assert rows == run(training_prompt="play")[0]
     assert printed["tokenizer_sha256"] == "abc" and printed["replies"] == {"with_ids": 14, "retokenized": 4}
@@ -297,8 +295,9 @@ def test_rows_of_other_layouts_and_retokenized_rows_have_texts_alone(run, played
 
 
 def test_token_ids_of_an_unknown_tokenizer_or_of_two_are_refused(refuse, run, played, tmp_path):
-    line = refuse(input_data_path=[played("one"), played("two", "def")], training_prompt="play")
-    assert "different tokenizers" in line and "--retokenize True" in line
+    for paths in ([played("one"), played("two", "def", "def")], [played("two", defender="def")]):
+        line = refuse(input_data_path=paths, training_prompt="play")
+        assert "different tokenizers" in line and "--retokenize True" in line
     (tmp_path / "two_settings.json").unlink()
     line = refuse(input_data_path=tmp_path / "two_results.json", training_prompt="play")
     assert "two_settings.json beside it does not name the tokenizer" in line

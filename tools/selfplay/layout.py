@@ -39,20 +39,20 @@ def layout_of(rows_path: str | Path) -> dict[str, str | None] | None:
 def tokenizer_of(episodes: Sequence[str]) -> str:
     """The fingerprint of the tokenizer whose token ids stand in these files of episodes.
 
-    Play leaves it in STEM_settings.json beside STEM_results.json. Raises UserError if it is not there, or if the files
-    have different ones.
+    Play leaves it in STEM_settings.json beside STEM_results.json, by role. Raises UserError if it is not there, or if
+    there are several, since a row of ids has to be of the tokenizer that is trained.
     """
     texts_alone = "--retokenize True makes rows of the texts alone"
     found = set()
     for path in map(Path, episodes):
         record = path.with_name(f"{path.stem.removesuffix('_results')}_settings.json")
-        stored = read_json(record) if record.is_file() else {}
-        try:
-            found.add(stored.get(TOKENIZER) or stored["settings"][TOKENIZER])
-        except (KeyError, TypeError, AttributeError):
+        stored = read_json(record) if record.is_file() else None
+        by_role = stored.get(TOKENIZER) if isinstance(stored, dict) else None
+        if not by_role or not isinstance(by_role, dict) or not all(isinstance(sha, str) for sha in by_role.values()):
             raise UserError(
                 f"{path}: {record.name} beside it does not name the tokenizer of stored token ids; {texts_alone}"
-            ) from None
+            )
+        found |= set(by_role.values())
     if len(found) > 1:
-        raise UserError(f"{', '.join(episodes)}: token ids of different tokenizers; {texts_alone}")
+        raise UserError(f"{', '.join(map(str, episodes))}: token ids of different tokenizers; {texts_alone}")
     return found.pop()
