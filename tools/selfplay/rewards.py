@@ -89,8 +89,10 @@ def judge_games(
             logger.error("%s: the rules of %s raised an error", where, game.title)
             raise
         games.append(known.setdefault(judged, judged))
-        replies["with_ids"] += sum("token_ids" in reply for reply in stored)
-        replies["retokenized"] += sum(reply.get("retokenized") is True for reply in stored)
+        for reply in stored:
+            if "token_ids" in reply:
+                replies["with_ids"] += 1
+                replies["retokenized"] += reply.get("retokenized") is True
     return JudgedGames(games, replies)
 
 
@@ -100,10 +102,13 @@ def stored_replies(episode: Mapping) -> list[dict]:
     if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
         return []
     for index, reply in enumerate(replies):
-        ids = reply.get("token_ids", [])
-        if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+        if "token_ids" in reply and not _are_ids(reply["token_ids"]):
             raise ValueError(f"reply {index}: 'token_ids' must be a list of whole numbers of at least 0")
     return replies
+
+
+def _are_ids(ids: object) -> bool:
+    return isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
 
 
 def outcome_counts(game: Game, games: Sequence[Judged]) -> dict[str, int]:
