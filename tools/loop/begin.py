@@ -23,12 +23,12 @@ from pathlib import Path
 
 import psutil
 
-from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import templates_digest
 from tools.loop import fit
 from tools.loop.fit import DEFAULTS
 from tools.selfplay.layout import layout_of
+from tools.selfplay.rows import RowFlags
 from utils import UserError, read_json, read_words, replacing, run_program, set_up_logging, shown, stage
 
 KINDS = {  # settings with which the shell computes, or which it compares: what they must be, and its pattern
@@ -158,8 +158,6 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
         yield f"TENSOR_PARALLEL_SIZE={together} needs ENGINE=vllm, and must divide NPROC={number['NPROC']}"
     if number["NNODES"] > 1 and not settings["RDZV_ENDPOINT"]:
         yield "RDZV_ENDPOINT=... is missing: with several machines it is host:port of machine 0"
-    if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
-        yield f"CONTROL={settings['CONTROL']} needs LIKE, the OUTPUT of the run whose rows it counts"
     epoch = re.match(r"epoch(\d+)", settings["UNTIL"])
     if epoch and int(epoch[1]) > int(settings["EPOCHS"]):
         yield f"UNTIL={settings['UNTIL']}: there are EPOCHS={settings['EPOCHS']}"
@@ -174,10 +172,18 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def read_game(settings: Mapping[str, str]) -> tuple[Game, list[str]]:
-    """Return the game and the words of self-play. UserError for a wrong game, prompt file, word list or layout."""
-    prompts = settings["PROMPTS"] or None
-    flags = GameFlags(game=settings["GAME"], game_options=settings["GAME_OPTIONS"].split(), prompt_templates=prompts)
+    """Return the game and the words of self-play. UserError for a wrong game, prompts, words, layout or control."""
+    numbers = ("DECAY_WEIGHT", "LOSERS", "TIES", "SFT_COEFF")
+    flags = RowFlags(
+        game=settings["GAME"],
+        game_options=settings["GAME_OPTIONS"].split(),
+        prompt_templates=settings["PROMPTS"] or None,
+        control=settings["CONTROL"] or None,
+        like_rows=settings["LIKE"] or None,
+        **{name.lower(): float(settings[name]) for name in numbers},
+    )
     game = flags.load_game()
+    flags.check(game, settings["SFT_DATA"])
     check_layout(settings, templates_digest(flags.load_templates(game)))
     if "--game" not in settings["EVAL_ARGS"]:  # the match may be of another game
         for item in settings["EVAL_WORDS"].split():
@@ -253,11 +259,13 @@ def end(output: str) -> None:
 def checked(settings: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the settings, with those that were left open, and the words. UserError lists all that is wrong."""
     settings |= fit.follow(settings)
-    problems, words = [*value_problems(settings), *content_problems(settings)], []
-    try:
-        game, words = read_game(settings)
-    except (ValueError, OSError) as error:
-        problems.append(str(error))
+    problems = list(value_problems(settings))
+    if not problems:
+        try:
+            game, words = read_game(settings)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    problems += content_problems(settings)
     if not problems:
         settings |= fit.choose(settings) | {"MAX_TURNS": settings["MAX_TURNS"] or str(game.max_turns)}
         problems += joint_problems(settings)
