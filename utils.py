@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -47,7 +46,6 @@ UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
@@ -683,30 +681,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the same files as rank 0, with the same sizes. A folder stands for its files.
-
-    On a network file system, results of one machine may reach another machine late. Raises UserError that names the
-    files that do not appear.
-    """
-    if world_size() == 1:
-        return
-
-    def sizes(path: str) -> dict[str, int]:
-        files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
-        return {str(file): file.stat().st_size for file in files if file.is_file()}
-
-    def missing() -> list[str]:
-        return [file for file, size in expected.items() if not os.path.isfile(file) or os.path.getsize(file) != size]
-
-    expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
-    if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
-        raise UserError(
-            f"{', '.join(missing())}: missing or of another size than on rank 0's machine, after {SHARING_TIMEOUT} s; "
-            "is this folder shared by all machines?"
-        )
-
-
 # Programs.
 
 
@@ -776,24 +750,6 @@ def world_size() -> int:
 def plain_environment() -> dict[str, str]:
     """Return the environment without the launcher's variables, for programs that are not ranks of this launch."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-
-
-def end_with_launcher() -> None:
-    """End this process when the script of the training loop is killed; otherwise our locks would block its next start.
-
-    The script is not our parent process, so a thread polls its pid every second.
-    """
-
-    def watch(pid: int) -> None:
-        while True:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1)
-
-    if loop := os.environ.get("SPAG_LOOP_PID"):
-        threading.Thread(target=watch, args=[int(loop)], daemon=True).start()
 
 
 def end_with_parent() -> None:

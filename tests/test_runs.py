@@ -5,8 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
@@ -273,22 +271,6 @@ def test_the_machine_that_ends_first_waits_for_the_other_unless_that_is_dead(ran
     ended = [f"rank {number} has ended" in "".join(printed) for number in (0, 1)]
     assert ended == [True, rank_1 == "lives"]
     assert [machine.returncode == 0 for machine in machines] == ended or rank_1 == "dies"
-
-
-def test_inputs_are_awaited_until_they_have_the_sizes_that_rank_0_sees(tmp_path, monkeypatch):
-    late = tmp_path / "late"
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(utils, "from_rank_0", lambda make: {str(late): 4})
-    late.write_text("ro")  # half of it is here
-    threading.Timer(0.7, late.write_text, ["rows"]).start()
-    started = time.monotonic()
-    utils.await_inputs([str(late)])
-    assert time.monotonic() - started > 0.6
-    monkeypatch.setattr(utils, "SHARING_TIMEOUT", 0)
-    late.unlink()
-    with pytest.raises(utils.UserError, match="/late"):
-        utils.await_inputs([str(late)])
 
 
 # Starts and errors.
