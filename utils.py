@@ -8,6 +8,7 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
@@ -50,6 +51,8 @@ LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
+ROOT = Path(__file__).resolve().parent
+FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -482,7 +485,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-
 class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
 
@@ -706,11 +708,22 @@ def too_small(flags, **least: float) -> list[str]:
 
 
 def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError and OSError end the program with their message and exit status 2."""
+    """Call `main`. UserError, OSError and a missing package end the program with one line and exit status 2.
+
+    From here on a rank ends when its torchrun is killed. If torchrun was killed before, while this process imported
+    its packages, it ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+        if os.getppid() != FIRST_PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
     try:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
+    except ModuleNotFoundError as error:
+        _end_if_package_is_missing(error)
+        raise
 
 
 def end_with_error(message: str) -> NoReturn:
@@ -725,13 +738,27 @@ def end_with_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _name_missing_package(kind, error, trace) -> None:
-    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
-        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+def require(module: str, requirement: str) -> None:
+    """Raise UserError with the command that installs an optional package, unless its module is installed."""
+    if importlib.util.find_spec(module) is None:
+        package = re.match(r"[\w.-]+", requirement)[0]
+        raise UserError(f'the package {package} is missing: pip install "{requirement}"')
+
+
+def _end_if_package_is_missing(error: BaseException) -> None:
+    """End the program if the error is a missing package of others. A missing module of our own is a bug."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}: source .venv/bin/activate, or pip install -r requirements.txt")
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+    _end_if_package_is_missing(error)
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
+# A program imports its packages before it calls run_program. A test or a notebook that imports utils is left alone.
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent in (ROOT, ROOT / "tools"):
+    sys.excepthook = _report_uncaught
 
 
 # Processes.
@@ -756,10 +783,6 @@ def end_with_parent() -> None:
     """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at import, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:
