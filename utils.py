@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -742,7 +743,7 @@ def require(module: str, requirement: str) -> None:
     """Raise UserError with the command that installs an optional package, unless its module is installed."""
     if importlib.util.find_spec(module) is None:
         package = re.match(r"[\w.-]+", requirement)[0]
-        raise UserError(f'the package {package} is missing: pip install "{requirement}"')
+        raise UserError(f"the package {package} is missing: pip install {shlex.quote(requirement)}")
 
 
 def _end_if_package_is_missing(error: BaseException) -> None:

@@ -358,7 +358,7 @@ def test_a_package_that_is_missing_during_work_is_named_under_torchrun_too(tmp_p
 
 def test_a_missing_optional_package_is_named_with_the_command_that_installs_it():
     utils.require("json", "json")
-    with pytest.raises(utils.UserError, match=r'^the package lm-nothing is missing: pip install "lm-nothing>=1,<2"$'):
+    with pytest.raises(utils.UserError, match="^the package lm-nothing is missing: pip install 'lm-nothing>=1,<2'$"):
         utils.require("lm_nothing", "lm-nothing>=1,<2")
 
 
