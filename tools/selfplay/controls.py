@@ -24,7 +24,6 @@ from tools.games.game import Game
 from tools.selfplay.rows import SFT, RowFlags, make_rows, rows_settings
 from utils import (
     UserError,
-    end_with_launcher,
     files_setting,
     read_json_or_jsonl,
     run_program,
@@ -155,7 +154,6 @@ def make_control_rows(flags: ControlFlags) -> None:
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(ControlFlags, description=__doc__)
     set_up_logging()
     make_control_rows(flags)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
 from tools.selfplay.controls import ControlFlags, path_like, repeated, split_rows, usual_rows
-from utils import end_with_launcher, run_program, set_up_logging, write_records
+from utils import run_program, set_up_logging, write_records
 
 AS_MANY, SILENT, FORMS = CONTROLS = ("as_many", "silent", "forms")
 
@@ -47,7 +47,6 @@ def control_rows(flags: Flags) -> list[dict]:
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description=__doc__)
     set_up_logging()
     write_records(flags.output_data_path, control_rows(flags))
