@@ -2,7 +2,7 @@
 
     python -m tools.bench play --turns 3
     python -m tools.bench train --accumulation 8
-    VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --preset 7b --bf16 True
+    python -m tools.bench play --modes vllm default --preset 7b --bf16 True
 
 Each mode runs in a process of its own. The column "ratio" divides by the first of --modes in play, and by `plain` in
 training. tools/README.md explains the tables.
@@ -98,7 +98,7 @@ class Play(Bench):
     """Self-play: tools/play_llm_game.py's default beside other ways to generate.
 
     release: one game at a time, and the whole prompt is computed for each message, as in the first release;
-    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, without the server's start.
+    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, without its start.
     All replies have --forced_tokens, or their lengths are drawn: geometric with mean --mean_tokens, cut at
     --most_tokens. The draw depends on seed, game and message only, so all modes play the same lengths.
     """
