@@ -262,19 +262,24 @@ def test_two_ranks_play_the_greedy_games_of_slots(place, tmp_path):
     assert len(games["vllm"]) == len(WORDS) and equal >= 0.9 * len(WORDS)  # rounding may turn a close decision
 
 
-def answers(engine, numbers, prompts=str) -> dict[int, str]:
+def answers(engine, numbers) -> dict:
+    """The replies to these numbers as prompts, asked at once in this order."""
     replies = {}
     for number in numbers:
-        engine.start(number, prompts(number), game=number, seed=number)
+        engine.start(number, str(number), game=number, seed=number)
     while len(replies) < len(numbers):
         replies |= dict(engine.run())
     return {number: replies[number] for number in sorted(numbers)}
 
 
+def memory() -> float:
+    """The memory of this process in GiB."""
+    return psutil.Process().memory_info().rss / 2**30
+
+
 def use_engines(folders: list[Path]) -> dict:
     """What is seen of real engines, in a process of its own."""
     os.environ.update(REAL)
-    memory = lambda: psutil.Process().memory_info().rss / 2**30  # noqa: E731
     tokens, options = load_tokens(folders[0], Sampling(max_new_tokens=16)), vllm.VLLMFlags(vllm_args="--enforce-eager")
     one, other = (options.load_vllm(folder, tokens, models=2) for folder in folders)
     seen = {"replies": answers(one, range(60)), "backwards": answers(one, range(59, -1, -1))}
@@ -291,7 +296,7 @@ def use_engines(folders: list[Path]) -> dict:
     seen["third"] = answers(third, range(60))
     third.end()
     slots = SlotEngine(load_local_model(folders[0], tokens.sampling), 60)
-    return seen | {"slots": answers(slots, range(60)), "end": memory()}
+    return seen | {"slots": answers(slots, range(60))}
 
 
 @needs_vllm
