@@ -2,6 +2,7 @@
 
     python -m tools.bench play
     python -m tools.bench train --accumulation 8
+    python -m tools.bench play --modes vllm default --preset 7b --bf16 True
 
 Each mode runs in a process of its own, and its line of the table is printed when it ends. "ratio" divides by the first
 mode. tools/README.md explains the tables.

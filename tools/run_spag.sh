@@ -67,7 +67,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${TEMPERATURE:=1.2}"        # sampling temperature
 : "${TOP_K:=50}"               # sample from this many most likely tokens; 0: from all
 : "${ENGINE:=auto}"            # engine of play and matches: auto, vllm, slots or generate
-: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of each vLLM server; play then has NPROC / this number of processes
+: "${TENSOR_PARALLEL_SIZE:=1}" # GPUs of each process with vLLM; play then has NPROC / this number of processes
 : "${PLAY_BATCH:=}"            # prompts answered at once; empty: chosen from memory
 : "${REWARDS:=}"               # program that makes rows, with assign_rewards.py's flags; empty: that program
 : "${DECAY_WEIGHT:=0.8}"       # reward decay gamma, applied backwards from the last message

@@ -5,14 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tools.engine.generate import BatchEngine
 from tools.engine.slots import SlotEngine
+from tools.engine.vllm import VLLMEngine
 from tools.games.chat import ChatTemplate
-from tools.players.player import Reply, Turn
+from tools.players.player import Reply, Turn, draw_seed
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
-Engine = SlotEngine | BatchEngine
+Engine = SlotEngine | BatchEngine | VLLMEngine
 
 
 class Batcher:
@@ -27,12 +28,17 @@ class Batcher:
         self.requests = 0
         self.runner: asyncio.Task | None = None
 
-    async def submit(self, engine: Engine, prompt: str, *, game: int, limit: int | None = None) -> Reply:
-        """The engine's reply, of at most `limit` tokens, to a prompt of game number `game`."""
+    async def submit(
+        self, engine: Engine, prompt: str, *, game: int, limit: int | None = None, seed: int = 0
+    ) -> Reply:
+        """The engine's reply, of at most `limit` tokens, to a prompt of game number `game`.
+
+        vLLM draws the reply with `seed`; the other engines draw from torch's global generator.
+        """
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
-        engine.start(self.requests, prompt, game=game, limit=limit)
+        engine.start(self.requests, prompt, game=game, limit=limit, seed=seed)
         if self.runner is None:
             self.runner = asyncio.create_task(self._run())
         return await future
@@ -72,13 +78,13 @@ class Batcher:
 class LocalPlayer:
     """Plays with a model in this process. All local players of a process share one batcher."""
 
-    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None):
-        self.engine, self.batcher, self.chat = engine, batcher, chat
+    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None, seed: int | str = 0):
+        self.engine, self.batcher, self.chat, self.seed = engine, batcher, chat, seed
 
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply."""
-        prompt = turn.prompt(self.chat)
-        return await self.batcher.submit(self.engine, prompt, game=turn.index, limit=self.limit(turn))
+        how = {"game": turn.index, "limit": self.limit(turn), "seed": draw_seed(self.seed, turn)}
+        return await self.batcher.submit(self.engine, turn.prompt(self.chat), **how)
 
     def limit(self, turn: Turn) -> int | None:
         """The most tokens of a reply; None: --max_new_tokens. (The benchmark replaces this.)"""

@@ -12,7 +12,7 @@ from tools.engine.generate import BatchEngine
 from tools.engine.local_player import ENGINE_THREAD, Batcher, LocalPlayer
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
-from tools.engine.vllm import VLLM, VLLMServer
+from tools.engine.vllm import VLLM, VLLMEngine
 from tools.games import prompts
 from tools.games.game import Game
 from tools.players.human import HUMAN, HumanPlayer
@@ -31,7 +31,7 @@ class Lineup:
     def __init__(self, flags: PlayFlags, game: Game):
         self.flags, self.game, self.sampling = flags, game, flags.sampling()
         self.loaded: dict[Path, models.LocalModel] = {}
-        self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
+        self.vllms: dict[Path, VLLMEngine] = {}  # by model folder
         self.tokens: dict[str, models.ModelTokens] = {}  # loaded without their models
         self.slots = True  # whether models in this process play with SlotEngine; else with BatchEngine
         self.batch_size = flags.per_device_eval_batch_size
@@ -40,12 +40,12 @@ class Lineup:
     def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once. Models that no longer play leave memory.
 
-        `names` are those of roles[0] and roles[1]. `seed` seeds the draws on servers; models in this process draw from
-        torch's generator.
+        `names` are those of roles[0] and roles[1]. `seed` seeds the draws of servers and vLLM; our own engines draw
+        from torch's generator.
         """
         folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
         if self.flags.engine == VLLM:
-            of_folder = self._vllm_players(set(folders.values()), seed)
+            of_folder = ENGINE_THREAD.submit(self._vllm_players, set(folders.values()), seed).result()
         else:
             of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names).result()
         players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
@@ -79,9 +79,8 @@ class Lineup:
             )
 
     def end(self) -> None:
-        """End the vLLM servers."""
-        while self.vllms:
-            self.vllms.popitem()[1].end()
+        """Free the memory of the models in vLLM."""
+        ENGINE_THREAD.submit(self._end_vllms).result()
 
     def _at_once(self, names: Sequence[str]) -> int:
         """How many games to play at once."""
@@ -97,21 +96,24 @@ class Lineup:
         return max(games + self.flags.max_concurrency * any(map(is_server, names)), 1)
 
     def _vllm_players(self, folders: set[Path], seed: int | str) -> dict[Path, Player]:
-        """Players by model folder. Servers of other folders end."""
-        from tools.engine.vllm_player import VLLMPlayer  # needs an optional package
+        """Players by model folder, whose models are in vLLM."""
+        flags = self.flags
+        if folders != set(self.vllms):
+            self._end_vllms()
+            how = {"sequences": flags.per_device_eval_batch_size or VLLM_GAMES, "models": len(folders)}
+            how |= {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}
+            for folder in sorted(folders):
+                self.vllms[folder] = flags.load_vllm(folder, self._tokens(str(folder)), **how)
+        batcher, players = Batcher(), {}
+        for folder, engine in self.vllms.items():
+            engine.drop_requests()
+            players[folder] = LocalPlayer(engine, batcher, engine.tokens.chat, seed)
+        return players
 
-        flags, games = self.flags, self.flags.per_device_eval_batch_size or VLLM_GAMES
-        wanted = {(folder, len(folders)) for folder in folders}
-        for key in set(self.vllms) - wanted:
-            self.vllms.pop(key).end()
-        how = {"max_length": flags.max_length, "sequences": games, "trust_remote_code": flags.trust_remote_code}
-        how |= {"dtype": str(flags.dtype()).removeprefix("torch.") if flags.dtype() else None, "models": len(folders)}
-        for key in sorted(wanted - set(self.vllms)):
-            self.vllms[key] = flags.vllm_server(key[0], **how).start()
-        return {
-            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed)
-            for (folder, _), server in self.vllms.items()
-        }
+    def _end_vllms(self) -> None:
+        """End all of them at once: a vLLM engine that ends takes down what others in its process share with it."""
+        while self.vllms:
+            self.vllms.popitem()[1].end()
 
     def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
         """Players by model folder, whose models are loaded into this process."""

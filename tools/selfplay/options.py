@@ -42,7 +42,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     engine: str = flag(
         "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
-        "this process starts a vLLM server for each model; auto: vllm if there are a GPU and vLLM, else slots if the "
+        "vLLM in this process; auto: vllm if there are a GPU and the package vllm, else slots if the "
         "engine can compute the model's attention, else generate",
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),

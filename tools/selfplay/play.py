@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from tools.engine.vllm import AUTO, VLLM
+from tools.engine.vllm import AUTO, VLLM, choose_engine
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.human import HUMAN, HumanPlayer, HumanQuit
@@ -167,7 +167,7 @@ class Run:
         def choose() -> str:
             if begun.results() and begun.path.is_file():
                 return VLLM if begun.read().get("engine") == VLLM else AUTO
-            return AUTO if self.flags.device_map else self.flags.choose_engine()
+            return AUTO if self.flags.device_map else choose_engine()
 
         self.flags.engine = settings["engine"] = from_rank_0(choose)
 
