@@ -464,7 +464,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-
 class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
 
