@@ -8,15 +8,16 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -46,11 +47,12 @@ UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
+ROOT = Path(__file__).resolve().parent
+FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -662,30 +664,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the same files as rank 0, with the same sizes. A folder stands for its files.
-
-    On a network file system, results of one machine may reach another machine late. Raises UserError that names the
-    files that do not appear.
-    """
-    if world_size() == 1:
-        return
-
-    def sizes(path: str) -> dict[str, int]:
-        files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
-        return {str(file): file.stat().st_size for file in files if file.is_file()}
-
-    def missing() -> list[str]:
-        return [file for file, size in expected.items() if not os.path.isfile(file) or os.path.getsize(file) != size]
-
-    expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
-    if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
-        raise UserError(
-            f"{', '.join(missing())}: missing or of another size than on rank 0's machine, after {SHARING_TIMEOUT} s; "
-            "is this folder shared by all machines?"
-        )
-
-
 # Programs.
 
 
@@ -711,11 +689,22 @@ def too_small(flags, **least: float) -> list[str]:
 
 
 def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError and OSError end the program with their message and exit status 2."""
+    """Call `main`. UserError, OSError and a missing package end the program with one line and exit status 2.
+
+    From here on a rank ends when its torchrun is killed. If torchrun was killed before, while this process imported
+    its packages, it ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+        if os.getppid() != FIRST_PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
     try:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
+    except ModuleNotFoundError as error:
+        _end_if_package_is_missing(error)
+        raise
 
 
 def end_with_error(message: str) -> NoReturn:
@@ -730,13 +719,27 @@ def end_with_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _name_missing_package(kind, error, trace) -> None:
-    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
-        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+def require(module: str, requirement: str) -> None:
+    """Raise UserError with the command that installs an optional package, unless its module is installed."""
+    if importlib.util.find_spec(module) is None:
+        package = re.match(r"[\w.-]+", requirement)[0]
+        raise UserError(f"the package {package} is missing: pip install {shlex.quote(requirement)}")
+
+
+def _end_if_package_is_missing(error: BaseException) -> None:
+    """End the program if the error is a missing package of others. A missing module of our own is a bug."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}: source .venv/bin/activate, or pip install -r requirements.txt")
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+    _end_if_package_is_missing(error)
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
+# A program imports its packages before it calls run_program. A test or a notebook that imports utils is left alone.
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent in (ROOT, ROOT / "tools"):
+    sys.excepthook = _report_uncaught
 
 
 # Processes.
@@ -757,32 +760,10 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
-def end_with_launcher() -> None:
-    """End this process when the script of the training loop is killed; otherwise our locks would block its next start.
-
-    The script is not our parent process, so a thread polls its pid every second.
-    """
-
-    def watch(pid: int) -> None:
-        while True:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1)
-
-    if loop := os.environ.get("SPAG_LOOP_PID"):
-        threading.Thread(target=watch, args=[int(loop)], daemon=True).start()
-
-
 def end_with_parent() -> None:
     """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at import, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:

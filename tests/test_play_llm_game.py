@@ -229,7 +229,6 @@ class TestEpisodeFiles:
 
     def test_the_ranks_whose_games_are_missing_at_the_end_are_named(self, tmp_path, monkeypatch):
         """Their machine may have a folder of its own."""
-        monkeypatch.setattr("utils.SHARING_TIMEOUT", 0)
         files, _ = begin(tmp_path, ["a", "b"])
         files.append(episode(0, "a"))
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -374,20 +374,6 @@ def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path):
     assert users_of(loop.output) == [] and loop.calls() == []
 
 
-def test_a_program_ends_with_the_script_when_that_alone_is_killed(tmp_path):
-    program = (
-        "import os, time, utils; utils.end_with_launcher(); print('pid', os.getpid(), flush=True); time.sleep(60)"
-    )
-    script = f'root={ROOT}; . tools/loop/run.sh; run stage "{sys.executable}" -c "{program}"'
-    process = start(["bash", "-c", script], env=ENVIRONMENT | {"OUTPUT": str(tmp_path), "NODE_RANK": "0"})
-    program = psutil.Process(int(next(line for line in process.stdout if line.startswith("pid ")).split()[1]))
-    assert program.parent().pid != process.pid
-    process.kill()
-    process.wait()
-    program.wait(timeout=10)
-    process.communicate()  # all have closed their output
-
-
 # --- with the real programs ------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.lineup import player_setting
 from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
-from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from utils import UserError, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # first part of the names of the games' files
 GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
@@ -88,11 +88,9 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
     flags.check()
-    await_inputs([path for _, path in (*flags.words, *flags.players)])
     game = flags.load_game()
     templates, players = flags.load_templates(game), [player.name for player in flags.players]
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}

@@ -23,8 +23,6 @@ from tools.selfplay.options import PlayFlags, words_setting
 from tools.selfplay.play import Pairing, Run
 from utils import (
     UserError,
-    await_inputs,
-    end_with_launcher,
     read_words,
     run_program,
     set_up_logging,
@@ -67,11 +65,9 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
     flags.check()
-    await_inputs([flags.data_path, *flags.names])
     game = flags.load_game()
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)

@@ -96,7 +96,7 @@ def test_a_training_step_gives_the_same_losses_under_every_deepspeed_file(capsys
 def test_the_speed_of_play(capsys):
     """Not judged: shown."""
     modes = [*([] if NO_VLLM else ["vllm"]), "default", "batched"]
-    flags = {"preset": "1b", "bf16": True, "turns": 3, "games": 512, "lengths": "drawn", "modes": modes}
+    flags = {"preset": "1b", "bf16": True, "games": 512, "lengths": "drawn", "modes": modes}
     with capsys.disabled():
         assert len(bench("play", *flags_of(flags))) == len(modes)
 

@@ -289,7 +289,7 @@ def _import(place: str) -> ModuleType:
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game's name, options and digest of its source files, as `RunSettings` compares them between starts."""
+    """A game's name, options and digest of its source files, as `utils.stage` compares them between starts."""
     kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
     source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}

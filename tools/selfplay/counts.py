@@ -78,7 +78,7 @@ class GameCounts:
                 self.tokens["server_prompt_tokens"] += reply["prompt_tokens"]
                 self.tokens["server_new_tokens"] += new_tokens
 
-    def about(self) -> dict[str, float | None]:
+    def word_dependence(self) -> dict[str, float | None]:
         """`share_about_word` by role."""
         return {role: share_about_word(*said) for role, said in self.said.items()}
 
@@ -92,7 +92,7 @@ class GameCounts:
             "outcomes": {outcome.name: self.outcomes[outcome.name] for outcome in self.game.outcomes},
             f"{role}_share_of_decided": won[role] / sum(won.values()) if sum(won.values()) else None,
             "mean_length": self.mean_length,
-            "about": self.about(),
+            "about": self.word_dependence(),
             "messages": self.messages.total(),
             "empty_replies": self.empty_replies.total(),
             "cut_off_replies": self.cut_off_replies.total(),

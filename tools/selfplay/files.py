@@ -150,8 +150,7 @@ class EpisodeFiles:
         Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. If games are
         missing, raises GamesMissing, or UserError if files of ranks are missing too.
         """
-        own_ranks = [self._rank_path(number) for number in range(world_size())]
-        all_there = utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
+        all_there = all(self._rank_path(number).is_file() for number in range(world_size()))
         games = self.finished()
         if missing := games.missing():
             if all_there:

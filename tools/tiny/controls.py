@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.flags import flag, parse_flags
 from tools.selfplay.controls import SILENT, repeated, split_rows
 from tools.selfplay.rows import RowFlags, make_rows
-from utils import end_with_launcher, read_json_or_jsonl, run_program, set_up_logging, write_records
+from utils import read_json_or_jsonl, run_program, set_up_logging, write_records
 
 AS_MANY, FORMS = "as_many", "forms"
 CONTROLS = (AS_MANY, SILENT, FORMS)
@@ -56,7 +56,6 @@ def write_rows(flags: Flags) -> None:
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description=__doc__)
     set_up_logging()
     write_rows(flags)
