@@ -85,7 +85,7 @@ def test_all_games_are_counted(output):
     assert points(ends) == {outcome: [("epoch1", share), ("epoch2", share)] for outcome, share in shares.items()}
     assert points(lengths)["all games"] == [("epoch1", 2), ("epoch2", 2)]
     found = points(faults)
-    assert points(about)["attacker"] == [(name, games.about()["attacker"]) for name, games in plays]
+    assert points(about)["attacker"] == [(name, games.word_dependence()["attacker"]) for name, games in plays]
     assert found["empty"][1] == ("epoch2", 1 / 2) and found["cut off at the token limit"][1] == ("epoch2", 1)
 
 

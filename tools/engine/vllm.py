@@ -26,12 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tools.engine import supervise
 from tools.flags import flag
 from tools.players.player import PlayerUnusable
-from tools.players.server_flags import INSTALL
+from tools.players.server import INSTALL
 from utils import UserError, plain_environment, shown, too_small
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
@@ -81,6 +79,8 @@ class VLLMFlags:
 
     def choose_engine(self) -> str:
         """The meaning of `--engine auto`: vLLM where there are a GPU and a vLLM, else `auto`. Logs the choice."""
+        import torch
+
         missing = "there is no GPU" if not torch.cuda.is_available() else self.vllm_missing()
         if missing:
             logger.info("--engine auto: our own engine, since vLLM cannot be used (%s)", missing)
@@ -133,6 +133,8 @@ def own_gpus(number: int) -> list[str]:
 
     Raises UserError if there are too few GPUs for all processes of this machine.
     """
+    import torch
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
     names = [name.strip() for name in names if name.strip()]

@@ -174,7 +174,7 @@ def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
         line("cut off at the token limit", lambda games: games.cut_off_replies.total() / games.messages.total()),
     ]
     about = [
-        line(role, lambda games, role=role: games.about()[role], color=color)
+        line(role, lambda games, role=role: games.word_dependence()[role], color=color)
         for role, color in zip(plays[0][1].game.roles, (FIRST_WINS, SECOND_WINS), strict=True)
     ]
     numbers: dict = {"xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}}
