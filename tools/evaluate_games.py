@@ -25,7 +25,7 @@ from tools.players.player import TESTING
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, kind_of, words_setting
 from tools.selfplay.play import Play, Run
-from utils import UserError, end_with_launcher, rank, read_words, run_program, set_up_logging, too_small
+from utils import UserError, rank, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # first part of the names of the games' files
 GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
@@ -92,7 +92,6 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
     flags.check()

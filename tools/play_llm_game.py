@@ -19,7 +19,7 @@ from tools.players.human import HUMAN
 from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import Play, Run
-from utils import UserError, end_with_launcher, rank, read_json, read_words, run_program, set_up_logging, too_small
+from utils import UserError, rank, read_json, read_words, run_program, set_up_logging, too_small
 
 MOST_TIED = 0.5  # share of undecided games above which there is a warning
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
     flags.check()

@@ -115,7 +115,7 @@ class GameCounts:
     def _why_unknown(self) -> str:
         """Why a role has no `word_dependence`."""
         if len(self.words) == self.games:
-            return "one game a word: no two texts about the same word to compare; play each word several times"
+            return "one game a word: there are no texts of other games about the same word to compare"
         if len(self.words) < 2:
             return "all games are about one word"
         return "no two texts about the same word are equal"
