@@ -204,8 +204,6 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     except argparse.ArgumentError as error:
         raise utils.UserError(str(error)) from None
     problems = utils.unknown_words(unknown, parser)
-    files = [*(namespace.train_data_path or []), *(namespace.eval_data_path or [])]
-    utils.await_inputs([*files, *filter(None, (namespace.model_name_or_path, namespace.ref_model_name_or_path))])
     try:
         arguments = SPAGArguments(**vars(namespace))
     except utils.UserError as error:

@@ -172,7 +172,6 @@ def load_dataset(
     if utils.rank() > 0 and args.should_save:  # --save_on_each_node: every machine has a folder of its own
         dataloaders.write_encoded(paths, tokenizer, path)
     utils.from_rank_0(lambda: dataloaders.write_encoded(paths, tokenizer, path))
-    utils.await_inputs([str(path)])
     rows, counts = load_rows(paths, tokenizer, path, drop_unscored=args.drop_unscored_rows)
     largest = rows.with_format("numpy")["largest_id"][:]
     if vocabulary and largest.max() >= vocabulary:
@@ -363,7 +362,6 @@ def leave() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    utils.end_with_launcher()
     utils.set_up_logging()
     argv = sys.argv[1:] if argv is None else argv
     if trainer := utils.run_program(lambda: set_up(argv)):

@@ -8,15 +8,16 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -25,7 +26,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
-from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
@@ -47,11 +47,12 @@ UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
+ROOT = Path(__file__).resolve().parent
+FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -87,21 +88,12 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"{path}: not JSON ({error})") from None
 
 
-def log_skipped(message: str) -> None:
-    """Log that a bad record was skipped."""
-    logger.warning("skipped: %s", message)
-
-
-def iter_records(
-    path: str | os.PathLike, *, on_skip: Callable[[str], None] | None = None
-) -> Iterator[tuple[str, dict]]:
+def iter_records(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
     A file that begins with "[" is a JSON list; any other file is JSONL. Memory is constant for JSONL, and for lists
-    with one object per line, which `write_records` writes. Any other list is loaded whole.
-
-    With `on_skip`, records that are not objects are skipped, and `on_skip` is called with a message for each. Of a
-    list that is cut off, the objects on its complete lines are yielded; then an error is raised, also with `on_skip`.
+    with one object per line, which `write_records` writes. Any other list is loaded whole. Of a file that is cut off,
+    the objects on its complete lines are yielded before the error.
 
     Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
     for a record that is not an object.
@@ -112,11 +104,11 @@ def iter_records(
             raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
         file.seek(0)
         if first == "[":
-            yield from _iter_list(path, file, on_skip)
+            yield from _iter_list(path, file)
             return
         for number, line in enumerate(file, start=1):
             if not line.isspace():
-                yield from _checked(f"{path}:{number}", partial(_parse, line, f"{path}:{number}"), on_skip)
+                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
 
 
 def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
@@ -124,7 +116,7 @@ def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
     return [record for _, record in iter_records(path)]
 
 
-def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
     """Read a list line by line. At the first line that does not hold one object, load the file whole instead."""
     yielded, comma = 0, True  # comma: whether the line before ended with one, so that another object may follow
     for number, line in enumerate(file, start=1):
@@ -146,17 +138,7 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
     file.seek(0)
     for number, value in enumerate(_parse(file.read(), str(path), kind=list)[yielded:], start=yielded + 1):
         where = f"{path}: record {number}"
-        yield from _checked(where, partial(_as_object, value, where), on_skip)
-
-
-def _checked(where: str, make: Callable[[], dict], on_skip: Callable | None) -> Iterator[tuple[str, dict]]:
-    """Yield the record that `make` returns. With `on_skip`, skip it if `make` raises BadRecordError."""
-    try:
-        yield where, make()
-    except BadRecordError as error:
-        if not on_skip:
-            raise
-        on_skip(str(error))
+        yield where, _as_object(value, where)
 
 
 def _parse(text: str, where: str, kind: type = dict):
@@ -496,7 +478,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-
 class RunSettings:
     """The settings file of a run, and the lock that keeps a second launch out.
 
@@ -695,30 +676,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the same files as rank 0, with the same sizes. A folder stands for its files.
-
-    On a network file system, results of one machine may reach another machine late. Raises UserError that names the
-    files that do not appear.
-    """
-    if world_size() == 1:
-        return
-
-    def sizes(path: str) -> dict[str, int]:
-        files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
-        return {str(file): file.stat().st_size for file in files if file.is_file()}
-
-    def missing() -> list[str]:
-        return [file for file, size in expected.items() if not os.path.isfile(file) or os.path.getsize(file) != size]
-
-    expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
-    if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
-        raise UserError(
-            f"{', '.join(missing())}: missing or of another size than on rank 0's machine, after {SHARING_TIMEOUT} s; "
-            "is this folder shared by all machines?"
-        )
-
-
 # Programs.
 
 
@@ -744,11 +701,22 @@ def too_small(flags, **least: float) -> list[str]:
 
 
 def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError and OSError end the program with their message and exit status 2."""
+    """Call `main`. UserError, OSError and a missing package end the program with one line and exit status 2.
+
+    From here on a rank ends when its torchrun is killed. If torchrun was killed before, while this process imported
+    its packages, it ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+        if os.getppid() != FIRST_PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
     try:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
+    except ModuleNotFoundError as error:
+        _end_if_package_is_missing(error)
+        raise
 
 
 def end_with_error(message: str) -> NoReturn:
@@ -763,13 +731,27 @@ def end_with_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _name_missing_package(kind, error, trace) -> None:
-    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
-        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+def require(module: str, requirement: str) -> None:
+    """Raise UserError with the command that installs an optional package, unless its module is installed."""
+    if importlib.util.find_spec(module) is None:
+        package = re.match(r"[\w.-]+", requirement)[0]
+        raise UserError(f"the package {package} is missing: pip install {shlex.quote(requirement)}")
+
+
+def _end_if_package_is_missing(error: BaseException) -> None:
+    """End the program if the error is a missing package of others. A missing module of our own is a bug."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}: source .venv/bin/activate, or pip install -r requirements.txt")
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+    _end_if_package_is_missing(error)
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
+# A program imports its packages before it calls run_program. A test or a notebook that imports utils is left alone.
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent in (ROOT, ROOT / "tools"):
+    sys.excepthook = _report_uncaught
 
 
 # Processes.
@@ -790,32 +772,10 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
-def end_with_launcher() -> None:
-    """End this process when the script of the training loop is killed; otherwise our locks would block its next start.
-
-    The script is not our parent process, so a thread polls its pid every second.
-    """
-
-    def watch(pid: int) -> None:
-        while True:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1)
-
-    if loop := os.environ.get("SPAG_LOOP_PID"):
-        threading.Thread(target=watch, args=[int(loop)], daemon=True).start()
-
-
 def end_with_parent() -> None:
     """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at import, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ def old_gpu(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=7, minor=5))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # as in PyPI's build
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(arguments.SPAGArguments, "_setup_devices", torch.device("cpu"))
 

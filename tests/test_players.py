@@ -138,7 +138,7 @@ class TestModelFolder:
         with pytest.raises(UserError, match="weights cannot be loaded"):
             load(folder)
         with pytest.raises(UserError, match="no weights in .safetensors form"):
-            VLLMFlags().vllm_server(folder, max_length=64)
+            VLLMFlags().load_vllm(folder, tokens=None)
 
     def test_code_that_comes_with_a_model_does_not_run(self, tiny_model, tmp_path):
         folder = shutil.copytree(tiny_model, tmp_path / "model")

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import build_llama, build_tokenizer
 from helpers import TORCHRUN, call, flags_of, play_flags, start, write_place
-from stand_in_vllm import JSONHandler, JSONServer
 
 from tools import evaluate_games, play_llm_game
 from tools.games.prompts import load_templates, play_prompt
@@ -42,6 +42,33 @@ def said(text="Hello.", finish_reason="stop", usage=USAGE) -> dict:
     """A reply as either endpoint gives it."""
     choice = {"index": 0, "text": text, "message": {"role": "assistant", "content": text}}
     return {"choices": [choice | {"finish_reason": finish_reason}], **({"usage": usage} if usage else {})}
+
+
+class JSONHandler(BaseHTTPRequestHandler):
+    """Reads and sends JSON."""
+
+    protocol_version = "HTTP/1.1"
+
+    def body(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def answer(self, status, headers, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **headers, "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class JSONServer(ThreadingHTTPServer):
+    request_queue_size = 512
+
+    def handle_error(self, request, client_address):  # of clients that are gone
+        pass
 
 
 class Stub:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import pytest
 from helpers import ENVIRONMENT, ROOT, call, descendants, flags_of
 
 from tools import tiny_world
-from tools.games import load_game, prompts, taboo
+from tools.assign_rewards import assign_rewards
+from tools.games import load_game, taboo
 from tools.games.taboo import Taboo
 from tools.matches.stats import count_matches, result_rows
-from tools.selfplay import rewards
 from tools.tiny import controls, questions
 from tools.tiny import reproduce as tiny_reproduce
 from tools.tiny.arms import ARMS
@@ -36,18 +35,10 @@ def games():
     return scripted_games(TABOO, load_lexicon(), rounds=2, rng=random.Random(0))
 
 
-def rows_of(game: Taboo, games: list[dict]) -> list[dict]:
-    templates = prompts.load_templates(TABOO.prompts, game)
-    prompt_fn = partial(prompts.play_prompt, game, templates=templates)
-    return list(
-        rewards.paid_rows(rewards.JudgedGames(game, rewards.in_memory(games)), decay_weight=0.8, prompt_fn=prompt_fn)
-    )
-
-
 @pytest.fixture(scope="module")
 def rows(games):
     """The rows of self-play learning."""
-    return rows_of(Taboo(), games)
+    return assign_rewards(games, rng=random.Random(0))
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------

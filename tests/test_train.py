@@ -543,7 +543,8 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     assert {"eval_log_ratio", "eval_reward_attacker"} <= evaluations[0].keys()
     assert list((tmp_path / "events").rglob("events.out.tfevents*"))
     saved = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["versions"]["torch"] == torch.__version__
+    assert saved["arguments"]["lm_kl_coeff"] == 0.2
+    assert torch.__version__.startswith(saved["versions"]["torch"])  # PyPI adds +cu130 to the latter
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])

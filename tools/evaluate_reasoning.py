@@ -24,7 +24,6 @@ from tools.reasoning.runs import runs_text
 from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
 from utils import (
     UserError,
-    end_with_launcher,
     lock,
     model_fingerprint,
     model_folder,
@@ -125,7 +124,6 @@ def print_table() -> None:
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
         return print_table()
-    end_with_launcher()
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tools.flags import flag, parse_command
 from tools.games.flags import GameChoice
 from tools.selfplay.rows import refuse_overwriting
-from utils import UserError, end_with_launcher, read_words, replacing, run_program, set_up_logging, too_small
+from utils import UserError, read_words, replacing, run_program, set_up_logging, too_small
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,6 @@ def write_words(path: str, words: Iterable[str]) -> None:
 
 
 def main() -> None:
-    end_with_launcher()
     command = parse_command({"tasks": Tasks, "split": Split}, description=__doc__)
     set_up_logging()
     command.run()

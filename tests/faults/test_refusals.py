@@ -43,7 +43,6 @@ WRONG = [
     ("play", {"engine": "slots", "tensor_parallel_size": 2, "vllm_args": "x"}, "--tensor_parallel_size, --vllm_args"),
     ("play", {"engine": "vllm", "tensor_parallel_size": 0}, "--tensor_parallel_size is 0"),
     ("play", {"engine": "vllm", "vllm_args": "a 'b"}, "--vllm_args"),
-    ("play", {"engine": "vllm", "vllm_args": "--x --port=1"}, "--vllm_args: --port=1 is set by this program"),
     ("play", {"engine": "vllm", "device_map": "auto"}, "--device_map"),
     ("matches", {"players": "IN/model"}, "NAME=MODEL"),
     ("matches", {"players": ["a=IN/model", "a=IN/other"]}, "--players"),
@@ -98,7 +97,8 @@ def test_wrong_flags_and_inputs_are_named(name, changes, named, inputs, tmp_path
     before = contents(inputs)
     ended = programs(inputs, tmp_path / "out")[name].run(**placed(changes, inputs))
     assert ended.status == 2 and named in ended.errors.splitlines()[-1], ended.errors
-    assert {path.name for path in contents(tmp_path)} <= {"settings.json"} and contents(inputs) == before
+    # A record without results does not count.
+    assert all(path.name.endswith("settings.json") for path in contents(tmp_path)) and contents(inputs) == before
 
 
 @pytest.fixture(scope="module")

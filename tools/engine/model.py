@@ -119,7 +119,7 @@ def _load_tokenizer(name: str | Path, trust_remote_code: bool):
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the package tokenizers raises plain Exception for a broken file
-        raise UserError(f"{name}: no tokenizer that can be loaded ({_describe(error)})") from None
+        raise UserError(f"{name}: no tokenizer that can be loaded ({describe(error)})") from None
 
 
 def _load_weights(folder: Path, **settings):
@@ -133,13 +133,13 @@ def _load_weights(folder: Path, **settings):
             f"process per machine, which spreads it over the GPUs ({error})"
         ) from None
     except Exception as error:  # a broken file may raise any type
-        raise UserError(f"{folder}: its weights cannot be loaded ({_describe(error)})") from None
+        raise UserError(f"{folder}: its weights cannot be loaded ({describe(error)})") from None
     if loaded["missing_keys"]:
         raise UserError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     return model
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -208,7 +208,7 @@ DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "secrets", "decide")
 # Results and counts have these keys beside the names of roles, so no role may have one of these names.
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
-TAKEN |= {"both", "sft", "negative", "empty", "dropped", "skipped"}
+TAKEN |= {"both", "sft", "negative", "empty", "dropped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
@@ -296,7 +296,7 @@ def _import(place: str) -> ModuleType:
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game's name, options and digest of its source files, as `RunSettings` compares them between starts."""
+    """A game's name, options and digest of its source files, as `utils.stage` compares them between starts."""
     kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
     source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}

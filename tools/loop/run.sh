@@ -2,7 +2,6 @@
 # Shared by the three scripts: messages, stages, and signals. Programs that a script starts end when it ends.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-export SPAG_LOOP_PID=$$ # our programs watch this process and end when it ends, even if it is killed
 child='' stage='' warnings='' # the process group at work, the stage's name, warnings from the logs of all stages
 set -m # a background job is a process group of its own
 

@@ -134,11 +134,8 @@ def check_numbers(values: list) -> None:
         raise ValueError(f"tokens are {values!r:.40}")
 
 
-def connect(flags: ServerFlags, own_key: str | None = None) -> "openai.AsyncOpenAI":
-    """A client for one event loop. `own_key`: the key of a server that this program has started on this machine.
-
-    Requests to our own servers ignore the proxies of the environment. Other servers get the key in OPENAI_API_KEY.
-    """
+def connect(flags: ServerFlags) -> "openai.AsyncOpenAI":
+    """A client for one event loop."""
     import httpx2  # the HTTP client of openai
     import openai
 
@@ -146,11 +143,11 @@ def connect(flags: ServerFlags, own_key: str | None = None) -> "openai.AsyncOpen
         logging.getLogger(library).setLevel(logging.WARNING)
     limits = httpx2.Limits(max_connections=flags.max_concurrency, max_keepalive_connections=flags.max_concurrency)
     return openai.AsyncOpenAI(
-        api_key=own_key or os.environ.get(KEY_VARIABLE) or NO_KEY,
+        api_key=os.environ.get(KEY_VARIABLE) or NO_KEY,
         base_url=flags.openai_base_url,
         max_retries=flags.openai_retries,
         timeout=openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None),  # no limit in the queue
-        http_client=openai.DefaultAsyncHttpxClient(limits=limits, follow_redirects=False, trust_env=own_key is None),
+        http_client=openai.DefaultAsyncHttpxClient(limits=limits, follow_redirects=False),
     )
 
 

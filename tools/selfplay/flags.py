@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tools.engine.local_player import LocalPlayer
-from tools.engine.vllm import AUTO, VLLM, VLLMFlags
+from tools.engine.vllm import AUTO, VLLM, VLLMFlags, choose_engine
 from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
@@ -53,7 +53,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     engine: str = flag(
         "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
-        "this process starts a vLLM server for each model; auto: vllm if there are a GPU and vLLM, else slots if the "
+        "vLLM in this process; auto: vllm if there are a GPU and the package vllm, else slots if the "
         "engine can compute the model's attention, else generate",
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),
@@ -106,7 +106,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         def choose() -> str:
             if begun:
                 return VLLM if begun.get("engine") == VLLM else AUTO
-            return AUTO if self.device_map else self.choose_engine()
+            return AUTO if self.device_map else choose_engine()
 
         return replace(self, engine=from_rank_0(choose))
 

@@ -10,10 +10,10 @@ import torch
 
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import ENGINE_THREAD, Batcher, LocalPlayer
+from tools.engine.local_player import ENGINE_THREAD, Batcher, Engine, LocalPlayer
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
-from tools.engine.vllm import VLLM, VLLMServer
+from tools.engine.vllm import VLLM
 from tools.games import prompts
 from tools.games.game import Game
 from tools.players.player import Player, Turn
@@ -40,8 +40,7 @@ class Lineup:
         self.batcher = Batcher()
         self.engine: type[SlotEngine] | type[BatchEngine] = SlotEngine
         self.loaded: dict[Path, models.LocalModel] = {}
-        self.engines: dict[Path, SlotEngine | BatchEngine] = {}  # of the loaded models
-        self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
+        self.engines: dict[Path, Engine] = {}  # of the models that play
         self.tokens: dict[str, models.ModelTokens] = {}  # by name, loaded without their models
         torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
 
@@ -53,28 +52,20 @@ class Lineup:
         limit = 1 if any(kind_of(name).at_terminal for name in names) else self.flags.concurrent_games
         folders = {model_folder(name).resolve() for name in names if kind_of(name) is LocalPlayer}
         self.batcher = Batcher()
-        if self.flags.engine == VLLM:
-            self._start_vllms(folders)
-        else:
-            ENGINE_THREAD.submit(self._start_engines, folders, limit).result()
+        start = self._start_vllms if self.flags.engine == VLLM else self._start_engines
+        ENGINE_THREAD.submit(start, folders, limit).result()
         players = {name: make_player(name, self, seed) for name in dict.fromkeys(names)}
         busy, most = sum(each.games for each in players.values()), min(each.most_games for each in players.values())
         at_once = limit or max(1, min(busy, most))
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, at_once
 
     def local_player(self, name: str, seed: int | str) -> Player:
-        """A player with a loaded model."""
-        folder = model_folder(name).resolve()
-        if self.flags.engine == VLLM:
-            from tools.engine.vllm_player import VLLMPlayer
-
-            games = self.flags.per_device_eval_batch_size or VLLM_GAMES
-            server = next(server for (served, _), server in self.vllms.items() if served == folder)
-            return VLLMPlayer(server, self.tokens_of(name), games=games, seed=seed)
-        player = LocalPlayer(self.engines[folder], self.batcher, self.loaded[folder].chat, seed)
-        player.games = self.batch_size
-        if isinstance(player.engine, SlotEngine):
-            player.most_games = self.batch_size  # every game has its slot, in each engine
+        """A player with a model that plays."""
+        engine, tokens = self.engines[model_folder(name).resolve()], self.tokens_of(name)
+        player = LocalPlayer(engine, self.batcher, tokens.chat, seed)
+        player.games = VLLM_GAMES if self.batch_size is None else self.batch_size
+        if not isinstance(engine, BatchEngine):
+            player.most_games = player.games  # every game has its place, in each engine
         return player
 
     def tokens_of(self, name: str) -> models.ModelTokens | None:
@@ -103,25 +94,31 @@ class Lineup:
             )
 
     def end(self) -> None:
-        """End the vLLM servers."""
-        while self.vllms:
-            self.vllms.popitem()[1].end()
+        """Free the memory of the models in vLLM."""
+        if self.flags.engine == VLLM:
+            ENGINE_THREAD.submit(self._end_vllms).result()
 
-    def _start_vllms(self, folders: set[Path]) -> None:
-        """Start vLLM for these models. Servers of other folders end."""
+    def _start_vllms(self, folders: set[Path], limit: int | None) -> None:
+        """vLLM engines for these models, without requests of earlier games."""
         flags = self.flags
-        wanted = {(folder, len(folders)) for folder in folders}
-        for key in set(self.vllms) - wanted:
-            self.vllms.pop(key).end()
-        for key in sorted(wanted - set(self.vllms)):
-            self.vllms[key] = flags.vllm_server(
-                key[0],
-                max_length=flags.max_length,
-                dtype=flags.dtype(),
-                sequences=flags.per_device_eval_batch_size or VLLM_GAMES,
-                models=len(folders),
-                trust_remote_code=flags.trust_remote_code,
-            ).start()
+        if folders != set(self.engines):
+            self._end_vllms()
+            for folder in sorted(folders):
+                self.engines[folder] = flags.load_vllm(
+                    folder,
+                    self.tokens_of(str(folder)),
+                    dtype=flags.dtype(),
+                    sequences=flags.per_device_eval_batch_size or VLLM_GAMES,
+                    models=len(folders),
+                    trust_remote_code=flags.trust_remote_code,
+                )
+        for engine in self.engines.values():
+            engine.drop_requests()
+
+    def _end_vllms(self) -> None:
+        """End all of them at once: a vLLM engine that ends takes down what others in its process share with it."""
+        while self.engines:
+            self.engines.popitem()[1].end()
 
     def _start_engines(self, folders: set[Path], limit: int | None) -> None:
         """New engines for these models, for at most `limit` games at once."""

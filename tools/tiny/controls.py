@@ -1,6 +1,6 @@
-"""Rows for those arms of the study that only the embedded world has; the others are in tools/selfplay/controls.py.
+"""Rows for those arms of the study that need the rows of another run of the loop in the same epoch.
 
-    python -m tools.tiny.controls --control silent --like RUN --input_data_path GAMES.json --output_data_path ROWS.json
+    python -m tools.tiny.controls --control forms --like RUN --input_data_path GAMES.json --output_data_path ROWS.json
 
 is a value of the setting REWARDS of tools/run_spag.sh. Made of the rows of the run --like in the same epoch:
 
@@ -10,21 +10,27 @@ forms      the other run's SFT rows, and in place of its game rows answered ques
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tools.flags import flag, parse_flags
-from tools.selfplay.controls import ControlFlags, path_like, repeated, split_rows, usual_rows
-from utils import end_with_launcher, run_program, set_up_logging, write_records
+from tools.selfplay.controls import SILENT, repeated, split_rows
+from tools.selfplay.rows import RowFlags, make_rows
+from utils import read_json_or_jsonl, run_program, set_up_logging, write_records
 
-AS_MANY, SILENT, FORMS = CONTROLS = ("as_many", "silent", "forms")
+AS_MANY, FORMS = "as_many", "forms"
+CONTROLS = (AS_MANY, SILENT, FORMS)
 
 
 @dataclass(kw_only=True)
-class Flags(ControlFlags):
-    """The same flags, with the controls of the embedded world."""
+class Flags(RowFlags):
+    """The flags of assign_rewards, with the controls of the embedded world."""
 
     control: str = flag("how the rows are made", choices=CONTROLS)
     like: str = flag("OUTPUT of the other run")
+    input_data_path: list[str] = flag("files of episodes")
+    output_data_path: str = flag("file of rows to write; it ends in epochK/rows/NAME")
+    sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
 
 
 def practice_rows() -> list[dict]:
@@ -35,22 +41,24 @@ def practice_rows() -> list[dict]:
     return [{"query": each.context, "target": each.choices[0], "type": "sft", "weight": 1.0} for each in asked]
 
 
-def control_rows(flags: Flags) -> list[dict]:
-    """The rows that the flags ask for."""
-    rng, (other_rows, other_sft) = random.Random(flags.seed), split_rows(path_like(flags))
-    if flags.control == AS_MANY:
-        rows, sft_rows = usual_rows(flags, flags.input_data_path)
-        return repeated(rows, len(other_rows), rng) + sft_rows
+def write_rows(flags: Flags) -> None:
+    """Write the rows that the flags ask for."""
+    like_rows = str(Path(flags.like, *Path(flags.output_data_path).parts[-3:]))
+    changes = {"control": None, "repeat_to": like_rows}
     if flags.control == SILENT:
-        return [row | {"weight": 0.0} for row in other_rows] + other_sft
-    return repeated(practice_rows(), len(other_rows), rng) + other_sft
+        changes = {"like_rows": like_rows}
+    if flags.control != FORMS:
+        make_rows(replace(flags, **changes), flags.input_data_path, flags.output_data_path, sft=flags.sft_data_path)
+        return
+    game_rows, sft_rows = split_rows(read_json_or_jsonl(like_rows))
+    rows = repeated(practice_rows(), len(game_rows), random.Random(flags.seed)) + sft_rows
+    write_records(flags.output_data_path, rows)
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description=__doc__)
     set_up_logging()
-    write_records(flags.output_data_path, control_rows(flags))
+    write_rows(flags)
 
 
 if __name__ == "__main__":
