@@ -38,7 +38,7 @@ ON_FULL_DISK = re.compile(
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
@@ -335,12 +335,12 @@ def model_folder(name: str) -> Path:
 
 
 @functools.cache
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
@@ -378,6 +378,12 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_fingerprint(name: str) -> str:
+    """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
+    folder = Path(name) if os.path.isdir(name) else _from_hub(name, TOKENIZER_FILES)
+    return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
+
+
 # Finished work.
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "vllm", "numpy")
@@ -395,14 +401,20 @@ class Todo:
 
 
 @contextmanager
-def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str]) -> Iterator[Todo]:
+def stage(
+    record: str | os.PathLike,
+    settings: Mapping,
+    *,
+    results: Sequence[str],
+    enough: Callable[[Mapping], bool] = lambda stored: True,
+) -> Iterator[Todo]:
     """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
 
     `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
     results, the versions that made them, and whether they are finished, which is noted when the block has ended
     without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
     the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
-    sha256 is compared.
+    sha256 is compared. `enough` gets the record of finished work, and returns whether this start wants nothing more.
 
     All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
     Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
@@ -413,10 +425,10 @@ def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str
     settings = json.loads(json.dumps(settings))  # tuples are lists in a file
 
     def begin() -> dict:
-        stored = _stored(record, settings, results)
+        stored = _stored(record, settings, results, enough)
         if not stored["finished"]:
             lock(lock_path)
-            stored = _stored(record, settings, results)  # again, since another launch may have ended in between
+            stored = _stored(record, settings, results, enough)  # again: another launch may have ended in between
         if stored["finished"]:
             logger.info("%s: all is there", record)
             return stored
@@ -436,7 +448,7 @@ def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str
         unlock(lock_path)
 
 
-def _stored(record: Path, settings: Mapping, results: Sequence[str]) -> dict:
+def _stored(record: Path, settings: Mapping, results: Sequence[str], enough: Callable[[Mapping], bool]) -> dict:
     """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
     found = [sorted(path.name for path in record.parent.glob(pattern)) for pattern in results]
     names = list(dict.fromkeys(itertools.chain(*found)))
@@ -450,7 +462,7 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str]) -> dict:
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
     if different:
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and found[0])}
+    return stored | {"finished": bool(stored.get("finished") and found[0] and enough(stored))}
 
 
 @functools.cache

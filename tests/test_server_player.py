@@ -156,7 +156,8 @@ def results(folder, stem=STEM):
 
 def stored(folder, stem=STEM):
     """The indices of the games that are there, in the order in which they ended."""
-    return [json.loads(line)["index"] for line in (folder / f"{stem}_rank0.jsonl").read_text().splitlines()]
+    path = folder / f"{stem}_rank0.jsonl"
+    return [json.loads(line)["index"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # --- what is asked -------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class TestFaults:
         assert sorted(game["index"] for game in games) == [index for index in range(12) if index != 3]
 
     def test_rank_0_ends_as_a_rank_that_lost_games(self, stub, place, tmp_path, monkeypatch):
-        (tmp_path / f"{STEM}_rank1.jsonl").touch()
+        (tmp_path / f".{STEM}_rank1.lock").touch()
         monkeypatch.setenv("WORLD_SIZE", "2")
         left = run(*flags(place, tmp_path, stub().url, max_games=2), status=UNFINISHED)
         assert "1 games are missing; the same command plays them" in last_line(left) and stored(tmp_path) == [0]

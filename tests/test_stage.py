@@ -100,6 +100,15 @@ def test_results_that_were_deleted_are_made_again(tmp_path):
     assert "todo 0" in finish(work(tmp_path)) and (tmp_path / "rows.json").exists()
 
 
+def test_finished_work_goes_on_where_more_is_wanted_than_it_holds(tmp_path):
+    for wanted, todo_then in ((1, True), (1, False), (2, True), (2, False)):
+        how = {"results": ["x"], "enough": lambda stored, wanted=wanted: stored["made"] >= wanted}
+        with utils.stage(tmp_path / "s.json", {}, **how) as todo:
+            assert bool(todo) == todo_then
+            (tmp_path / "x").touch()
+            todo.notes["made"] = wanted
+
+
 def test_an_error_leaves_the_work_unfinished_and_frees_the_lock(tmp_path):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), utils.stage(tmp_path / "s.json", {}, results=["x"]) as todo:

@@ -38,9 +38,9 @@ from tools.engine.vllm import VLLM
 from tools.games import load_game
 from tools.games.game import ROOT
 from tools.games.prompts import default_templates
-from tools.selfplay.lineup import Lineup
-from tools.selfplay.options import GENERATE, PlayFlags
-from tools.selfplay.play import play_games, seed_draws
+from tools.selfplay.flags import GENERATE, PlayFlags
+from tools.selfplay.lineup import Lineup, seed_draws
+from tools.selfplay.play import play_games
 from tools.tiny.models import byte_tokenizer, random_llama, train_tokenizer
 
 RELEASE, BATCHED, DEFAULT, REBALANCED, PLAIN = "release", "batched", "default", "rebalanced", "plain"

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from tools.engine.model import ModelTokens, describe
 from tools.flags import flag
 from tools.players.player import LENGTH, STOP, Reply
 from utils import LAUNCHER_VARIABLES, UserError, too_small
+
+if TYPE_CHECKING:
+    from tools.engine.model import ModelTokens  # brings torch, which the flags do without
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
@@ -64,9 +64,9 @@ class VLLMFlags:
     def load_vllm(
         self,
         folder: Path,
-        tokens: ModelTokens,
+        tokens: "ModelTokens",
         *,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
         sequences: int = 256,
         models: int = 1,
         trust_remote_code: bool = False,
@@ -80,7 +80,7 @@ class VLLMFlags:
             raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
         gpus, length = claim_gpus(self.tensor_parallel_size), tokens.sampling.max_length
         words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(length)]
-        words += ["--dtype", str(dtype).removeprefix("torch.") if dtype else _dtype(folder)]
+        words += ["--dtype", dtype or _dtype(folder)]
         words += ["--max-num-seqs", str(sequences), "--tensor-parallel-size", str(self.tensor_parallel_size)]
         words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
         if gpus:
@@ -98,6 +98,8 @@ def has_vllm() -> bool:
 
 def choose_engine() -> str:
     """What `--engine auto` means: vLLM where there are a GPU and the package vllm, else `auto`. Logs the choice."""
+    import torch
+
     # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
     missing = "there is no GPU" if not torch.cuda.device_count() else "" if has_vllm() else f"it needs {INSTALL}"
     logger.info("--engine auto: %s", f"our own engine, since vLLM cannot be used ({missing})" if missing else VLLM)
@@ -111,6 +113,8 @@ def claim_gpus(number: int) -> list[str]:
     Also sets the variables that vLLM reads. Must be called before vLLM is imported. Raises UserError if there are too
     few GPUs for all processes of this machine.
     """
+    import torch
+
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
@@ -153,10 +157,12 @@ class VLLMEngine:
 
     ended = 0  # engines of this process that have ended
 
-    def __init__(self, folder: Path, words: list[str], tokens: ModelTokens):
+    def __init__(self, folder: Path, words: list[str], tokens: "ModelTokens"):
         from vllm import EngineArgs, LLMEngine
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        from tools.engine.model import describe
 
         def refuse(message: str) -> NoReturn:
             raise UserError(f"--vllm_args: {message}")
@@ -194,6 +200,8 @@ class VLLMEngine:
 
     def end(self) -> None:
         """Free the memory of the model and its cache. The engine cannot be used any more."""
+        import torch
+
         self.drop_requests()
         self.llm.engine_core.shutdown()
         del self.llm

@@ -147,7 +147,8 @@ def play_numbers(run: LoopRun, epoch: int) -> Numbers:
     for summary in _summaries(run, f"epoch{epoch}"):
         numbers = {outcome: _share(games / summary["games"]) for outcome, games in summary["outcomes"].items()}
         numbers["empty replies"] = _share(summary["empty_replies"] / summary["messages"])
-        about = {role: value for role, value in summary["about"].items() if value is not None}
+        dependence = summary.get("word_dependence", summary.get("about"))  # its name in older files
+        about = {role: value for role, value in dependence.items() if value is not None}
         numbers |= {f"about, {role}": Cell(value, f"{value:.3f}", ".3f") for role, value in about.items()}
     return numbers
 

@@ -72,7 +72,8 @@ def self_play(path: Path) -> dict[str, float]:
     """How games of a model against itself ended: shares by outcome and of empty replies, `about ROLE`, messages."""
     summary = read_json(path)
     shares = {outcome: number / summary["games"] for outcome, number in summary["outcomes"].items()}
-    shares |= {f"about {role}": value or 0.0 for role, value in summary["about"].items()}
+    dependence = summary.get("word_dependence", summary.get("about"))  # its name in older files
+    shares |= {f"about {role}": value or 0.0 for role, value in dependence.items()}
     return shares | {EMPTY: summary["empty_replies"] / summary["messages"], LENGTH: summary["mean_length"]}
 
 
