@@ -340,32 +340,52 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     return digests.hexdigest()
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, revision: str | None = None) -> Path:
     """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
 
-    Raises UserError if there is no such model, or if the folder has no config.json.
+    `revision` is a commit, branch or tag on the hub; `name` may also be NAME@REVISION.
+    Raises UserError if there is no such model, for a revision of a folder, or if the folder has no config.json.
     """
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name)
+    repository, revision_in_name = split_revision(name)
+    revision = revision or revision_in_name
+    if os.path.isdir(repository):
+        if revision:
+            raise UserError(f"{repository} is a folder, which has no revision {revision}; only models on the hub have")
+        folder = Path(repository)
+    else:
+        folder = _from_hub(repository, revision)
     if not (folder / "config.json").is_file():
         merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
         raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split NAME@REVISION of a model on the hub. The name of a folder stays whole."""
+    repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
+    return repository, revision or None
+
+
 @functools.cache
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None = None) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES, "README.md"]))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
             "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
             "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
+            "RevisionNotFoundError": f"the hub's model has no revision {revision}",
         }.get(kind, f"no such model on the hub ({kind})")
         raise UserError(f"{name}: no such folder, and {why}") from None
+
+
+def hub_commit(folder: Path) -> str | None:
+    """The commit of a model's local copy that `model_folder` returned; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def refuse_large_model(name: str, request: str) -> None:
@@ -394,6 +414,22 @@ def model_fingerprint(folder: Path) -> str:
                 file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """SHA-256 over the TOKENIZER_FILES of a model's folder. Equal fingerprints mean equal token ids."""
+    digest = hashlib.sha256()
+    for path in (folder / file for file in TOKENIZER_FILES):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def model_setting(name: str, revision: str | None = None) -> dict[str, str]:
+    """Return a model in the form in which `stage` compares it, by its sha256; from the hub with its commit."""
+    folder = model_folder(name, revision)
+    commit = hub_commit(folder)
+    return {"path": name, "sha256": model_fingerprint(folder)} | ({"commit": commit} if commit else {})
 
 
 # Finished work.
@@ -482,7 +518,6 @@ def made_by() -> dict[str, str]:
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
         found["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return found
-
 
 
 class RunSettings:

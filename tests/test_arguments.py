@@ -10,7 +10,7 @@ from test_readme import COMMANDS
 
 import arguments
 import utils
-from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SAME_RUN, parse_arguments
+from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, parse_arguments
 from utils import differences
 
 TRAINING = [
@@ -201,25 +201,26 @@ def test_fifos_and_links_that_lead_nowhere_are_no_inputs(given, tmp_path, flag):
 )
 def test_what_makes_a_run_another_one(given, flags, different):
     normalization = ["--loss_normalization", "step"] if flags.endswith("step") else []
-    then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).same_run
+    then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).run_settings
     words = minimal(given, *flags.split(), method="OfflinePO")
     words = [words[words.index("--train_data_path") + 1] if word == "D" else word for word in words]
-    now = parse_arguments(words).same_run
+    now = parse_arguments(words).run_settings
     assert [phrase.split(":")[0] for phrase in differences(then, now)] == different
 
 
 def test_every_argument_of_a_method_is_a_setting_of_the_run():
     taken = {name for method in METHOD_ARGUMENTS.values() for name in method}
-    assert taken - {*SAME_RUN} == {REFERENCE_NAME, "allow_no_game_rows", "allow_negative_rewards"}
+    apart = {REFERENCE_NAME, "ref_model_revision", "allow_no_game_rows", "allow_negative_rewards"}
+    assert taken - {*COMPARED} == apart
 
 
 def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other_model):
     words = minimal(given)
-    then = parse_arguments(words).same_run
+    then = parse_arguments(words).run_settings
     (tmp_path / "moved.json").write_bytes((tmp_path / "rows.json").read_bytes())
     words[words.index("--train_data_path") + 1] = str(tmp_path / "moved.json")
-    assert differences(then, parse_arguments(words).same_run) == []
+    assert differences(then, parse_arguments(words).run_settings) == []
     (tmp_path / "moved.json").write_text(json.dumps([{"query": "q", "target": "other"}]))
     words[words.index(tiny_model)] = other_model
-    changed = differences(then, parse_arguments(words).same_run)
+    changed = differences(then, parse_arguments(words).run_settings)
     assert [phrase.split(":")[0] for phrase in changed] == ["train_data_path", "model_name_or_path"]

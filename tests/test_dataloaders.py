@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 import dataloaders
 import utils
-from dataloaders import RowDataset, SPAGCollator, encode_example, load_rows
+from dataloaders import SPAGCollator, encode_example, load_rows
 
 RECORDED = load_golden("collator.json")
 LEGACY = {40}  # rows with `text` and `scores` are not carried over (README, Deviations)
@@ -47,7 +47,7 @@ def test_roles_of_game_rows_are_numbered_in_the_order_of_their_names(tokenizer, 
     rows.append({"query": "q", "target": "t", "role": "teacher", "type": "sft"})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = RowDataset(*load_rows([str(path)], tokenizer))
+    dataset = load_rows([str(path)], tokenizer)
     assert dataset.role_names == ["buyer", "seller"]
     assert SPAGCollator(tokenizer)(dataset.__getitems__([0, 1, 2, 3]))["roles"].tolist() == [2, 1, 0, 0]
     dataset.number_roles(["answerer", "buyer", "seller"])  # as train.py does with those of evaluation rows
@@ -98,12 +98,12 @@ def write_rows(path, rows, lines: bool = True):
 def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, monkeypatch, at_once, stored):
     monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", at_once)
     paths = [write_rows(tmp_path / "a.json", ROWS, lines=False), write_rows(tmp_path / "b.jsonl", ROWS)]
-    encoded, counts = load_rows(paths, tokenizer, tmp_path / "rows.arrow" if stored else None)
-    assert counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, dropped=0, negative=0)
+    dataset = load_rows(paths, tokenizer, tmp_path / "rows.arrow" if stored else None)
+    assert dataset.counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, dropped=0, negative=0)
     expected = [encode_example(row, tokenizer) for row in ROWS * 2]
-    for found, direct in zip(RowDataset(encoded, counts), expected, strict=True):
+    for found, direct in zip(dataset, expected, strict=True):
         assert {name: found[name] for name in direct} == direct
-    assert [row["where"] for row in encoded][3:] == [f"{paths[1]}:{n}" for n in (1, 2, 3)]
+    assert [row["where"] for row in dataset.table][3:] == [f"{paths[1]}:{n}" for n in (1, 2, 3)]
     assert (tmp_path / "rows.arrow").exists() == stored
 
 
@@ -117,7 +117,7 @@ def test_rows_are_encoded_into_a_file_once_and_whole_or_not_at_all(tmp_path, tok
     assert [path.name for path in tmp_path.iterdir() if "arrow" in path.name] == []
     load_rows([path], tokenizer, stored)
     monkeypatch.setattr(dataloaders, "normalize_row", None)  # encoding again would fail
-    assert len(load_rows([path], tokenizer, stored)[0]) == 3
+    assert len(load_rows([path], tokenizer, stored)) == 3
 
 
 def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
@@ -125,8 +125,8 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}])
     with pytest.raises(utils.UserError, match=r"a\.jsonl:2: .*--drop_unscored_rows"):
         load_rows([path], tokenizer)
-    encoded, counts = load_rows([path], tokenizer, drop_unscored=True)
-    assert len(encoded) == 1 and counts == dataloaders.RowCounts(1, 0, truncated=0, dropped=1, negative=0)
+    dataset = load_rows([path], tokenizer, drop_unscored=True)
+    assert len(dataset) == 1 and dataset.counts == dataloaders.RowCounts(1, 0, truncated=0, dropped=1, negative=0)
 
 
 @pytest.mark.parametrize(
