@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
@@ -220,7 +220,9 @@ def build_parser() -> HfArgumentParser:
     parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, exit_on_error=False, usage=usage)
     ours, trainers = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
     ours.title = "flags of this project"
-    own_names = {*SPAGArguments.__annotations__, "help"}
+    own_names = {"help", *(each.name for each in fields(SPAGArguments))} - {
+        each.name for each in fields(TrainingArguments)
+    }
     trainers._group_actions += [action for action in ours._group_actions if action.dest not in own_names]
     ours._group_actions = [action for action in ours._group_actions if action.dest in own_names]
     return parser

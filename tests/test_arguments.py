@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_readme import COMMANDS
 
 import arguments
 import utils
-from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, parse_arguments
+from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, build_parser, parse_arguments
 from utils import differences
 
 TRAINING = [
@@ -127,6 +128,9 @@ def test_all_problems_are_listed_at_once(given):
         ("SFT", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0; it must be at least 1"),
         ("SFT", "--num_train_epochs 0", "--num_train_epochs must be above 0"),
         ("SFT", "--output_dir M", "is the model's own folder"),
+        ("SFT", "--ref_model_revision main", "--ref_model_revision is not used by SFT"),
+        ("OfflinePO", "--lora_rank 8 --ref_model_revision main", "the reference is the model without its adapters"),
+        ("SFT", "--hub_strategy every_save", "--hub_strategy every_save: a model is uploaded once"),
         ("SFT", "--torch_compile True", "--torch_compile: every batch would be compiled again"),
         ("SFT", "--warmup_ratio 3", "--warmup_ratio 3.0: expected a share of the steps"),
         ("SFT", "--load_best_model_at_end True", "requires the save and eval strategy to match"),
@@ -135,6 +139,32 @@ def test_all_problems_are_listed_at_once(given):
 def test_what_a_method_does_not_use_and_values_that_make_no_sense_are_errors(given, method, flags, message):
     with pytest.raises(utils.UserError, match=message.replace("(", r"\(")):
         parse_arguments(minimal(given, *given(flags), method=method))
+
+
+@pytest.mark.parametrize(
+    ("package", "flags"),
+    [
+        ("peft", "--lora_rank 8"),
+        ("deepspeed", "--deepspeed configs/zero2.json"),
+        ("wandb", "--report_to wandb"),
+        ("tensorboard", "--report_to tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(given, monkeypatch, package, flags):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        utils.UserError, match=f"{flags.split()[0]}.* needs the package {package}: pip install {package}"
+    ):
+        parse_arguments(minimal(given, *given(flags)))
+
+
+def test_the_help_shows_the_flags_of_this_project_first():
+    text = build_parser().format_help()
+    places = [
+        text.index(f"--{name}")
+        for name in ("train_method", "show_examples", "warmup_ratio", "num_train_epochs", "seed")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_method_that_needs_a_reference_says_so(given):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import GOLDEN, load_golden
+from test_chat import SPECIAL, chat_tokenizer
 from transformers import AutoTokenizer
 
 import dataloaders
@@ -78,8 +79,6 @@ def test_raw_alpaca_rows_become_sft_rows(tokenizer):
     assert "Add." in tokenizer.decode(encoded["input_ids"]) and "1 2" in tokenizer.decode(encoded["input_ids"])
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
 ROWS = [
     {"query": "a question", "target": "an answer", "reward": 0.5, "weight": 2.0, "role": "attacker"},
     {"prompt": "say", "answer": "so", "type": "sft"},
@@ -91,6 +90,73 @@ def write_rows(path, rows, lines: bool = True):
     text = "\n".join(map(json.dumps, rows)) + "\n" if lines else json.dumps(rows, indent=1)
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+# --- token ids of play ---------------------------------------------------------------------------------------------
+
+
+WITH_IDS = {"query": "q", "target": "ab", "target_ids": [97, 98, 99]}  # a reply whose text has other ids
+
+
+def target_of(row: dict) -> list[int]:
+    return [label for label in row["labels"] if label != dataloaders.IGNORE_INDEX]
+
+
+def test_token_ids_of_the_tokenizer_that_the_record_names_are_the_target(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS, WITH_IDS])
+    utils.write_json(tmp_path / "rows_rewards_settings.json", {"tokenizer_sha256": "ours"})
+    with_ids, *texts = (load_rows([path], tokenizer, tokenizer_sha256=sha256) for sha256 in ("ours", None))
+    assert target_of(with_ids[3]) == [97, 98, 99, tokenizer.eos_token_id]
+    assert with_ids[3]["input_ids"][:-4] == [
+        tokenizer.bos_token_id,
+        *tokenizer("q", add_special_tokens=False).input_ids,
+    ]
+    ab = tokenizer("ab", add_special_tokens=False).input_ids
+    assert target_of(texts[0][3]) == [*ab, tokenizer.eos_token_id] and ab != [97, 98, 99]
+    assert [with_ids[index] for index in range(3)] == [texts[0][index] for index in range(3)]
+
+
+@pytest.mark.parametrize("record", [{"tokenizer_sha256": "theirs"}, {}, None])
+def test_token_ids_of_another_or_an_unknown_tokenizer_are_refused(tokenizer, tmp_path, record):
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS, WITH_IDS])
+    if record is not None:
+        utils.write_json(tmp_path / "rows_rewards_settings.json", record)
+    with pytest.raises(utils.UserError, match=r"rows\.jsonl:4: 'target_ids' .*--retokenize True"):
+        load_rows([path], tokenizer, tokenizer_sha256="ours")
+    assert len(load_rows([write_rows(tmp_path / "texts.jsonl", ROWS)], tokenizer, tokenizer_sha256="ours")) == 3
+
+
+def test_token_ids_in_a_chat_template_end_with_the_token_that_ends_the_text():
+    tokenizer = chat_tokenizer("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    row = WITH_IDS | {"target": "ab<|im_end|>", "chat_template": True}
+    assert target_of(encode_example(row, tokenizer)) == [97, 98, 99, end]
+
+
+# --- conversations -------------------------------------------------------------------------------------------------
+
+
+TALK = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(["user", "assistant", "user", "assistant"])]
+
+
+@pytest.mark.parametrize("family", ["chatml", "headers", "turns"])
+def test_of_a_conversation_the_last_reply_is_learned_in_the_chat_template(family):
+    tokenizer = chat_tokenizer(family)
+    encoded = encode_example({"messages": [*TALK, {"role": "user", "content": "unanswered"}]}, tokenizer)
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False).rstrip()
+    assert tokenizer.decode(encoded["input_ids"]) == whole
+    assert tokenizer.decode(target_of(encoded)) == "assistant 3" + SPECIAL[family][-1]
+    assert encoded["is_sft"] and encoded["weight"] == 1.0
+    texts = {"query": "q", "target": "t", "messages": TALK}  # texts of a row win
+    assert not encode_example(texts, tokenizer)["is_sft"]
+
+
+def test_a_chat_template_that_refuses_a_conversation_is_named():
+    with pytest.raises(utils.UserError, match="chat template refuses 'messages' .there is no system role."):
+        encode_example({"messages": [{"role": "system", "content": "s"}, *TALK]}, chat_tokenizer("turns"))
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [2, 1000])
@@ -144,6 +210,11 @@ def test_a_row_cut_to_nothing_is_named_or_dropped_and_counted(tmp_path):
         ('{"instruction": "a", "input": 5, "output": "b"}\n', r"bad\.json:1: 'input' must be a text"),
         ('{"query": "a", "target": "b", "reward": 1e300}\n', r"bad\.json:1: 'reward' must be a finite number"),
         ('{"query": "a", "target": "\\ud800"}\n', r"bad\.json:1: 'target' is not Unicode text"),
+        ('{"query": "a", "target": "b", "target_ids": [1, true]}\n', r"bad\.json:1: 'target_ids' must be a list of"),
+        ('{"messages": "hello"}\n', r"bad\.json:1: 'messages' must be a list"),
+        ('{"messages": [{"role": "user", "content": null}]}\n', r"bad\.json:1: 'messages' must be a list"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', r"bad\.json:1: 'messages' has no assistant message"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', r"bad\.json:1: 'messages' need a chat template"),
         ("[]", r"bad\.json: no rows"),
     ],
 )

@@ -6,14 +6,18 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
+from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, reset_process, start
+from huggingface_hub import ModelCard
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -540,6 +544,98 @@ def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, othe
     assert not (tmp_path / "out").exists()
 
 
+# --- models of the hub, and model cards ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_model(tiny_model, other_model) -> Iterator[str]:
+    """A model in the local copy of the hub. Its first commit is `tiny_model`, its last one `other_model`."""
+    repository = Path(HF_HUB_CACHE) / "models--spag--tiny"
+    for commit, folder in ((FIRST, tiny_model), (LAST, other_model)):
+        snapshot = Path(shutil.copytree(folder, repository / "snapshots" / commit))
+        (snapshot / "README.md").write_text("---\nlicense: other\nlicense_name: tiny\n---\nA tiny model.\n")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(LAST)
+    yield "spag/tiny"
+    shutil.rmtree(repository)
+
+
+FIRST, LAST = "a" * 40, "b" * 40
+
+
+def test_a_revision_of_a_model_on_the_hub_is_trained_and_its_commit_recorded(
+    tmp_path, hub_model, mixed_rows, plain_runs
+):
+    settings = offline_po(mixed_rows, hub_model, hub_model, model_revision=FIRST)
+    (expected, _) = next(iter(plain_runs.values()))
+    assert curve(run(tmp_path / "out", settings)) == curve(expected)
+    recorded = utils.read_json(tmp_path / "out" / "settings.json")["settings"]
+    assert recorded["model_name_or_path"]["commit"] == FIRST and recorded["ref_model_name_or_path"]["commit"] == LAST
+    same = settings | {"model_revision": None, "model_name_or_path": f"{hub_model}@{FIRST}"}
+    assert "all is there" in call(train.main, *flags(tmp_path / "out", same)).errors
+    refused(tmp_path / "out", settings | {"model_revision": None}, "other settings .model_name_or_path")
+    refused(tmp_path / "no", settings | {"model_revision": "v9"}, "spag/tiny: no such folder, and the hub cannot be")
+
+
+def test_a_folder_has_no_revision(tmp_path, mixed_rows, tiny_model):
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model, model_revision="main"), "is a folder, which has no revision")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_card_tells_where_a_model_comes_from_also_of_later_epochs(tmp_path, hub_model, mixed_rows):
+    run(tmp_path / "epoch1", offline_po(mixed_rows, hub_model, hub_model, max_steps=1))
+    start = tmp_path / "epoch1"
+    run(tmp_path / "epoch2", offline_po(mixed_rows, start, start, max_steps=1, train_method="SFTwithKL"))
+    for name in ("epoch1", "epoch2"):
+        card = ModelCard.load(tmp_path / name / "README.md")
+        assert card.data.base_model == hub_model and card.data.license_name == "tiny" and "spag" in card.data.tags
+    first, second = ((tmp_path / name / "README.md").read_text() for name in ("epoch1", "epoch2"))
+    assert "Trained by self-play of Adversarial Taboo" in first and f"| {hub_model} (commit {LAST}) |" in first
+    assert "| lm_kl_coeff | 0.2 |" in first and "| steps | 1 |" in first and f"| rows | {mixed_rows} " in first
+    assert "Trained by imitation" in second and f"| base | {start} (sha256 " in second
+
+
+class Hub:
+    """A stand-in for the hub: it remembers what is uploaded, or fails."""
+
+    def __init__(self):
+        self.uploads: list[tuple[str, set[str]]] = []
+        self.error: Exception | None = None
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, repo_id, folder_path, **_):
+        if self.error:
+            raise self.error
+        self.uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    return hub
+
+
+def test_a_finished_model_is_uploaded_once_with_its_card(tmp_path, hub, mixed_rows, tiny_model):
+    settings = sft(
+        mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model", save_strategy="steps", save_steps=2
+    )
+    run(tmp_path / "out", settings)
+    ((repository, files),) = hub.uploads
+    assert repository == "me/model" and {"README.md", "model.safetensors", "train_results.json"} <= files
+    assert "derived" not in files
+    assert "Fine-tuned" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_upload_that_fails_loses_no_model(tmp_path, hub, mixed_rows, tiny_model):
+    hub.error = OSError("the hub is down")
+    settings = sft(mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model")
+    refused(tmp_path / "out", settings, "out: the model is saved, but .* .the hub is down.; hf upload me/model")
+    assert "all is there" in call(train.main, *flags(tmp_path / "out", settings)).errors
+
+
 # --- models and machines -------------------------------------------------------------------------------------------
 
 
@@ -625,6 +721,39 @@ def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp
     halves = last["log_ratio_positive"] + last["log_ratio_negative"]
     assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5) and last["log_ratio"] < -0.5
     assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
+
+
+def test_a_training_without_a_step_above_learning_rate_0_is_refused(tmp_path, mixed_rows, tiny_model):
+    settings = sft(mixed_rows, tiny_model, max_steps=1, warmup_ratio=0.03)
+    refused(tmp_path / "out", settings, "the learning rate is 0 at every step: 64 rows, 8 a step.*--warmup_steps 0")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert len(run(tmp_path / "more", settings, max_steps=2)) == 2
+    assert len(run(tmp_path / "meant", settings, learning_rate=0)) == 1
+
+
+def test_token_ids_of_another_tokenizer_are_refused_unless_the_texts_are_meant(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", [row | {"target_ids": [97, 98]} for row in make_rows(16)])
+    record, settings = tmp_path / "rows_rewards_settings.json", sft(path, tiny_model, max_steps=1)
+    utils.write_json(record, {"tokenizer_sha256": "0" * 64})
+    refused(tmp_path / "out", settings, r"rows.jsonl:1: .* another tokenizer .sha256 00000000.*--retokenize True")
+    (texts,) = run(tmp_path / "texts", settings, retokenize=True)
+    utils.write_json(record, {"tokenizer_sha256": utils.tokenizer_fingerprint(Path(tiny_model))})
+    (ids,) = run(tmp_path / "out", settings)
+    assert ids["loss"] != texts["loss"]
+
+
+def test_a_missing_package_is_one_line_under_torchrun(tmp_path, mixed_rows, tiny_model):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['peft'] = None\n")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [
+        *TORCHRUN,
+        "--nproc_per_node=2",
+        "train.py",
+        *flags(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4)),
+    ]
+    printed = finish(start(command, env=environment), 1)
+    assert "train.py: error: --lora_rank needs the package peft: pip install peft" in printed
+    assert "Traceback" not in printed.partition("train.py: error")[0] and not (tmp_path / "out").exists()
 
 
 def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
