@@ -217,14 +217,13 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
 def build_parser() -> HfArgumentParser:
     """The parser of train.py. Its help shows the flags of this project first, then those of the Trainer."""
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
-    parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, exit_on_error=False, usage=usage)
-    ours, trainers = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
+    options = {"allow_abbrev": False, "exit_on_error": False, "usage": usage, "description": __doc__}
+    parser = HfArgumentParser(SPAGArguments, **options)
+    ours, theirs = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
     ours.title = "flags of this project"
-    own_names = {"help", *(each.name for each in fields(SPAGArguments))} - {
-        each.name for each in fields(TrainingArguments)
-    }
-    trainers._group_actions += [action for action in ours._group_actions if action.dest not in own_names]
-    ours._group_actions = [action for action in ours._group_actions if action.dest in own_names]
+    names = {each.name for each in fields(TrainingArguments)}
+    theirs._group_actions += [action for action in ours._group_actions if action.dest in names]
+    ours._group_actions = [action for action in ours._group_actions if action.dest not in names]
     return parser
 
 

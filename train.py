@@ -6,6 +6,7 @@
 Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -55,7 +56,8 @@ def check_named_checkpoint(args: SPAGArguments) -> None:
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{record}: this file does not say how {named} was made") from None
     if different:
-        raise UserError(f"{record}: made with other settings ({'; '.join(different)})")
+        why = "; ".join(different)
+        raise UserError(f"{record}: made with other settings ({why}); start without --resume_from_checkpoint")
 
 
 def choose_checkpoint(args: SPAGArguments) -> str | None:
@@ -112,19 +114,11 @@ def derived_folder(args: SPAGArguments) -> Path:
     return Path(args.output_dir) / "derived"
 
 
-def discard_other_derived(args: SPAGArguments) -> None:
-    """Delete what other settings, libraries or sources derived, and record what this start derives with."""
-    path = derived_folder(args) / "record.json"
+def derived_record(args: SPAGArguments) -> dict:
+    """All that the files in `derived_folder` depend on."""
+    sources = utils.file_digest([dataloaders.__file__, trainers.__file__])
     record = {"settings": args.run_settings, "deepspeed": args.deepspeed, "made_by": utils.made_by()}
-    record["sources"] = utils.file_digest([dataloaders.__file__, trainers.__file__])
-    record = json.loads(json.dumps(record))
-    try:
-        same = utils.read_json(path) == record
-    except (OSError, UserError):
-        same = False
-    if not same:
-        shutil.rmtree(path.parent, ignore_errors=True)
-        utils.write_json(path, record)
+    return json.loads(json.dumps(record | {"sources": sources}))
 
 
 def load_dataset(args: SPAGArguments, tokenizer, paths: list[str], *, path: Path | None = None) -> RowDataset:
@@ -141,14 +135,17 @@ def load_datasets(args: SPAGArguments, tokenizer, vocabulary: int) -> tuple[RowD
 
     Raises UserError for rows of which training would learn nothing, or that this model cannot read.
     """
-    datasets = {"train": args.train_data_path, "eval": args.eval_data_path}
+    folder, now = derived_folder(args), derived_record(args)
+    record = folder / "record.json"
     with args.main_process_first(local=args.save_on_each_node):
+        if args.should_save and not (record.is_file() and utils.read_json(record) == now):
+            shutil.rmtree(folder, ignore_errors=True)  # other settings, libraries or sources made it
+        train_rows = load_dataset(args, tokenizer, args.train_data_path, path=folder / "train.arrow")
+        eval_rows = None
+        if args.eval_data_path:
+            eval_rows = load_dataset(args, tokenizer, args.eval_data_path, path=folder / "eval.arrow")
         if args.should_save:
-            discard_other_derived(args)
-        train_rows, eval_rows = (
-            load_dataset(args, tokenizer, paths, path=derived_folder(args) / f"{name}.arrow") if paths else None
-            for name, paths in datasets.items()
-        )
+            utils.write_json(record, now)
     check_rows(train_rows.counts, args)
     every = [rows for rows in (train_rows, eval_rows) if rows]
     names = sorted({name for rows in every for name in rows.role_names})
@@ -335,7 +332,7 @@ def card_metadata(args: SPAGArguments, folder: Path) -> ModelCardData:
     base_model = None
     if utils.hub_commit(base):
         base_model, _ = utils.split_revision(args.model_name_or_path)
-    elif TAG in (known.get("tags") or ()):  # a model that was trained here: its base model
+    elif isinstance(known.get("tags"), list) and TAG in known["tags"]:  # a model that was trained here: its base model
         base_model = known.get("base_model")
     return ModelCardData(
         base_model=base_model,
@@ -347,15 +344,12 @@ def card_metadata(args: SPAGArguments, folder: Path) -> ModelCardData:
 
 
 def games_of_rows(paths: list[str]) -> list[str]:
-    """The names of the games whose rows these are, as the records beside the files say; otherwise it is Taboo."""
+    """The games of these rows, as the records beside the files say; Taboo if there is no record."""
     names = set()
     for record in map(dataloaders.rows_record, paths):
-        try:
-            name = record["settings"]["game"]["path"]
-        except (KeyError, TypeError):
-            name = "taboo"
-        names.add("Adversarial Taboo" if name == "taboo" else str(name))
-    return sorted(names)
+        with contextlib.suppress(KeyError, TypeError):  # other files of rows name no game
+            names.add(str(record["settings"]["game"]["path"]))
+    return sorted("Adversarial Taboo" if name == "taboo" else name for name in names or {"taboo"})
 
 
 # A run.

@@ -38,7 +38,7 @@ ON_FULL_DISK = re.compile(
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "README.md")
 MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
@@ -367,12 +367,12 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 @functools.cache
-def _from_hub(name: str, revision: str | None = None) -> Path:
+def _from_hub(name: str, revision: str | None = None, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES, "README.md"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
@@ -416,13 +416,11 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_fingerprint(folder: Path) -> str:
-    """SHA-256 over the TOKENIZER_FILES of a model's folder. Equal fingerprints mean equal token ids."""
-    digest = hashlib.sha256()
-    for path in (folder / file for file in TOKENIZER_FILES):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+def tokenizer_fingerprint(name: str | os.PathLike) -> str:
+    """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
+    repository, revision = split_revision(str(name))
+    folder = Path(name) if os.path.isdir(name) else _from_hub(repository, revision, TOKENIZER_FILES)
+    return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
 
 
 def model_setting(name: str, revision: str | None = None) -> dict[str, str]:

@@ -161,7 +161,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(given, mon
 def test_the_help_shows_the_flags_of_this_project_first():
     text = build_parser().format_help()
     places = [
-        text.index(f"--{name}")
+        text.index(f"\n  --{name}")
         for name in ("train_method", "show_examples", "warmup_ratio", "num_train_epochs", "seed")
     ]
     assert places == sorted(places)
