@@ -104,8 +104,8 @@ def _number(record: dict, name: str) -> float:
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens; `target_ids` stand for the target's text,
-    except for a token of a chat template that ends it. The labels of BOS and query are masked, by
+    Query and target are tokenized separately and without special tokens. `target_ids` replace the tokens of the
+    target's text, except for the token of a chat template that ends it. The labels of BOS and query are masked, by
     their number and not by their ids, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds
     none. A row with `chat_template` is encoded as query + target, since the chat template already wrote BOS and the
     token that ends a message.
