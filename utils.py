@@ -38,7 +38,7 @@ ON_FULL_DISK = re.compile(
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "README.md")
 MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
@@ -322,32 +322,52 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     return digests.hexdigest()
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, revision: str | None = None) -> Path:
     """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
 
-    Raises UserError if there is no such model, or if the folder has no config.json.
+    `revision` is a commit, branch or tag on the hub; `name` may also be NAME@REVISION.
+    Raises UserError if there is no such model, for a revision of a folder, or if the folder has no config.json.
     """
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name)
+    repository, revision_in_name = split_revision(name)
+    revision = revision or revision_in_name
+    if os.path.isdir(repository):
+        if revision:
+            raise UserError(f"{repository} is a folder, which has no revision {revision}; only models on the hub have")
+        folder = Path(repository)
+    else:
+        folder = _from_hub(repository, revision)
     if not (folder / "config.json").is_file():
         merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
         raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split NAME@REVISION of a model on the hub. The name of a folder stays whole."""
+    repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
+    return repository, revision or None
+
+
 @functools.cache
-def _from_hub(name: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
+def _from_hub(name: str, revision: str | None = None, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
             "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
             "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
+            "RevisionNotFoundError": f"the hub's model has no revision {revision}",
         }.get(kind, f"no such model on the hub ({kind})")
         raise UserError(f"{name}: no such folder, and {why}") from None
+
+
+def hub_commit(folder: Path) -> str | None:
+    """The commit of a model's local copy that `model_folder` returned; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def refuse_large_model(name: str, request: str) -> None:
@@ -378,10 +398,18 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_fingerprint(name: str) -> str:
+def tokenizer_fingerprint(name: str | os.PathLike) -> str:
     """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name, TOKENIZER_FILES)
+    repository, revision = split_revision(str(name))
+    folder = Path(name) if os.path.isdir(name) else _from_hub(repository, revision, TOKENIZER_FILES)
     return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
+
+
+def model_setting(name: str, revision: str | None = None) -> dict[str, str]:
+    """Return a model in the form in which `stage` compares it, by its sha256; from the hub with its commit."""
+    folder = model_folder(name, revision)
+    commit = hub_commit(folder)
+    return {"path": name, "sha256": model_fingerprint(folder)} | ({"commit": commit} if commit else {})
 
 
 # Finished work.

@@ -199,8 +199,9 @@ def test_a_model_without_safetensors_is_refused(check, pretend_gpus, tmp_path):
 
 def test_a_training_that_was_begun_keeps_its_deepspeed_file(check, pretend_gpus, tmp_path):
     (tmp_path / "out/epoch1/model/checkpoint-3").mkdir(parents=True)
-    begun = {"arguments": {"deepspeed": str(ROOT / "configs/zero3.json")}}
-    (tmp_path / "out/epoch1/model/settings.json").write_text(json.dumps(begun))
+    (tmp_path / "out/epoch1/model/derived").mkdir()
+    begun = {"deepspeed": str(ROOT / "configs/zero3.json")}
+    (tmp_path / "out/epoch1/model/derived/record.json").write_text(json.dumps(begun))
     pretend_gpus(8)
     assert check(**AUTO)[1][6] == str(ROOT / "configs/zero3.json")
 

@@ -354,7 +354,7 @@ def make_loop(folder: Path, control: str, seed: int, **changes) -> Path:
     for place, right in enumerate(RIGHT[control, seed]):
         stage = f"epoch{place}" if place else "imitation"
         model = folder / stage / "model"
-        write_json(model / "settings.json", {"settings": {}, "versions": {"torch": "2.9", "transformers": "5.1"}})
+        write_json(model / "settings.json", {"settings": {}, "made_by": {"torch": "2.9", "transformers": "5.1"}})
         write_json(model / "train_results.json", {"train_runtime": 1800.0})
         wins[stage] = right
         if place:

@@ -166,9 +166,9 @@ def choose(settings: dict[str, str]) -> None:
     if settings["DEEPSPEED"] == "auto":
         way = fit.choose(settings, fit.count_parameters(model_folder(settings["MODEL"])), min(memory))
         settings["DEEPSPEED"] = way if way == "none" else str(ROOT / way)
-        for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # a training has begun
-            begun = read_json(checkpoint.parent / "settings.json")["arguments"]["deepspeed"]
-            settings["DEEPSPEED"] = begun or "none"  # its checkpoints load under no other
+        for record in Path(settings["OUTPUT"]).glob("*/model/derived/record.json"):  # a training has begun
+            if any(record.parents[1].glob("checkpoint-*")):
+                settings["DEEPSPEED"] = read_json(record)["deepspeed"] or "none"  # they load under no other
         print(f"DeepSpeed: {settings['DEEPSPEED']}")
 
 

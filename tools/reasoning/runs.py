@@ -193,7 +193,7 @@ def versions(runs: Sequence[LoopRun]) -> str:
     found: dict[str, set[str]] = defaultdict(set)
     for run in runs:
         for path in run.folder.glob("*/model/settings.json"):
-            for package, version in read_json(path)["versions"].items():
+            for package, version in read_json(path)["made_by"].items():
                 found[package].add(version)
         if run.asked:
             found["lm-evaluation-harness"].add(run.asked["harness"])
