@@ -25,7 +25,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC
-from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
@@ -87,21 +86,12 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"{path}: not JSON ({error})") from None
 
 
-def log_skipped(message: str) -> None:
-    """Log that a bad record was skipped."""
-    logger.warning("skipped: %s", message)
-
-
-def iter_records(
-    path: str | os.PathLike, *, on_skip: Callable[[str], None] | None = None
-) -> Iterator[tuple[str, dict]]:
+def iter_records(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", object) for every object of a JSON list or JSONL file.
 
     A file that begins with "[" is a JSON list; any other file is JSONL. Memory is constant for JSONL, and for lists
-    with one object per line, which `write_records` writes. Any other list is loaded whole.
-
-    With `on_skip`, records that are not objects are skipped, and `on_skip` is called with a message for each. Of a
-    list that is cut off, the objects on its complete lines are yielded; then an error is raised, also with `on_skip`.
+    with one object per line, which `write_records` writes. Any other list is loaded whole. Of a file that is cut off,
+    the objects on its complete lines are yielded before the error.
 
     Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
     for a record that is not an object.
@@ -112,11 +102,11 @@ def iter_records(
             raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
         file.seek(0)
         if first == "[":
-            yield from _iter_list(path, file, on_skip)
+            yield from _iter_list(path, file)
             return
         for number, line in enumerate(file, start=1):
             if not line.isspace():
-                yield from _checked(f"{path}:{number}", partial(_parse, line, f"{path}:{number}"), on_skip)
+                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
 
 
 def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
@@ -124,7 +114,7 @@ def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
     return [record for _, record in iter_records(path)]
 
 
-def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
     """Read a list line by line. At the first line that does not hold one object, load the file whole instead."""
     yielded, comma = 0, True  # comma: whether the line before ended with one, so that another object may follow
     for number, line in enumerate(file, start=1):
@@ -146,17 +136,7 @@ def _iter_list(path, file: IO, on_skip: Callable[[str], None] | None) -> Iterato
     file.seek(0)
     for number, value in enumerate(_parse(file.read(), str(path), kind=list)[yielded:], start=yielded + 1):
         where = f"{path}: record {number}"
-        yield from _checked(where, partial(_as_object, value, where), on_skip)
-
-
-def _checked(where: str, make: Callable[[], dict], on_skip: Callable | None) -> Iterator[tuple[str, dict]]:
-    """Yield the record that `make` returns. With `on_skip`, skip it if `make` raises BadRecordError."""
-    try:
-        yield where, make()
-    except BadRecordError as error:
-        if not on_skip:
-            raise
-        on_skip(str(error))
+        yield where, _as_object(value, where)
 
 
 def _parse(text: str, where: str, kind: type = dict):

@@ -6,7 +6,6 @@ rewards must add up.
 
 import copy
 import json
-import os
 import random
 import re
 import subprocess
@@ -23,7 +22,9 @@ from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay import rows as rows_room
-from tools.selfplay.rewards import JudgedGames, in_memory, message_shares, paid_rows
+from tools.selfplay.layout import layout_of
+from tools.selfplay.rewards import RewardFlags, judge_game, judge_games, message_shares
+from tools.selfplay.rows import episode_rows
 from utils import UserError, read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
@@ -61,15 +62,22 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
     before = copy.deepcopy(EPISODES)
-    games = JudgedGames(GAME, in_memory(EPISODES))
-    rows = list(paid_rows(games, decay_weight=0.5, prompt_fn=lambda said, word, turns: f"{len(said)} {word} {turns}"))
+    how = {"weights": {"attacker": 0.75, "defender": 1.5}, "flags": RewardFlags(decay_weight=0.5)}
+    how["prompt_fn"] = lambda said, word, turns: f"{len(said)} {word} {turns}"
     first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
-    assert rows == [
-        {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 1.0},
-        {"query": "2 apple 5", "target": "For what?", "reward": second, "role": "attacker", "weight": 1.0},
-        {"query": "1 apple 5", "target": "Yes", "reward": first, "role": "defender", "weight": 1.0},
-        {"query": "3 apple 5", "target": GUESS, "reward": second, "role": "defender", "weight": 1.0},
+    assert [episode_rows(GAME, game, judge_game(GAME, game), **how) for game in EPISODES] == [
+        [
+            {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 0.75},
+            {"query": "2 apple 5", "target": "For what?", "reward": second, "role": "attacker", "weight": 0.75},
+        ],
+        [],
+        [
+            {"query": "1 apple 5", "target": "Yes", "reward": first, "role": "defender", "weight": 1.5},
+            {"query": "3 apple 5", "target": GUESS, "reward": second, "role": "defender", "weight": 1.5},
+        ],
+        [],
     ]
+    rows_of(EPISODES)
     assert before == EPISODES  # nothing is modified
 
 
@@ -126,19 +134,6 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
         assert [row["query"] for row in rows_of(EPISODES, seed=4, **more)] != expected
 
 
-def test_streaming_keeps_no_episodes_in_memory():
-    def read(on_skip=None):
-        return (("", episode(f"Hello number {i}", "x" * 1000, "So", "An apple")) for i in range(2000))
-
-    tracemalloc.start()
-    try:
-        rows = paid_rows(JudgedGames(GAME, read), decay_weight=0.8, prompt_fn=lambda *game: "")
-        assert sum(1 for _ in rows) == 4000
-        assert tracemalloc.get_traced_memory()[1] < 400_000  # 2 MB of text went by
-    finally:
-        tracemalloc.stop()
-
-
 # --- the program -----------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +184,20 @@ def test_the_program_runs_as_a_file_and_as_a_module_without_torch_and_transforme
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
+@pytest.mark.parametrize("name", ["episodes.json", "episodes.jsonl"])
+def test_games_pass_through_in_constant_memory(tmp_path, name):
+    games = (episode(f"Hello number {i}", "x" * 1000, "So", "An apple") for i in range(4000))
+    utils.write_records(tmp_path / name, games)
+    tracemalloc.start()
+    try:
+        flags = rows_room.RowFlags(training_prompt="play")
+        made = rows_room.make_rows(flags, [str(tmp_path / name)], str(tmp_path / "rows.json"))
+        assert made["rows"]["attacker"] == 8000
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20  # of 5 MB of games
+    finally:
+        tracemalloc.stop()
+
+
 def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
@@ -198,9 +207,9 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["game"]["options"] == {"match": "word"}
     assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
-    assert printed == {name: value for name, value in saved.items() if name != "settings"}
+    assert printed == {name: saved[name] for name in ("games", "rows", "weights")}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
-    assert printed["games"] == {"episodes": 4, **outcomes, "skipped": 0}
+    assert printed["games"] == {"episodes": 4, **outcomes}
     assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "negative": 0, "empty": 0, "dropped": 0}
     assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
 
@@ -228,6 +237,88 @@ def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
     negative = sum(row["reward"] < 0 for row in rows)
     assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "negative": negative, "empty": 0, "dropped": 0}
     assert 0 < negative < len(rows)
+
+
+def test_role_weights_none_weigh_every_row_1(run):
+    games = (4 * [ATTACKER_WON] + [DEFENDER_WON, TIED],)
+    rows, printed = run(inputs=games, role_weights="none", losers=0.5, ties=0.25)
+    assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
+    rows, printed = run(inputs=games)
+    assert printed["weights"] == {"attacker": 5 / 8, "defender": 5 / 2}
+
+
+@pytest.mark.parametrize("won, warned", [(8, False), (10, True)])
+def test_a_role_that_wins_so_seldom_that_its_rows_weigh_above_5_is_warned_of(start, tmp_path, won, warned):
+    inputs = (won * [ATTACKER_WON] + [DEFENDER_WON],)
+    errors = start(inputs=inputs).errors
+    assert ("rows of the defender weigh 5.5" in errors and "--role_weights none" in errors) == warned
+    for flags in ({"messages": "all"}, {"role_weights": "none"}):
+        errors = start(inputs=inputs, output_data_path=tmp_path / f"{next(iter(flags))}.json", **flags).errors
+        assert "weigh" not in errors
+
+
+# --- token ids, and the layout of rows -------------------------------------------------------------------------------
+
+
+def with_ids(game, **changes):
+    """The game as play stores it: token ids of each reply; the second reply's text tokenizes to other ids."""
+    replies = [{"finish_reason": "stop", "tokens": 3, "token_ids": [7, at]} for at in range(len(game["history"]))]
+    replies[1]["retokenized"] = True
+    return game | {"replies": replies} | changes
+
+
+@pytest.fixture
+def played(tmp_path):
+    """Files of play with token ids, and the record that names their tokenizer; returns the path of the results."""
+
+    def write_run(stem, attacker="abc", defender="abc"):
+        tokenizers = {"attacker": attacker, "defender": defender}
+        utils.write_json(tmp_path / f"{stem}_settings.json", {"settings": {}, "tokenizer_sha256": tokenizers})
+        return write(tmp_path / f"{stem}_results.json", [with_ids(game) for game in EPISODES])
+
+    return write_run
+
+
+def test_rows_in_the_layout_of_play_carry_the_token_ids_of_the_replies(run, start, played, tmp_path):
+    rows, printed = run(input_data_path=played("m"), training_prompt="play")
+    assert [row.pop("target_ids") for row in rows] == [[7, index] for _, index in PAID]
+    assert rows == run(training_prompt="play")[0]
+    assert printed["tokenizer_sha256"] == "abc" and printed["replies"] == {"with_ids": 14, "retokenized": 4}
+    (tmp_path / "rows.json").unlink()
+    assert "retokenized: 4 of 14\n" in start(input_data_path=played("m"), training_prompt="play").errors
+
+
+@pytest.mark.parametrize("flags", [{"training_prompt": "play", "retokenize": True}, {"training_prompt": "random"}])
+def test_rows_of_other_layouts_and_retokenized_rows_have_texts_alone(run, played, flags):
+    rows, printed = run(input_data_path=played("m"), **flags)
+    assert rows == run(**flags)[0] and "tokenizer_sha256" not in printed
+
+
+def test_token_ids_of_an_unknown_tokenizer_or_of_two_are_refused(refuse, run, played, tmp_path):
+    for paths in ([played("one"), played("two", "def", "def")], [played("two", defender="def")]):
+        line = refuse(input_data_path=paths, training_prompt="play")
+        assert "different tokenizers" in line and "--retokenize True" in line
+    (tmp_path / "two_settings.json").unlink()
+    line = refuse(input_data_path=tmp_path / "two_results.json", training_prompt="play")
+    assert "two_settings.json beside it does not name the tokenizer" in line
+    bad = with_ids(DEFENDER_WON, replies=[{"token_ids": [1, -1]}])
+    assert "episodes0.jsonl:1: reply 0: 'token_ids' must be" in refuse(inputs=([bad],), training_prompt="play")
+
+
+def test_the_layout_of_rows_is_read_from_their_record(run, played, tmp_path):
+    digest = prompts.templates_digest(prompts.default_templates(GAME))
+    run(input_data_path=played("m"), training_prompt="play")
+    layout = {"training_prompt": "play", "chat_template": None, "prompt_templates": digest}
+    assert layout_of(tmp_path / "rows.json") == layout | {"tokenizer_sha256": "abc"}
+    run()
+    assert layout_of(tmp_path / "rows.json") == layout | {"training_prompt": "random", "tokenizer_sha256": None}
+    assert layout_of(tmp_path / "foreign.json") is None
+    utils.write_json(tmp_path / "foreign_rewards_settings.json", {"settings": 1})
+    with pytest.raises(UserError, match="not the record of a file of rows"):
+        layout_of(tmp_path / "foreign.json")
+
+
+# --- more of the program ---------------------------------------------------------------------------------------------
 
 
 def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
@@ -263,13 +354,11 @@ BAD_EPISODES = [
 
 
 @pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
-def test_a_bad_episode_is_named_by_file_and_line_or_skipped_and_counted(refuse, run, broken, complaint):
+def test_a_bad_episode_is_named_by_file_and_line(refuse, broken, complaint):
     line = refuse(inputs=([TIED], [TIED, broken]))
     assert "episodes1.jsonl:2: " in line and complaint in line
     with pytest.raises(ValueError, match=f"episode 1: {complaint}"):
         rows_of([TIED, broken])
-    rows, printed = run(inputs=([broken, *EPISODES, broken],), skip_bad=True)
-    assert rows == rows_of(EPISODES) and printed["games"]["skipped"] == 2 and printed["games"]["episodes"] == 4
 
 
 @pytest.mark.parametrize(
@@ -282,18 +371,16 @@ def test_a_bad_episode_is_named_by_file_and_line_or_skipped_and_counted(refuse, 
 def test_an_error_in_a_games_own_rules_keeps_its_traceback_and_the_episode_is_named(caplog, rule, error):
     game = type("Mine", (Taboo,), rule)()
     with pytest.raises(ValueError, match=error) as raised:
-        JudgedGames(game, in_memory([TIED]), skip_bad=True)
+        judge_games(game, [("episode 0", TIED)])
     assert not isinstance(raised.value, UserError)  # run_program prints only UserError as one line
     assert caplog.messages == ["episode 0: the rules of Adversarial Taboo raised an error"]
 
 
-def test_a_line_cut_off_inside_a_character_can_be_skipped(refuse, run, tmp_path):
+def test_a_line_cut_off_inside_a_character_is_named(refuse, tmp_path):
     lines = [json.dumps(game | {"target_word": "naïve 🎻"}, ensure_ascii=False) for game in EPISODES]
     data = "\n".join(lines).encode()
     (tmp_path / "cut").write_bytes(data[: data.rindex("🎻".encode()) + 2])
-    assert "cut:4" in refuse(input_data_path=tmp_path / "cut")
-    _, printed = run(input_data_path=tmp_path / "cut", skip_bad=True, min_game_rows=0)
-    assert (printed["games"]["episodes"], printed["games"]["skipped"]) == (3, 1)
+    assert "cut:4: not UTF-8" in refuse(input_data_path=tmp_path / "cut")
 
 
 def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tmp_path):
@@ -311,17 +398,17 @@ def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tm
 def test_finished_rows_are_kept_for_the_same_command_and_refuse_another_one(run, start, tmp_path, monkeypatch):
     _, printed = run()
     with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "JudgedGames", None)
+        patch.setattr(rows_room, "judge_games", None)
         again = start()
-    assert json.loads(again.output) == printed and f"{tmp_path / 'rows.json'}: all is there" in again.errors
+    assert json.loads(again.output) == printed and "rows_rewards_settings.json: all is there" in again.errors
     errors = start(status=2, losers=0.5).errors
     assert "losers: 0.0 then, 0.5 now" in errors
-    assert f"delete {tmp_path}/rows.json and {tmp_path}/rows_rewards_settings.json" in errors
+    assert f"delete in {tmp_path}: rows.json, rows_rewards_settings.json" in errors
 
 
 def test_a_kill_before_the_rows_are_in_place_leaves_none_and_the_same_command_makes_them(run, start, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: sys.exit(1))
+        patch.setattr(rows_room, "refuse_few_rows", lambda *_: sys.exit(1))
         start(status=1, decay_weight=0.5)
     rows, _ = run(decay_weight=0.9)  # the killed run binds nobody
     assert rows == rows_of(EPISODES, decay_weight=0.9)

@@ -17,6 +17,7 @@ from tools.games import prompts
 from tools.games.chat import DAY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, Sampling
+from tools.selfplay.layout import layout_of
 from tools.selfplay.play import play_game
 from utils import UserError, read_json_or_jsonl, write_records
 
@@ -211,6 +212,7 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path):
     assert encoded["is_sft"] and tokenizer.decode(encoded["input_ids"]) == first["query"] + first["target"]
     settings = json.loads((tmp_path / "rows_rewards_settings.json").read_text(encoding="utf-8"))["settings"]
     assert settings["chat_template"] is True and re.fullmatch("[0-9a-f]{64}", settings["tokenizer"]["sha256"])
+    assert layout_of(tmp_path / "rows.json")["chat_template"] == settings["tokenizer"]["sha256"]
 
 
 # --- templates of all kinds ------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ AS_WRITTEN = "[\n" + ",\n".join(map(utils.to_json, RECORDS)) + "\n]\n"
 JSONL = "\n" + "\n\n".join(map(utils.to_json, RECORDS))
 
 
-def read(path, skipped=None):
+def read(path):
     """The records before the first error, and the error's message, or None."""
     records = []
     try:
-        for record in utils.iter_records(path, on_skip=None if skipped is None else skipped.append):
+        for record in utils.iter_records(path):
             records.append(record)
     except utils.UserError as error:
         return records, str(error)
@@ -76,15 +76,12 @@ def test_a_record_a_line_is_read_in_constant_memory(tmp_path, name):
         ("", 0, ": the file is empty"),
     ],
 )
-def test_a_list_that_is_cut_off_or_broken_is_an_error_after_its_whole_lines_also_with_on_skip(
-    tmp_path, text, whole, message
-):
+def test_a_list_that_is_cut_off_or_broken_is_an_error_after_its_whole_lines(tmp_path, text, whole, message):
     path = tmp_path / "records"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    for skipped in (None, []):
-        records, error = read(path, skipped)
-        assert [record for _, record in records] == [{"a": 1}] * whole
-        assert re.match(f"{path}{message}", error) and not skipped
+    records, error = read(path)
+    assert [record for _, record in records] == [{"a": 1}] * whole
+    assert re.match(f"{path}{message}", error)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +95,8 @@ def test_a_list_that_is_cut_off_or_broken_is_an_error_after_its_whole_lines_also
         ('[\n{"a": 1},\n5,\n{"a": 1}]', ": record 2: ", "expected a JSON object, got int"),
     ],
 )
-def test_a_bad_record_is_named_by_its_place_or_skipped(tmp_path, text, place, message):
-    path, skipped = tmp_path / "records", []
+def test_a_bad_record_is_named_by_its_place(tmp_path, text, place, message):
+    path = tmp_path / "records"
     path.write_bytes(text.encode(errors="surrogateescape"))
     records, error = read(path)
     assert len(records) == 1 and error.startswith(f"{path}{place}{message}")
-    records, error = read(path, skipped)
-    assert [record for _, record in records] == [{"a": 1}] * 2 and error is None
-    assert len(skipped) == 1 and skipped[0].startswith(f"{path}{place}{message}")

@@ -5,8 +5,9 @@
 
 Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE and --ties COST
 also make rows with rewards below 0, of losers' messages and of tied games. Train on those with --detach_kl True:
-without it, the loss lowers their probability without end, and replies degenerate. Settings and counts are written
-beside the output, to OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
+without it, the loss lowers their probability without end, and replies degenerate. --control makes the rows of a
+control instead (tools/selfplay/controls.py). Settings and counts are written beside the output, to
+OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
 import gc
@@ -14,8 +15,7 @@ import json
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.selfplay.rewards import assign_rewards
-from tools.selfplay.rows import RowFlags, make_rows
+from tools.selfplay.rows import RowFlags, assign_rewards, make_rows
 from utils import end_with_launcher, run_program, set_up_logging
 
 __all__ = ["assign_rewards"]
@@ -23,7 +23,9 @@ __all__ = ["assign_rewards"]
 
 @dataclass(kw_only=True)
 class Flags(RowFlags):
-    input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
+    input_data_path: list[str] | None = flag(
+        "files of episodes, JSON or JSONL, read in this order; the controls sft and silent read none", default=None
+    )
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
 
@@ -33,7 +35,7 @@ def main() -> None:
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
     gc.disable()  # there are no reference cycles, and the search for them takes a tenth of the time
-    counts = make_rows(flags, flags.input_data_path, flags.output_data_path, sft=flags.sft_data_path)
+    counts = make_rows(flags, flags.input_data_path or [], flags.output_data_path, sft=flags.sft_data_path)
     print(json.dumps(counts))
 
 

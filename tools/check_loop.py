@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.games.flags import GameFlags
 from tools.loop import fit
-from tools.selfplay.controls import ControlFlags
+from tools.selfplay.rows import RowFlags
 from utils import (
     UserError,
     differences,
@@ -55,7 +54,7 @@ KINDS = {  # what settings must be: their names, and its pattern
     "True, False or auto": ("GRADIENT_CHECKPOINTING", "True|False|auto"),
     "bf16, fp16, fp32 or auto": ("PRECISION", "bf16|fp16|fp32|auto"),
     "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
-    "sft, coin, cloning, or empty": ("CONTROL", "(sft|coin|cloning)?"),
+    "sft, silent, coin, coin_by_length, cloning, or empty": ("CONTROL", "(sft|silent|coin|coin_by_length|cloning)?"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", rf"(imitation|epoch{POSITIVE}_(play|train))?"),
 }
 KEPT = (  # settings that may not change while OUTPUT has results
@@ -114,26 +113,26 @@ def follow(settings: dict[str, str]) -> str:
     return f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
 
 
-def game_flags(settings: Mapping[str, str]) -> GameFlags:
-    """The flags of game and prompts; with CONTROL, those of the control. UserError for a control that cannot work."""
-    game = {
-        "game": settings["GAME"],
-        "game_options": settings["GAME_OPTIONS"].split(),
-        "prompt_templates": settings["PROMPTS"] or None,
-    }
-    if not settings["CONTROL"]:
-        return GameFlags(**game)
-    if settings["REWARDS"]:
+def row_flags(settings: Mapping[str, str]) -> RowFlags:
+    """The flags with which rows are made."""
+    if settings["CONTROL"] and settings["REWARDS"]:
         raise UserError("--control and --rewards both say how rows are made; give one of them")
-    numbers = {name.lower(): float(settings[name]) for name in ("SFT_COEFF", "LOSERS", "TIES")}
-    paths = {"like": settings["LIKE"], "sft_data_path": settings["SFT_DATA"], "output_data_path": ""}
-    return ControlFlags(control=settings["CONTROL"], input_data_path=[], **game, **numbers, **paths)
+    numbers = {name.lower(): float(settings[name]) for name in ("SFT_COEFF", "LOSERS", "TIES") if settings["CONTROL"]}
+    return RowFlags(
+        game=settings["GAME"],
+        game_options=settings["GAME_OPTIONS"].split(),
+        prompt_templates=settings["PROMPTS"] or None,
+        control=settings["CONTROL"] or None,
+        like_rows=settings["LIKE"] or None,
+        **numbers,
+    )
 
 
 def read_game(settings: dict[str, str]) -> list[str]:
     """Return the words of self-play, and fill in MAX_TURNS. ValueError for a wrong game, prompt or word file."""
-    flags = game_flags(settings)
+    flags = row_flags(settings)
     game = flags.load_game()
+    flags.check(game, settings["SFT_DATA"])
     flags.load_templates(game)
     settings["MAX_TURNS"] = settings["MAX_TURNS"] or str(game.max_turns)
     if "--game" not in settings["EVAL_ARGS"]:  # the match may be of another game

@@ -51,7 +51,7 @@ case $SETTINGS in '') ;; */*) . "$SETTINGS" ;; *) . "./$SETTINGS" ;; esac
 : "${SETTINGS:=}"              # shell file of settings
 : "${IMITATION_DATA:=}"        # rows of imitation, one file or several; empty: MODEL plays as it is
 : "${SFT_DATA:=}"              # SFT examples to train on beside the rows of the games, e.g. Alpaca's
-: "${CONTROL:=}"               # sft, coin or cloning: train on rows of this control (configs/README.md)
+: "${CONTROL:=}"               # sft, silent, coin, coin_by_length or cloning: rows of a control (configs/README.md)
 : "${LIKE:=}"                  # OUTPUT of another run: the same imitation model, and the same games in epoch 1
 : "${EPOCHS:=3}"               # epochs of self-play
 : "${UNTIL:=}"                 # stop after this stage: imitation, epochK_play or epochK_train
@@ -169,11 +169,10 @@ sampling=(--task_type sampling --max_turns "$MAX_TURNS" --max_length "$MAX_LENGT
 rewards=(--decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES" --min_game_rows "$GLOBAL_BATCH"
   ${SFT_DATA:+--sft_data_path "$SFT_DATA"})
 if [ -n "$CONTROL" ]; then
-  REWARDS="-m tools.selfplay.controls --control $CONTROL"
   rows=$TRAIN_BATCH # over which training averages a loss
   case ${TRAIN_ARGS[*]} in *loss_normalization[\ =]step*) rows=$GLOBAL_BATCH ;; esac
-  rewards+=(--sft_coeff "$SFT_COEFF" --rows_at_once "$rows" ${LIKE:+--like "$LIKE"})
-  [ "$CONTROL" = coin ] || TRAIN_ARGS=(--allow_no_game_rows True "${TRAIN_ARGS[@]}")
+  rewards+=(--control "$CONTROL" --sft_coeff "$SFT_COEFF" --rows_at_once "$rows")
+  case $CONTROL in coin*) ;; *) TRAIN_ARGS=(--allow_no_game_rows True "${TRAIN_ARGS[@]}") ;; esac
 fi
 case ${precision[*]} in *bf16*) dtype=bfloat16 ;; *fp16*) dtype=float16 ;; *) dtype=float32 ;; esac
 
@@ -191,7 +190,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   episodes=$folder/episodes/${player}_sampling_words_results.json
   if [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
     episodes=$FIRST_EPISODES
-  elif [ "$CONTROL" != sft ]; then # sft makes no rows of games
+  elif [ "$CONTROL" != sft ] && [ "$CONTROL" != silent ]; then # these make no rows of games
     NPROC=$players launch "epoch${epoch}_play" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \
@@ -200,6 +199,7 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   reached "epoch${epoch}_play"
   [ "$NODE_RANK" -gt 0 ] || run "epoch${epoch}_rewards" "$PYTHON" ${REWARDS:-"$root/tools/assign_rewards.py"} \
     --input_data_path "$episodes" --output_data_path "$folder/rows/rows.json" --seed "$seed" \
+    ${CONTROL:+${LIKE:+--like_rows "$LIKE/epoch$epoch/rows/rows.json"}} \
     "${game[@]}" "${prompts[@]}" "${rewards[@]}" "${REWARD_ARGS[@]}"
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \

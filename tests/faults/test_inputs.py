@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import utils
+from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
-from tools.selfplay.rewards import JudgedGames, in_memory, message_shares, paid_rows
+from tools.selfplay.rewards import judge_games, message_shares
 
 BATCH = 8  # inputs per example of hypothesis; drawing them together is five times faster
 SHORT, LONG = 10, 125  # batches per trial: in every test run, and in a campaign
@@ -94,11 +95,7 @@ def test_judge(drawn):
 @pure(EPISODES, thousands=20)
 def test_points_and_rewards(drawn):
     game, episode = drawn
-    rows = list(
-        paid_rows(
-            JudgedGames(game, in_memory([episode])), decay_weight=0.8, prompt_fn=lambda history, task, turns: "q"
-        )
-    )
+    rows = assign_rewards([episode], game=game, rng=random.Random(0))
     assert all(math.isfinite(row["reward"]) and row["reward"] > 0 for row in rows)
     paid = sum(row["reward"] for row in rows)
     assert math.isclose(paid, round(paid), abs_tol=1e-9)
@@ -146,10 +143,10 @@ def records(*keys: str):
 HISTORIES = st.lists(records("role", "content", "x"), max_size=3) | ODD
 
 
-@pure(st.tuples(records("target_word", "max_turns", "game", "extra"), HISTORIES), thousands=7)
+@pure(st.tuples(records("target_word", "max_turns", "game", "replies"), HISTORIES), thousands=7)
 def test_invalid_episodes(drawn):
     record, history = drawn
-    refused(lambda episode: JudgedGames(GAMES[0], in_memory([episode])), record | {"history": history})
+    refused(lambda episode: judge_games(GAMES[0], [("", episode)]), record | {"history": history})
 
 
 @pure(records("query", "prompt", "target", "answer", "instruction", "input", "output"), thousands=7)
@@ -173,8 +170,7 @@ PIECES = st.sampled_from(
 @pure(st.lists(PIECES | JSON.map(json.dumps) | st.text(max_size=3), max_size=8), thousands=5)
 def test_readers_of_records(parts):
     path = write("".join(parts).encode("utf-8", "surrogatepass"))
-    for on_skip in (None, lambda message: None):
-        refused(lambda: list(utils.iter_records(path, on_skip=on_skip)))  # noqa: B023
+    refused(lambda: list(utils.iter_records(path)))
 
 
 @pure(st.tuples(st.lists(st.fixed_dictionaries({"a": JSON}), max_size=4), st.booleans()), thousands=4)

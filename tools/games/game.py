@@ -207,7 +207,7 @@ DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game
 NEEDED = ("name", "title", "max_turns", "prompt_file", "roles", "outcomes", "example_task", "secrets", "decide")
 # Results and counts have these keys beside the names of roles, so no role may have one of these names.
 TAKEN = {*EPISODE_KEYS, "index", "game", "outcome", "length", "replies", "words", "seed"}
-TAKEN |= {"both", "sft", "negative", "empty", "dropped", "skipped"}
+TAKEN |= {"both", "sft", "negative", "empty", "dropped"}
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:

@@ -1,99 +1,122 @@
-"""Rows for controls of self-play: runs that train as SPAG does, on other rows.
+"""Controls of self-play: runs that train as SPAG does, on other rows. They are values of assign_rewards --control.
 
-    python -m tools.selfplay.controls --control coin --input_data_path GAMES.json --output_data_path ROWS.json ...
-
-takes the place of tools/assign_rewards.py, whose flags it has too; tools/run_spag.sh runs it if CONTROL is set. The
-training program and its settings stay the same. The rows:
-
-coin       in each game that pays, a coin decides which role gets the winner's reward
-cloning    the winner's messages as SFT rows: -reward * weight * l, without ratio, clip and KL; with --messages all,
-           all messages of both roles
-sft        the SFT examples alone, repeated until they are as many as the rows of the run --like in the same epoch
+coin             in each game that pays, a coin decides which role gets the winner's reward
+coin_by_length   the outcomes of games that pay are permuted among games with equally many messages
+cloning          the winner's messages as SFT rows: -reward * weight * l, without ratio, clip and KL; with
+                 --messages all, the messages of both roles
+sft              the SFT examples alone, repeated until they are as many as the rows of --like_rows
+silent           the rows of --like_rows, with weight 0 for rows of games
 """
 
-import copy
+import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from tools.flags import flag, parse_flags
+from tools.flags import flag
 from tools.games.game import Game
-from tools.selfplay.rows import SFT, RowFlags, make_rows, rows_settings
-from utils import (
-    UserError,
-    end_with_launcher,
-    files_setting,
-    read_json_or_jsonl,
-    run_program,
-    set_up_logging,
-    write_records,
-)
+from tools.selfplay.rewards import Judged, RewardFlags, judge_game
+from utils import BadRecordError, UserError, iter_records
 
-COIN, CLONING = "coin", "cloning"
-CONTROLS = (COIN, CLONING, SFT)
-
-
-class Coin:
-    """Goes before a game's class: a coin draws the role that gets the winner's reward, the same for the same game."""
-
-    def rewards(self, task, history, outcome):
-        paid = super().rewards(task, history, outcome)
-        if not paid:
-            return {}
-        lower, higher = sorted(paid.get(role, 0.0) for role in self.roles)
-        drawn = random.Random(json.dumps([task, history])).choice(self.roles)
-        return {role: higher if role == drawn else lower for role in self.roles}
-
-
-def with_coin(game: Game) -> Game:
-    """The game with drawn rewards. Raises UserError for a game that always pays both roles alike."""
-    paying = (outcome for outcome in game.outcomes if not outcome.breach)
-    if all(outcome.winner is None and outcome.points and len(set(outcome.points)) == 1 for outcome in paying):
-        raise UserError(f"{COIN}: there is no winner to draw, {game.title} pays both roles alike")
-    drawn = copy.copy(game)
-    drawn.__class__ = type(type(game).__name__, (Coin, type(game)), {})
-    return drawn
+SFT = "sft"  # the type of SFT rows, and the control that has no others
+COIN, COIN_BY_LENGTH, CLONING, SILENT = "coin", "coin_by_length", "cloning", "silent"
+CONTROLS = (COIN, COIN_BY_LENGTH, CLONING, SFT, SILENT)
+DRAWN = (COIN, COIN_BY_LENGTH)  # these draw who wins
+WITHOUT_GAMES = (SFT, SILENT)  # these read no episodes
 
 
 @dataclass(kw_only=True)
-class ControlFlags(RowFlags):
-    """The flags of assign_rewards, and which control."""
+class ControlFlags(RewardFlags):
+    """How games pay; rows for controls, and rows repeated to a given number."""
 
-    control: str = flag("how the rows are made", choices=CONTROLS)
-    like: str | None = flag("OUTPUT of another run of tools/run_spag.sh", default=None)
-    sft_coeff: float = flag("weight of SFT rows in training, by which cloning scales its rows", default=0.5)
-    rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
-    input_data_path: list[str] = flag("files of episodes, JSON or JSONL; sft reads none")
-    output_data_path: str = flag("file of rows to write; with --like it ends in epochK/rows/NAME")
-    sft_data_path: str | None = flag("file of SFT examples whose rows are appended", default=None)
+    control: str | None = flag("make the rows of a control; unset: SPAG's", default=None, choices=CONTROLS)
+    like_rows: str | None = flag(
+        "rows file of the other run in this epoch; sft and silent read it", default=None, metavar="FILE"
+    )
+    sft_coeff: float = flag("cloning: the weight of SFT rows in training (--lm_sft_coeff)", default=0.5)
+    rows_at_once: int | None = flag("cloning: rows over which training averages a loss; unset: all", default=None)
+    repeat_to: str | None = flag(
+        "repeat or leave out rows of games until there are N, or as many as in a rows file",
+        default=None,
+        metavar="N|FILE",
+    )
 
-    def __post_init__(self):
-        if self.control == SFT and not (self.like and self.sft_data_path):
-            raise UserError(f"--control {SFT} needs --like, the OUTPUT of a run, and --sft_data_path")
+    def files_of_controls(self) -> dict[str, list[str]]:
+        """The rows files that are read, by flag."""
+        like_rows = [self.like_rows] if self.control in WITHOUT_GAMES else []
+        repeat_to = [self.repeat_to] if self.repeat_to and not self.repeat_to.isdecimal() else []
+        return {"like_rows": like_rows, "repeat_to": repeat_to}
+
+    def check_control(self, game: Game, sft_data_path: str | None) -> None:
+        """Raise UserError for a control that lacks what it needs."""
+        if self.control in DRAWN:
+            check_winner(game, self.control)
+        if self.control in WITHOUT_GAMES and not self.like_rows:
+            raise UserError(f"--control {self.control} needs --like_rows, the rows file of the other run")
+        if self.control == SFT and not sft_data_path:
+            raise UserError(f"--control {SFT} needs --sft_data_path")
         if self.control == CLONING and not (self.sft_coeff > 0 and self.losers == self.ties == 0):
             raise UserError(f"--control {CLONING} needs a --sft_coeff above 0, and neither --losers nor --ties")
+        if self.control in WITHOUT_GAMES and self.repeat_to:
+            raise UserError(f"--control {self.control} makes no rows of games; leave out --repeat_to")
 
-    def load_game(self) -> Game:
-        game = super().load_game()
-        return with_coin(game) if self.control == COIN else game
+
+def check_winner(game: Game, control: str) -> None:
+    """Raise UserError if the game always pays both roles alike, so that no winner can be drawn."""
+    paying = (outcome for outcome in game.outcomes if not outcome.breach)
+    if all(outcome.winner is None and outcome.points and len(set(outcome.points)) == 1 for outcome in paying):
+        raise UserError(f"{control}: there is no winner to draw, {game.title} pays both roles alike")
+
+
+def coin_game(game: Game, episode: Mapping) -> Judged:
+    """Judge a game; if it pays, a coin draws who gets the higher reward. The same game always has the same coin."""
+    judged = judge_game(game, episode)
+    if not any(judged.rewards):
+        return judged
+    played = episode["history"][: judged.length]
+    drawn = random.Random(json.dumps([episode["target_word"], played])).choice(game.roles)
+    lower, higher = sorted(judged.rewards)
+    return judged._replace(rewards=(higher, lower) if drawn == game.roles[0] else (lower, higher))
+
+
+def permute_rewards(games: Sequence[Judged], rng: random.Random) -> tuple[list[Judged], int]:
+    """Permute the rewards of games that pay, among games with equally many messages.
+
+    Returns the games, and how many have another winner. Unlike a coin for each game, this keeps how many games of each
+    length a role wins, so that brevity is not rewarded more than in self-play.
+    """
+    places = defaultdict(list)
+    for place, judged in enumerate(games):
+        if any(judged.rewards):
+            places[judged.length].append(place)
+    permuted, changed = list(games), 0
+    for _, same_length in sorted(places.items()):
+        rewards = [games[place].rewards for place in same_length]
+        rng.shuffle(rewards)
+        for place, (first, second) in zip(same_length, rewards, strict=True):
+            before = games[place].rewards
+            changed += (first > second) != (before[0] > before[1])
+            permuted[place] = games[place]._replace(rewards=(first, second))
+    return permuted, changed
 
 
 def cloning_rows(
-    rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float, rows_at_once: float = math.inf
+    rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None
 ) -> Iterator[dict]:
     """Game rows as SFT rows, the SFT rows after them.
 
-    OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step,
-    and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the weights give each kind
-    the share in the loss that it has there on average: a batch of B rows has a kind of share p with 1 - (1 - p)^B.
+    OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step
+    (None: over all), and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the
+    weights give each kind the share in the loss that it has there on average: a batch of B rows has a kind of share p
+    with 1 - (1 - p)^B.
     """
-    total = len(rows) + len(sft_rows)
+    total, at_once = len(rows) + len(sft_rows), rows_at_once or math.inf
 
     def scale(number: int) -> float:
-        return (1 - (1 - number / total) ** rows_at_once) * total / number
+        return (1 - (1 - number / total) ** at_once) * total / number
 
     for row in rows:
         weight = row["reward"] * row["weight"] / sft_coeff * scale(len(rows))
@@ -103,63 +126,43 @@ def cloning_rows(
         yield row | {"weight": scale(len(sft_rows))}
 
 
+def control_rows(
+    flags: ControlFlags, game_rows: Iterable[dict], sft_rows: Iterable[dict], rng: random.Random
+) -> Iterable[dict]:
+    """The game rows, and the SFT rows after them, repeated or replaced as the flags ask for."""
+    if flags.control == SILENT:
+        return silent_rows(flags.like_rows)
+    if flags.repeat_to:
+        game_rows = repeated(list(game_rows), number_to_repeat_to(flags.repeat_to), rng)
+    if flags.control == SFT:
+        sft_rows = repeated(list(sft_rows), sum(1 for _ in iter_records(flags.like_rows)), rng)
+    return itertools.chain(game_rows, sft_rows)
+
+
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
     """`number` rows: all of them equally often, and a drawn part of them once more."""
+    if not rows:
+        raise UserError("there are no rows to repeat")
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
 
-def split_rows(path: Path) -> tuple[list[dict], list[dict]]:
-    """The game rows of a file, and its SFT rows."""
-    rows = read_json_or_jsonl(path)
-    return tuple([row for row in rows if (row.get("type") == SFT) == is_sft] for is_sft in (False, True))
+def number_to_repeat_to(repeat_to: str) -> int:
+    """The number that --repeat_to gives, or that of the game rows of its file."""
+    if repeat_to.isdecimal():
+        return int(repeat_to)
+    return sum(row.get("type") != SFT for _, row in iter_records(repeat_to))
 
 
-def path_like(flags: ControlFlags) -> Path:
-    """The other run's file of rows of this epoch."""
-    return Path(flags.like, *Path(flags.output_data_path).parts[-3:])
+def silent_rows(path: str) -> Iterator[dict]:
+    """The rows of a file, those of games with weight 0. Raises BadRecordError for a record that is no row."""
+    for where, row in iter_records(path):
+        if not isinstance(row.get("target"), str):
+            raise BadRecordError(f"{where}: not a row that assign_rewards has made")
+        yield row if row.get("type") == SFT else row | {"weight": 0.0}
 
 
-def usual_rows(flags: ControlFlags, inputs: list[str]) -> tuple[list[dict], list[dict]]:
-    """The game rows and SFT rows that assign_rewards would make; they are kept beside the output."""
-    output = Path(flags.output_data_path)
-    made = output.with_name(f"{output.stem}_of_games.json")
-    make_rows(flags, inputs, str(made), sft=flags.sft_data_path)
-    return split_rows(made)
-
-
-def control_rows(flags: ControlFlags) -> list[dict]:
-    """The rows of `cloning` and `sft`."""
-    if flags.control == CLONING:
-        rows, sft_rows = usual_rows(flags, flags.input_data_path)
-        return list(cloning_rows(rows, sft_rows, flags.sft_coeff, flags.rows_at_once or math.inf))
-    number = len(read_json_or_jsonl(path_like(flags)))
-    _, sft_rows = usual_rows(replace(flags, min_game_rows=0), [])
-    return repeated(sft_rows, number, random.Random(flags.seed))
-
-
-def make_control_rows(flags: ControlFlags) -> None:
-    """Write the rows that the flags ask for, and their settings. UserError for an output made with other settings."""
-    output = flags.output_data_path
-    if flags.control == COIN:
-        make_rows(flags, flags.input_data_path, output, sft=flags.sft_data_path)
-        return
-    settings = {"control": flags.control, "sft_coeff": flags.sft_coeff, "rows_at_once": flags.rows_at_once}
-    if flags.control == SFT:
-        settings = {"control": SFT, "like": files_setting(path_like(flags))}
-    made_with = rows_settings(output)
-    with made_with.claimed(settings):
-        rows = control_rows(flags)
-        made_with.write(settings)
-        write_records(output, rows)
-
-
-def main() -> None:
-    end_with_launcher()
-    flags = parse_flags(ControlFlags, description=__doc__)
-    set_up_logging()
-    make_control_rows(flags)
-
-
-if __name__ == "__main__":
-    run_program(main)
+def split_rows(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
+    """The game rows, and the SFT rows."""
+    listed = list(rows)
+    return [row for row in listed if row.get("type") != SFT], [row for row in listed if row.get("type") == SFT]

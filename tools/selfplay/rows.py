@@ -1,10 +1,10 @@
-"""Files of episodes to a file of rows in constant memory, and the flags of how messages become rows. No torch."""
+"""Rows of episodes: which prompt, which target, which reward; and the file that holds them. No torch."""
 
+import glob
 import logging
-import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -12,13 +12,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.flags import flag
-from tools.games import prompts
+from tools.games import load_game, prompts
 from tools.games.flags import GameFlags
-from tools.games.game import Game
-from tools.selfplay.rewards import JudgedGames, PromptFn, check_pay, message_row, paid_rows
+from tools.games.game import Game, History
+from tools.selfplay.controls import (
+    CLONING,
+    COIN,
+    COIN_BY_LENGTH,
+    SFT,
+    SILENT,
+    WITHOUT_GAMES,
+    ControlFlags,
+    cloning_rows,
+    coin_game,
+    control_rows,
+    permute_rewards,
+    split_rows,
+)
+from tools.selfplay.layout import TOKENIZER, layout_of, record_of, tokenizer_of
+from tools.selfplay.rewards import (
+    ALL,
+    Judged,
+    RewardFlags,
+    judge_game,
+    judge_games,
+    message_pay,
+    outcome_counts,
+    role_weights,
+    stored_replies,
+)
 from utils import (
     BadRecordError,
-    RunSettings,
     UserError,
     alpaca_to_row,
     files_setting,
@@ -27,39 +51,42 @@ from utils import (
     put_records,
     replacing,
     row_texts,
+    stage,
 )
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate
 
-WINNER, ALL = "winner", "all"  # values of --messages
 RANDOM, PLAY = "random", "play"  # values of --training_prompt
-SFT = "sft"  # the type of SFT rows, and their name in counts
-RESULTS = ("games", "rows", "weights")  # entries of the settings file beside the settings
+HIGH_WEIGHT = 5  # a role's weight above this calls for a warning
+PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class RowFlags(GameFlags):
+class RowFlags(GameFlags, ControlFlags):
     """How messages become rows."""
 
-    decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
-    losers: float = flag("make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE")
-    ties: float = flag("make rows of both players of tied games: reward -COST", default=0.0, metavar="COST")
-    seed: int = flag("seed of the draws of training prompts", default=0)
+    seed: int = flag("seed of all that is drawn, such as training prompts", default=0)
     training_prompt: str = flag(
         "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
     )
     chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
-    messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
+    retokenize: bool = flag("True: leave out the token ids that play has stored with the replies", default=False)
     min_game_rows: int = flag("stop with an error if the games give fewer rows than this", default=1)
     drop_empty_targets: bool = flag("True: leave out rows whose target text is empty", default=False)
-    skip_bad: bool = flag("True: skip invalid episodes instead of stopping", default=False)
+
+    def check(self, game: Game, sft_data_path: str | None) -> None:
+        """Raise UserError for flags that are out of bounds or exclude each other, before anything is read."""
+        self.check_rewards()
+        self.check_control(game, sft_data_path)
 
     def settings(self, game: Game, templates: prompts.Templates, chat: "ChatTemplate | None") -> dict:
-        """The settings that rows depend on, besides the input files, as `RunSettings` compares them."""
-        elsewhere = {"min_game_rows", "match", "game_options"}  # the latter two are in the game's setting
+        """All settings that the rows depend on, besides the content of files of rows and episodes."""
+        elsewhere = {"min_game_rows", "match", "game_options", "like_rows"}  # no setting, or part of others
+        if self.control != CLONING:
+            elsewhere |= {"sft_coeff", "rows_at_once"}
         own = {field.name: getattr(self, field.name) for field in fields(RowFlags) if field.name not in elsewhere}
         tokenizer = {"path": self.tokenizer, "sha256": chat.sha256} if chat else None
         return own | self.game_settings(game, templates) | {"tokenizer": tokenizer}
@@ -83,22 +110,73 @@ class RowFlags(GameFlags):
             return partial(prompts.training_prompt, game, rng=rng, templates=templates)
         return partial(prompts.play_prompt, game, templates=templates)
 
-    def game_rows(self, games: JudgedGames, prompt_fn: PromptFn) -> Iterator[dict]:
-        """Rows of the messages with a reward; with --messages all, a row of reward and weight 1 for every message."""
-        if self.messages == WINNER:
-            pay = {"decay_weight": self.decay_weight, "losers": self.losers, "ties": self.ties}
-            return paid_rows(games, prompt_fn=prompt_fn, **pay)
-        return (
-            message_row(episode, index, prompt_fn, reward=1.0, weight=1.0)
-            for episode, verdict in games.judged()
-            for index in range(verdict.length)
-        )
+
+def episode_rows(
+    game: Game,
+    episode: dict,
+    judged: Judged,
+    *,
+    weights: Mapping[str, float],
+    flags: RewardFlags,
+    prompt_fn: PromptFn,
+    with_ids: bool = False,
+) -> list[dict]:
+    """The rows of one game: one for each message, up to the decisive one, of the roles that are paid.
+
+    With `with_ids`, a row also has the token ids of its target, if play has stored them.
+    """
+    history, rows = episode["history"], []
+    replies = stored_replies(episode) if with_ids else []
+    spoken = [message["role"] for message in history[: judged.length]]
+    for index, pay in enumerate(message_pay(game, spoken, judged, weights, flags)):
+        if pay is None:
+            continue
+        reward, weight = pay
+        row = {
+            "query": prompt_fn(history[:index], episode["target_word"], episode["max_turns"]),
+            "target": history[index]["content"].strip(),
+            "reward": reward,
+            "role": spoken[index],
+            "weight": weight,
+        }
+        if index < len(replies) and "token_ids" in replies[index]:
+            row["target_ids"] = replies[index]["token_ids"]
+        rows.append(row)
+    return rows
 
 
-def read_files(paths: Iterable[str], *, on_skip: Callable[[str], None] | None) -> Iterator[tuple[str, dict]]:
+def assign_rewards(
+    episodes: Iterable[dict],
+    *,
+    game: Game | None = None,
+    decay_weight: float = 0.8,
+    rng: random.Random,
+    templates: prompts.Templates | None = None,
+    losers: float = 0.0,
+    ties: float = 0.0,
+) -> list[dict]:
+    """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
+
+    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`. `losers` and `ties` are as
+    in `rewards.role_pay`. The episodes are not modified. Raises UserError for a coefficient outside its bounds, and
+    for an invalid episode, naming its index.
+    """
+    flags = RewardFlags(decay_weight=decay_weight, losers=losers, ties=ties)
+    flags.check_rewards()
+    game, episodes = game or load_game(), list(episodes)
+    judged = judge_games(game, ((f"episode {index}", episode) for index, episode in enumerate(episodes))).games
+    weights = role_weights(game, judged)
+    prompt_fn = partial(prompts.training_prompt, game, rng=rng, templates=templates)
+    rows = []
+    for episode, ended in zip(episodes, judged, strict=True):
+        rows += episode_rows(game, episode, ended, weights=weights, flags=flags, prompt_fn=prompt_fn)
+    return rows
+
+
+def read_files(paths: Iterable[str]) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", record) of several files, as `iter_records` does."""
     for path in paths:
-        yield from iter_records(path, on_skip=on_skip)
+        yield from iter_records(path)
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
@@ -114,65 +192,121 @@ def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row
 def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None) -> dict:
     """Write the rows of episodes, then the SFT rows, to `output`, and OUTPUT_rewards_settings.json beside it.
 
-    Returns the counts of games and rows, and the weights of roles. If `output` exists and was made with the same
-    settings and inputs, it is left as it is; if it was made with others, or if there are too few rows of games, this
-    raises UserError.
+    Returns the notes of this record: counts of games and rows, the weights of roles. If `output` is finished under the
+    same settings and inputs, it is left as it is. Raises UserError for other settings, and for too few rows of games.
     """
-    check_pay(flags.decay_weight, flags.losers, flags.ties)
-    if flags.messages == ALL and (flags.losers or flags.ties):
-        raise UserError("--messages all pays every message 1; leave out --losers and --ties")
-    game, made_with = flags.load_game(), rows_settings(output)
-    template_file = flags.prompt_templates or game.prompt_file
-    refuse_overwriting([*inputs, *([sft] if sft else []), template_file], [output, made_with.path])
+    game, record = flags.load_game(), record_of(output)
+    flags.check(game, sft)
+    if not inputs and flags.control not in WITHOUT_GAMES:
+        raise UserError("--input_data_path is missing: the files of episodes of which rows are made")
     templates, chat = flags.load_templates(game), flags.load_chat_template()
-    settings = flags.settings(game, templates, chat) | {
-        "input_data_path": files_setting(*inputs),
-        "sft_data_path": files_setting(sft) if sft else None,
-    }
-    with made_with.claimed(settings):
-        if os.path.exists(output):
-            logger.info("%s: all is there", output)
-            return {name: made_with.read(name) for name in RESULTS}
-        games = JudgedGames(game, partial(read_files, inputs), skip_bad=flags.skip_bad)
-        game_rows = flags.game_rows(games, flags.prompt_fn(game, templates, chat))
-        sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
-        # Rows by role; rows with a reward below 0, and with an empty target, among them; rows left out.
-        counts = Counter(dict.fromkeys((*game.roles, SFT, "negative", "empty", "dropped"), 0))
-        rows = counted(chain(game_rows, sft_rows), counts, drop_empty=flags.drop_empty_targets)
-        with replacing(output) as file:
-            put_records(file, chat.rows(rows) if chat else rows, as_list=not output.endswith(".jsonl"))
-            results = {"games": games.counts(), "rows": dict(counts), "weights": games.role_weights()}
-            if (number := sum(counts[role] for role in game.roles)) < flags.min_game_rows:
-                raise UserError(
-                    f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({results['games']})."
-                    " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the"
-                    " rules by imitation, one that never ends a reply. --min_game_rows 0 allows any number"
-                )
-            made_with.write(settings, **results)  # before the rows are in place, so that these never have others
-        return results
+    inputs = [] if flags.control in WITHOUT_GAMES else inputs
+    sft = None if flags.control == SILENT else sft
+    files = {"input_data_path": inputs, "sft_data_path": [sft] if sft else [], **flags.files_of_controls()}
+    refuse_overwriting([*chain(*files.values()), flags.prompt_templates or game.prompt_file], [output, record])
+    settings = flags.settings(game, templates, chat)
+    settings |= {name: files_setting(*paths) for name, paths in files.items() if paths}
+    with stage(record, settings, results=[glob.escape(Path(output).name)]) as todo:
+        if todo:
+            game_rows, notes = rows_of_games(flags, game, inputs, flags.prompt_fn(game, templates, chat))
+            sft_rows = read_sft_rows(sft, chat.alpaca_to_turn if chat else alpaca_to_row) if sft else ()
+            with replacing(output) as file:
+                put = partial(put_records, file, as_list=not output.endswith(".jsonl"))
+                notes["rows"] = write_rows(flags, game, game_rows, sft_rows, chat, put)
+                refuse_few_rows(flags, game, notes)
+            todo.notes.update(notes)
+    return {name: note for name, note in todo.notes.items() if name != "made_by"}
 
 
-def rows_settings(output: str) -> RunSettings:
-    """The settings that a file of rows was made with, in OUTPUT_rewards_settings.json beside it."""
-    path = Path(output).with_name(f"{Path(output).stem}_rewards_settings.json")
-    return RunSettings(
-        path,
-        results=lambda: Path(output) if os.path.exists(output) else None,
-        remedy=f"choose another output, or delete {output} and {path} to make them again",
+def rows_of_games(flags: RowFlags, game: Game, inputs: list[str], prompt_fn: PromptFn) -> tuple[Iterator[dict], dict]:
+    """The rows of all games, and the notes of the record about these games.
+
+    The games are read twice: now, to judge and count them, and again while the rows are made.
+    """
+    games, replies = judge_games(game, read_files(inputs), coin_game if flags.control == COIN else judge_game)
+    notes: dict = {"games": outcome_counts(game, games)}
+    if flags.control == COIN_BY_LENGTH:
+        games, notes["winners_changed"] = permute_rewards(games, random.Random(flags.seed))
+        logger.info("%s: %d games have changed their winner", COIN_BY_LENGTH, notes["winners_changed"])
+    notes["weights"] = role_weights(game, games, flags.role_weights)
+    if flags.messages != ALL:
+        warn_of_high_weights(notes["weights"])
+    if flags.control == SILENT and (tokenizer := (layout_of(flags.like_rows) or {}).get(TOKENIZER)):
+        notes[TOKENIZER] = tokenizer  # of the ids in the rows that are taken over
+    if replies["with_ids"]:
+        logger.info("retokenized: {retokenized:,} of {with_ids:,}".format(**replies))
+        notes["replies"] = dict(replies)
+    if with_ids := bool(replies["with_ids"]) and flags.training_prompt == PLAY and not flags.retokenize:
+        notes[TOKENIZER] = tokenizer_of(inputs)
+    read = zip(read_files(inputs), games, strict=True)
+    rows = (
+        episode_rows(
+            game, episode, judged, weights=notes["weights"], flags=flags, prompt_fn=prompt_fn, with_ids=with_ids
+        )
+        for (_, episode), judged in read
     )
+    return chain.from_iterable(rows), notes
 
 
-def counted(rows: Iterable[dict], counts: Counter, *, drop_empty: bool) -> Iterator[dict]:
-    """Yield the rows and count them by role. With `drop_empty`, rows with an empty target are left out."""
-    for row in rows:
-        empty = not row["target"].strip()
-        if empty and drop_empty:
-            counts["dropped"] += 1
-            continue
-        counts["empty"] += empty
-        counts["negative"] += row.get("reward", 0.0) < 0
-        counts[row.get("role", SFT)] += 1
-        yield row
+def warn_of_high_weights(weights: Mapping[str, float]) -> None:
+    """Warn of a role whose few games decide what is learned."""
+    for role, weight in weights.items():
+        if weight > HIGH_WEIGHT:
+            logger.warning(
+                "rows of the %s weigh %.1f, since few games pay it: a few lucky early guesses dominate the loss, and "
+                "instant guesses are rewarded; --role_weights none gives every row the weight 1",
+                role,
+                weight,
+            )
+
+
+def write_rows(
+    flags: RowFlags,
+    game: Game,
+    game_rows: Iterable[dict],
+    sft_rows: Iterable[dict],
+    chat: "ChatTemplate | None",
+    put: Callable[[Iterable[dict]], None],
+) -> dict[str, int]:
+    """Write the rows with `put`, changed as a control asks for.
+
+    Returns how many rows there are of each role and of SFT examples, how many of these have a reward below 0 or an
+    empty target, and how many with an empty target were dropped. Cloned rows count for their role.
+    """
+    counts = Counter(dict.fromkeys((*game.roles, SFT, "negative", "empty", "dropped"), 0))
+
+    def kept(rows: Iterable[dict]) -> Iterator[dict]:
+        for row in rows:
+            if flags.drop_empty_targets and not row["target"].strip():
+                counts["dropped"] += 1
+            else:
+                yield row
+
+    def counted(rows: Iterable[dict]) -> Iterator[dict]:
+        for row in rows:
+            counts["empty"] += not row["target"].strip()
+            counts["negative"] += row.get("reward", 0.0) < 0
+            counts[row.get("role", SFT)] += 1
+            yield row
+
+    rows = counted(control_rows(flags, kept(game_rows), kept(sft_rows), random.Random(flags.seed)))
+    if chat and flags.control != SILENT:  # the other run's rows are in its template already
+        rows = chat.rows(rows)
+    if flags.control == CLONING:
+        rows = cloning_rows(*split_rows(rows), flags.sft_coeff, flags.rows_at_once)
+    put(rows)
+    return dict(counts)
+
+
+def refuse_few_rows(flags: RowFlags, game: Game, notes: Mapping) -> None:
+    """Raise UserError if the games have given fewer rows than --min_game_rows."""
+    number = sum(notes["rows"][role] for role in game.roles)
+    if number < flags.min_game_rows and flags.control not in WITHOUT_GAMES:
+        raise UserError(
+            f"{number} rows of games, fewer than --min_game_rows {flags.min_game_rows} ({notes['games']})."
+            " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the rules by"
+            " imitation, one that never ends a reply. --min_game_rows 0 allows any number"
+        )
 
 
 def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
