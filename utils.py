@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -393,14 +393,17 @@ class Todo:
 
 
 @contextmanager
-def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str]) -> Iterator[Todo]:
+def stage(
+    record: str | os.PathLike, settings: Mapping, *, results: Sequence[str], may_change: Collection[str] = ()
+) -> Iterator[Todo]:
     """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
 
     `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
     results, the versions that made them, and whether they are finished, which is noted when the block has ended
     without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
     the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
-    sha256 is compared.
+    sha256 is compared. `may_change` names settings in which a later start may differ. Then the record gets the new
+    values, and the work counts as unfinished until it has ended again.
 
     All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
     Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
@@ -411,10 +414,10 @@ def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str
     settings = json.loads(json.dumps(settings))  # tuples are lists in a file
 
     def begin() -> dict:
-        stored = _stored(record, settings, results)
+        stored = _stored(record, settings, results, may_change)
         if not stored["finished"]:
             lock(lock_path)
-            stored = _stored(record, settings, results)  # again, since another launch may have ended in between
+            stored = _stored(record, settings, results, may_change)  # another may have ended since
         if stored["finished"]:
             logger.info("%s: all is there", record)
             return stored
@@ -434,9 +437,9 @@ def stage(record: str | os.PathLike, settings: Mapping, *, results: Sequence[str
         unlock(lock_path)
 
 
-def _stored(record: Path, settings: Mapping, results: Sequence[str]) -> dict:
+def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str]) -> dict:
     """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
-    found = [sorted(path.name for path in record.parent.glob(pattern)) for pattern in results]
+    found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
     names = list(dict.fromkeys(itertools.chain(*found)))
     if not names:
         return {"finished": False}
@@ -444,11 +447,16 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str]) -> dict:
     try:
         stored = read_json(record)
         different = differences(stored["settings"], settings)
+        refused = differences(*(_without(each, may_change) for each in (stored["settings"], settings)))
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
-    if different:
-        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and found[0])}
+    if refused:
+        raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
+    return stored | {"finished": bool(stored.get("finished") and found[0] and not different)}
+
+
+def _without(settings: Mapping, names: Collection[str]) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 @functools.cache
@@ -462,7 +470,6 @@ def made_by() -> dict[str, str]:
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
         found["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return found
-
 
 
 class RunSettings:

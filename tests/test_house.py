@@ -21,7 +21,7 @@ FLOORS = [
     "bench",
 ]
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games"}}  # all that these may import
+ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games", "selfplay", "reasoning"}}  # all that these may import
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")])
 

@@ -131,6 +131,20 @@ def test_files_and_models_are_compared_by_content(tmp_path):
         pytest.fail("refused before the block")
 
 
+def test_settings_that_may_change_are_brought_up_to_date_and_the_work_ends_again(tmp_path):
+    record, how = tmp_path / "s.json", {"results": ["x"], "may_change": ["epochs"]}
+    with utils.stage(record, {"seed": 1, "epochs": 2}, **how):
+        (tmp_path / "x").touch()
+    with utils.stage(record, {"seed": 1, "epochs": 3}, **how) as todo:
+        assert todo and utils.read_json(record)["settings"] == {"seed": 1, "epochs": 3}
+    with utils.stage(record, {"seed": 1, "epochs": 3}, **how) as todo:
+        assert not todo
+    before = record.read_bytes()
+    with pytest.raises(utils.UserError, match="seed: 1 then, 2 now") as refused:
+        utils.stage(record, {"seed": 2, "epochs": 4}, **how).__enter__()
+    assert "epochs" not in str(refused.value) and record.read_bytes() == before
+
+
 def test_rank_0_decides_for_all_ranks(tmp_path):
     launcher = [*TORCHRUN, "--nproc_per_node", "2"]
     printed = finish(work(tmp_path, launcher=launcher))
