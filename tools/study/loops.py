@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tools.games.game import ROOT
 from tools.matches.stats import ALL, BOTH, pooled_rows
 from tools.reasoning.jobs import result_path
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, known, read_score
@@ -165,8 +166,8 @@ def cpu() -> str:
 
 
 def without(value: str, home: Path) -> str:
-    """A setting with {folder} in the place of the seed's folder."""
-    return value.replace(str(home.resolve()), "{folder}").replace(str(home), "{folder}")
+    """A setting with {folder} in the place of the seed's folder, and without this project's."""
+    return value.replace(str(home.resolve()), "{folder}").replace(str(home), "{folder}").replace(f"{ROOT}/", "")
 
 
 # A seed.

@@ -80,6 +80,7 @@ finish() { # wait for all that has begun; end the study if anything has failed
 begin_arm() { # begin_arm PLACE: the loop of this arm, unless the same command has ended well before
   local name=${names[$1]} command=("$root/tools/run_spag.sh" ${files[@]+"${files[@]}"})
   split "$all"
+  command+=("SEED=$((100 * seed))") # the loop adds the number of the epoch
   command+=(${words[@]+"${words[@]}"} ${settings[@]+"${settings[@]}"} "OUTPUT=$folder/$name")
   [ "$1" -eq 0 ] || command+=("LIKE=$folder/${names[0]}")
   split "${own[$1]}"
