@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -430,19 +430,16 @@ class Todo:
 
 @contextmanager
 def stage(
-    record: str | os.PathLike,
-    settings: Mapping,
-    *,
-    results: Sequence[str],
-    enough: Callable[[Mapping], bool] = lambda stored: True,
+    record: str | os.PathLike, settings: Mapping, *, results: Sequence[str], may_change: Collection[str] = ()
 ) -> Iterator[Todo]:
     """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
 
     `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
     results, the versions that made them, and whether they are finished, which is noted when the block has ended
-    without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
-    the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
-    sha256 is compared. `enough` gets the record of finished work, and returns whether this start wants nothing more.
+    without an error. `results` are names or patterns of the files of this work in the record's folder; while one that
+    is a name is missing, the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
+    sha256 is compared. `may_change` names settings in which a later start may differ. Then the record gets the new
+    values, and the work counts as unfinished until it has ended again.
 
     All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
     Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
@@ -453,10 +450,10 @@ def stage(
     settings = json.loads(json.dumps(settings))  # tuples are lists in a file
 
     def begin() -> dict:
-        stored = _stored(record, settings, results, enough)
+        stored = _stored(record, settings, results, may_change)
         if not stored["finished"]:
             lock(lock_path)
-            stored = _stored(record, settings, results, enough)  # again: another launch may have ended in between
+            stored = _stored(record, settings, results, may_change)  # another may have ended since
         if stored["finished"]:
             logger.info("%s: all is there", record)
             return stored
@@ -476,9 +473,10 @@ def stage(
         unlock(lock_path)
 
 
-def _stored(record: Path, settings: Mapping, results: Sequence[str], enough: Callable[[Mapping], bool]) -> dict:
+def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str]) -> dict:
     """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
-    found = [sorted(path.name for path in record.parent.glob(pattern)) for pattern in results]
+    found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
+    whole = all(files for files, pattern in zip(found, results, strict=True) if "*" not in pattern)
     names = list(dict.fromkeys(itertools.chain(*found)))
     if not names:
         return {"finished": False}
@@ -486,11 +484,16 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str], enough: Cal
     try:
         stored = read_json(record)
         different = differences(stored["settings"], settings)
+        refused = differences(*(_without(each, may_change) for each in (stored["settings"], settings)))
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
-    if different:
-        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and found[0] and enough(stored))}
+    if refused:
+        raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
+    return stored | {"finished": bool(stored.get("finished") and whole and not different)}
+
+
+def _without(settings: Mapping, names: Collection[str]) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 @functools.cache

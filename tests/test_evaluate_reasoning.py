@@ -1,4 +1,4 @@
-"""Reasoning benchmarks: the real harness on our own tasks, a stand-in for failures, statistics, tables of loops."""
+"""Reasoning benchmarks: the real harness on our own tasks, a stand-in for failures, statistics."""
 
 import json
 import math
@@ -12,15 +12,9 @@ import pytest
 from helpers import call, flags_of
 
 from tools import evaluate_reasoning
-from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
-from tools.matches.text import write_results as write_matches
 from tools.reasoning import jobs
 from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
-from tools.reasoning.table import BENCHMARKS, MARK, PUBLISHED, PUBLISHED_NAMES, write_results
-from tools.selfplay.counts import GameCounts
-from utils import write_json, write_records
-
-TABOO = Taboo()
+from tools.reasoning.table import BENCHMARKS, MARK, PUBLISHED, PUBLISHED_NAMES
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -328,143 +322,3 @@ def test_a_metric_that_cannot_be_shown_names_those_that_there_are(metrics, metri
     found = {key: {"value": value, "stderr": None} for key, value in metrics.items()}
     with pytest.raises(ValueError, match=re.escape(complaint)):
         read_score({"questions": 3, "shots": 0, "metrics": found, "scores": {}}, metric)
-
-
-# --- tables of loops -----------------------------------------------------------------------------------------------
-
-TWO = [each for each in BENCHMARKS if each.name in ("ARC-e", "PIQA")]
-RIGHT = {  # right answers of 100, by arm and seed: after imitation, epoch 1, epoch 2
-    ("", 1): (50, 55, 60),
-    ("", 2): (52, 56, 64),
-    ("sft", 1): (50, 51, 52),
-    ("sft", 2): (52, 53, 56),
-    ("coin", 1): (50, 45, 40),
-    ("coin", 2): (52, 46, 44),
-}
-MATCH = {"players": ["imitation", "epoch1", "epoch2"], "against": "imitation", "task_type": "sampling", "seeds": [0]}
-MATCH |= {"games_per_word": 1, "max_turns": 5}
-T = 12.7062  # Student's 97.5% quantile with one degree of freedom
-
-
-def make_loop(folder: Path, control: str, seed: int, **changes) -> Path:
-    """What a loop of two epochs leaves, written by the programs' own writers where there is no model in it."""
-    settings = {"MODEL": "tiny", "GAME": "taboo", "EPOCHS": "2", "SEED": str(seed), "CONTROL": control, "KL": "0.2"}
-    write_json(folder / "settings.json", settings | changes)
-    wins = {}
-    for place, right in enumerate(RIGHT[control, seed]):
-        stage = f"epoch{place}" if place else "imitation"
-        model = folder / stage / "model"
-        write_json(model / "settings.json", {"settings": {}, "made_by": {"torch": "2.9", "transformers": "5.1"}})
-        write_json(model / "train_results.json", {"train_runtime": 1800.0})
-        wins[stage] = right
-        if place:
-            counts = GameCounts(TABOO)
-            for number in range(100):
-                counts.add(game_of(number, wins=right, attacker="x", defender="x"))
-            summary = counts.as_dict() | {"new_tokens": 7200, "tokens_per_second": 1.0}
-            write_json(folder / stage / "episodes/x_sampling_words_summary.json", summary)
-            sides = [{"attacker": stage, "defender": "imitation"}, {"attacker": "imitation", "defender": stage}]
-            games = [game_of(number, wins=right, **side) for side in sides for number in range(100)]
-            games_path = folder / stage / "eval/games_results.json"
-            write_records(games_path, games)
-            write_matches(games_path.parent, games_path, MATCH, TABOO)
-    found = []
-    for name, right in {"base": 40, **wins}.items():
-        for benchmark in TWO:
-            path = jobs.result_path(folder / "reasoning", name, benchmark.task)
-            found.append(jobs.Job(name, benchmark, {"model": {"path": name, "sha256": name}}, path))
-            metrics = {"acc,none": {"value": right / 100, "stderr": 0.05}}
-            scores = {"acc,none": {f"{benchmark.task}/{number}": float(number < right) for number in range(100)}}
-            result = {"questions": 100, "shots": 0, "metrics": metrics, "scores": scores, "seconds": 450.0}
-            write_json(path, result | {"harness": "0.4.13", "data_revisions": {"someone/data": "abc123"}})
-    write_results(folder / "reasoning", found, "bfloat16", None)
-    return folder
-
-
-def game_of(number: int, *, wins: int, **players) -> dict:
-    """A game that the attacker wins if its number is below `wins`, and loses by breaking the rules otherwise."""
-    outcome = ATTACKER_WINS if number < wins else ATTACKER_BREAKS
-    word = f"word{number // 4}"
-    history = [{"role": role, "content": word} for role in TABOO.roles]
-    game = {"target_word": word, "history": history, "length": 2, "outcome": outcome, "words": "w", "seed": 0}
-    return game | {"max_turns": 5} | players
-
-
-@pytest.fixture
-def loops(tmp_path):
-    """Finished loops of three arms with two seeds each."""
-    return {(arm, seed): make_loop(tmp_path / f"{arm or 'spag'}{seed}", arm, seed) for arm, seed in RIGHT}
-
-
-def table_of(*folders: Path, status: int = 0):
-    return call(evaluate_reasoning.main, "table", *folders, status=status)
-
-
-def tables(text: str) -> list[dict[tuple, dict[str, str]]]:
-    """The tables of a text: lines by their first two cells, cells by column."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
-        head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
-        found.append({tuple(line[:2]): dict(zip(head, line, strict=True)) for line in lines})
-    return found
-
-
-def over_two(one: float, other: float, form: str = ".2f") -> str:
-    mean, half = (one + other) / 2, T * abs(one - other) / 2
-    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
-
-
-def test_loops_of_three_arms_are_pooled_over_seeds_and_stand_beside_each_other_by_epoch(loops):
-    printed = table_of(*loops.values()).output
-    benchmarks, matches, play, made = tables(printed)
-    arms = [(arm, epoch) for epoch in "12" for arm in ("SPAG", "sft", "coin")]
-    assert list(benchmarks) == [("base", "-"), ("imitation", "-"), *arms] and list(matches) == list(play) == arms
-    assert benchmarks["base", "-"][MEAN] == "40.00 ± 3.54"  # of two benchmarks with an error of 5 each
-    assert benchmarks["imitation", "-"]["minus base"] == over_two(10, 12, "+.2f")
-    spag = benchmarks["SPAG", "2"]
-    assert spag["PIQA"] == spag[MEAN] == over_two(60, 64)
-    differences = [spag[f"minus {other}"] for other in ("imitation", "sft", "coin", "base")]
-    assert differences == [over_two(10, 12, "+.2f"), over_two(8, 8, "+.2f"), over_two(20, 20, "+.2f"), "-"]
-    assert [benchmarks["coin", "2"][f"minus {other}"] for other in ("sft", "coin")] == ["-", "-"]
-    found = matches["SPAG", "2"]
-    assert [found[f"wins as {role}"].split()[0] for role in TABOO.roles] == ["62.0%", "38.0%"]
-    assert found["breaches as attacker"].split()[0] == "38.0%" and found["empty replies"].split()[0] == "0.0%"
-    assert play["coin", "1"][ATTACKER_WINS].split()[0] == "45.5%"
-    assert play["SPAG", "1"]["about, attacker"] == "1.000 [1.000, 1.000]"
-    assert [line["arm"] for line in made.values()] == ["SPAG", "SPAG", "sft", "sft", "coin", "coin"]
-    for kind, hours in (("training", "1.50"), ("play", "4.00"), ("benchmarks", "1.00")):
-        assert {line[f"hours of {kind}"] for line in made.values()} == {hours}
-    for line in ("torch 2.9", "transformers 5.1", "lm-evaluation-harness 0.4.13", "someone/data abc123"):
-        assert f"- {line}\n" in printed
-
-
-def test_one_loop_has_errors_over_questions_and_a_missing_part_is_a_dash(loops):
-    benchmarks, matches, *_ = tables(table_of(loops["", 1]).output)
-    # 10 of 100 answers differ: a benchmark's error is 100 sqrt(0.1 * 0.9 / 99), that of the mean of two is smaller by
-    # the square root of 2.
-    assert benchmarks["SPAG", "2"]["minus imitation"] == f"+10.00 ± {100 * math.sqrt(0.1 * 0.9 / 99 / 2):.2f}"
-    assert re.fullmatch(r"60.0% \[\d+.\d, \d+.\d\]", matches["SPAG", "2"]["wins as attacker"])
-    shutil.rmtree(loops["", 1] / "reasoning/epoch2")
-    shutil.rmtree(loops["", 1] / "epoch2")
-    benchmarks, matches, play, made = tables(table_of(loops["", 1]).output)
-    assert {*benchmarks["SPAG", "2"].values()} == {*matches["SPAG", "2"].values()} == {"SPAG", "2", "-"}
-    assert play["SPAG", "1"][ATTACKER_WINS] == "55.0%"
-    _, matches, *_ = tables(table_of(loops["", 1], loops["", 2]).output)
-    assert matches["SPAG", "2"]["wins as attacker"].endswith(" (1 of 2 seeds)")
-    shutil.rmtree(loops["", 1] / "reasoning")
-    assert made and "SPAG" in table_of(loops["", 1]).output
-
-
-def test_arms_are_named_by_their_settings_and_runs_that_cannot_be_compared_are_refused(loops, tmp_path):
-    detached = make_loop(tmp_path / "detached", "", 1, DETACH_KL="True", LOSERS="0.5", KL="0.1")
-    *_, made = tables(table_of(loops["", 1], detached).output)
-    assert [(line["arm"], line["KL"]) for line in made.values()] == [
-        ("SPAG", "0.2"),
-        ("SPAG DETACH_KL=True LOSERS=0.5", "0.1"),
-    ]
-    again = shutil.copytree(loops["", 1], tmp_path / "again")
-    assert "both SPAG with SEED=1" in table_of(loops["", 1], again, status=2).errors
-    results = loops["sft", 1] / "reasoning/results.json"
-    results.write_text(results.read_text().replace("abc123", "def456"))
-    assert "def456" in table_of(loops["", 1], loops["sft", 1], status=2).errors
-    assert str(tmp_path) in table_of(tmp_path, status=2).errors

@@ -1,7 +1,6 @@
 """Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table beside the published one.
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
-    python -m tools.evaluate_reasoning table OUTPUT ...     what loops of tools/run_spag.sh show, as Markdown
 
 Each model is asked each benchmark by one command of the harness, whose result is kept as DIR/MODEL/TASK.json. The same
 command runs those that are missing. tools/reasoning/README.md describes the files.
@@ -20,7 +19,6 @@ from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip 
 import torch
 
 from tools.reasoning.jobs import Job, folder_digest, result_path, run_jobs, task_folder
-from tools.reasoning.runs import runs_text
 from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
 from utils import (
     UserError,
@@ -113,17 +111,7 @@ class Flags:
         return words + (["--trust_remote_code"] if self.trust_remote_code else [])
 
 
-def print_table() -> None:
-    """The command `table`."""
-    parser = argparse.ArgumentParser(description="Tables of finished loops; several seeds of one arm are pooled.")
-    parser.add_argument("command", choices=["table"])
-    parser.add_argument("folders", type=Path, nargs="+", metavar="OUTPUT", help="folder of a loop (tools/run_spag.sh)")
-    print(runs_text(parser.parse_args().folders), end="")
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["table"]:
-        return print_table()
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()

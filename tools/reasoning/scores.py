@@ -90,12 +90,6 @@ def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: floa
     return math.hypot(weight * own.stderr, other_weight * other.stderr)
 
 
-def student_interval(values: Sequence[float]) -> tuple[float, list[float]]:
-    """The mean of at least two values and its 95% interval by Student's t."""
-    mean, half = float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-    return mean, [mean - half, mean + half]
-
-
 def known(error: float) -> float | None:
     """A standard error for JSON: None instead of nan."""
     return None if math.isnan(error) else error
