@@ -31,7 +31,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = (
     Benchmark("MMLU", "mmlu", 5, "acc"),
     Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
-    Benchmark("MuTual", "mutual", 0, "r@1"),
+    Benchmark("MuTual", "mutual", 0, "acc"),
     Benchmark("ARC-e", "arc_easy", 0, "acc"),
     Benchmark("ARC-c", "arc_challenge", 0, "acc"),
     Benchmark("LogiQA2", "logiqa2", 0, "acc"),
