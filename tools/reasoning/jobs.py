@@ -97,7 +97,7 @@ def run_harness(command: Sequence[str], benchmark: Benchmark, folder: Path) -> N
     folder.mkdir(parents=True)
     words = [*command, "--tasks", benchmark.task, "--output_path", str(folder), "--log_samples"]
     words += [] if benchmark.shots is None else ["--num_fewshot", str(benchmark.shots)]
-    with open(log := folder.with_suffix(".log"), "w", encoding="utf-8") as file:
+    with open(log := folder.with_name(f"{folder.name}.log"), "w", encoding="utf-8") as file:
         file.write(f"{shlex.join(words)}\n")
         file.flush()
         how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": plain_environment()}
