@@ -5,7 +5,8 @@ from pathlib import Path
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results as write_matches
 from tools.reasoning import jobs
-from tools.reasoning.table import BENCHMARKS, write_results
+from tools.reasoning.jobs import BENCHMARKS
+from tools.reasoning.table import write_results
 from tools.selfplay.counts import GameCounts
 from utils import write_json, write_records
 
