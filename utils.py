@@ -509,59 +509,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-class RunSettings:
-    """The settings file of a run, and the lock that keeps a second launch out.
-
-    The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
-    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an output that exists, or None. Every
-    refusal ends with `remedy`, which tells the user what to do. A refused start writes nothing.
-    """
-
-    def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
-        self.path, self.results, self.remedy = Path(settings_path), results, remedy
-        self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
-
-    def claim(self, settings: Mapping) -> None:
-        """Lock the run for this process. Raises UserError as `check` does."""
-        self.check(settings)
-        lock(self.lock_path)
-        self.check(settings)  # another launch may have ended in between
-
-    @contextmanager
-    def claimed(self, settings: Mapping) -> Iterator[None]:
-        """`claim` for as long as the block runs."""
-        self.claim(settings)
-        try:
-            yield
-        finally:
-            unlock(self.lock_path)
-
-    def check(self, settings: Mapping) -> None:
-        """Raise UserError if another launch is writing this run, or if its results were made with other settings."""
-        if is_locked(self.lock_path):
-            raise UserError(LOCKED.format(self.path))
-        if (found := self.results()) is None:
-            return
-        if not self.path.is_file():
-            raise UserError(f"{found}: there is no {self.path.name} that says how it was made; {self.remedy}")
-        if different := differences(self.read(), settings):
-            raise UserError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
-
-    def read(self, name: str = "settings"):
-        """Return one entry of the settings file. Raises UserError if the entry is missing."""
-        try:
-            found = read_json(self.path)[name]
-        except (UserError, KeyError, TypeError):
-            found = None
-        if found is None or name == "settings" and not isinstance(found, dict):
-            raise UserError(f"{self.path}: not the settings file of a run; {self.remedy}")
-        return found
-
-    def write(self, settings: Mapping, **more) -> None:
-        """Write the settings file. `more` adds entries that `check` does not compare."""
-        write_json(self.path, {"settings": settings, **more})
-
-
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """Return a phrase for each setting that differs."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
@@ -573,7 +520,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Return files in the form in which `RunSettings` stores and compares them."""
+    """Return files in the form in which `stage` compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 

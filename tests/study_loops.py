@@ -71,4 +71,4 @@ def add_benchmarks(folder: Path, right: dict[str, int], commit: str = "abc123") 
             scores = {"acc,none": {f"{benchmark.task}/{place}": float(place < number) for place in range(100)}}
             result = {"questions": 100, "shots": 0, "metrics": metrics, "scores": scores, "seconds": 450.0}
             write_json(path, result | {"harness": "0.4.13", "data_revisions": {"someone/data": commit}})
-    write_results(folder / "reasoning", found, "bfloat16", None)
+    write_results(folder / "reasoning", found, {}, "bfloat16", None)

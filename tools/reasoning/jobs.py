@@ -14,8 +14,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from tools.reasoning.scores import read_score
 from utils import (
-    RunSettings,
     UserError,
+    differences,
     end_with_parent,
     file_digest,
     iter_records,
@@ -65,13 +65,19 @@ class Job(NamedTuple):
 
     def is_finished(self) -> bool:
         """Whether there is a result. UserError if it was made with other settings or other data."""
+        if not self.path.is_file():
+            return False
         remedy = f"delete {self.path} to run it again, or use another --output_dir"
-        result = RunSettings(self.path, results=lambda: self.path if self.path.is_file() else None, remedy=remedy)
-        result.check(self.settings)
-        then = result.read("data_revisions") if self.path.is_file() else {}
-        if changed := [name for name in then if then[name] and data_revision(name) not in (None, then[name])]:
-            raise UserError(f"{self.path}: asked with other data of {', '.join(changed)}; {remedy}")
-        return self.path.is_file()
+        try:
+            stored = read_json(self.path)
+            changed, then = differences(stored["settings"], self.settings), stored["data_revisions"]
+        except (UserError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{self.path}: not a result of this program; {remedy}") from None
+        if changed:
+            raise UserError(f"{self.path}: asked with other settings ({'; '.join(changed)}); {remedy}")
+        if moved := [name for name in then if then[name] and data_revision(name) not in (None, then[name])]:
+            raise UserError(f"{self.path}: asked with other data of {', '.join(moved)}; {remedy}")
+        return True
 
     def run(self, command: Sequence[str]) -> None:
         """Ask the model and write its result and some of its answers. UserError if the harness fails."""
