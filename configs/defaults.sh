@@ -72,6 +72,6 @@ VERBOSE=False      # True: everything that programs print goes to the terminal t
 IMITATION_ARGS=    # further flags of train.py in imitation
 TRAIN_ARGS=        # further flags of train.py in self-play
 PLAY_ARGS=         # further flags of tools/play_llm_game.py
-REWARD_ARGS=       # further flags of tools/assign_rewards.py
+REWARD_ARGS=       # further flags of tools/assign_rewards.py; {epoch} stands for the number of the epoch
 EVAL_ARGS=         # further flags of tools/evaluate_games.py
 REASONING_ARGS=    # further flags of tools/evaluate_reasoning.py

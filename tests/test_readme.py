@@ -15,7 +15,7 @@ from helpers import ROOT, call
 
 from tools import assign_rewards, evaluate_games, play_llm_game
 from tools.loop.fit import DEFAULTS
-from tools.players.player import STOP, Reply
+from tools.players.player import STOP, Player, Reply
 from tools.selfplay.lineup import Lineup
 from utils import read_json_or_jsonl
 
@@ -201,7 +201,7 @@ def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys
         exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
 
 
-class Careful:
+class Careful(Player):
     """Leaves a multiple of four wherever it can, else takes one."""
 
     async def reply(self, turn) -> Reply:
@@ -211,7 +211,7 @@ class Careful:
         return Reply(f"I take {move}.", STOP, 3)
 
 
-class Greedy:
+class Greedy(Player):
     """Always takes four, which is against the rules."""
 
     async def reply(self, turn) -> Reply:

@@ -104,7 +104,8 @@ for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   esac
   end_after "epoch${epoch}_play"
   on_machine_0 run "epoch${epoch}_rewards" "$PYTHON" "$root/tools/assign_rewards.py" "${episodes[@]}" \
-    --output_data_path "$folder/rows/rows.json" --seed "$seed" "${game[@]}" "${rewards[@]}" "${REWARD_ARGS[@]}"
+    --output_data_path "$folder/rows/rows.json" --seed "$seed" "${game[@]}" "${rewards[@]}" \
+    "${REWARD_ARGS[@]//\{epoch\}/$epoch}"
   train "epoch${epoch}_train" "$folder/model" --train_data_path "$folder/rows/rows.json" --seed "$seed" \
     "${self_play[@]}" "${TRAIN_ARGS[@]}"
   end_after "epoch${epoch}_train"

@@ -85,7 +85,7 @@ def content_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 def task_problems(tasks: list[str]) -> Iterator[str]:
     """Yield benchmarks that are spelled in another way. (Other names are tasks of the harness.)"""
-    from tools.reasoning.table import BENCHMARKS  # imports scipy
+    from tools.reasoning.jobs import BENCHMARKS  # imports scipy
 
     known = {benchmark.name.lower(): benchmark.name for benchmark in BENCHMARKS}
     for task in (task.partition(":")[0] for task in tasks):
