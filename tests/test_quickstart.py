@@ -106,7 +106,9 @@ def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loo
     out = "outputs/quickstart_english"
     model, imitation, rows, loop = [call for call in project.calls() if call.startswith(("loop", "-m tools"))]
     assert model == "-m tools.prepare_data smollm2 --output_dir models/smollm2"
-    assert imitation == f"-m tools.prepare_data imitation --output_dir {out}/data"
+    assert (
+        imitation == f"-m tools.prepare_data imitation --output_dir {out}/data --games data/english/plain_games.jsonl"
+    )
     assert rows.startswith(f"-m tools.assign_rewards --input_data_path {out}/data/games.jsonl ")
     assert loop.startswith(
         f"loop {project.folder}/.venv/bin/python configs/english.sh MODEL=models/smollm2 OUTPUT={out} "

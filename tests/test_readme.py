@@ -28,7 +28,20 @@ TEXTS = {
 TOP = TEXTS["README.md"]
 LOOP = "tools/run_spag.sh"
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
-KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
+KNOWN_COMMANDS = {
+    "bash",
+    "python",
+    "python3",
+    "torchrun",
+    LOOP,
+    "tools/study/run.sh",
+    "pip",
+    "hf",
+    "srun",
+    "sbatch",
+    "vllm",
+    "source",
+}
 KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
 FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
@@ -91,7 +104,7 @@ def program_of(words: list[str]) -> str | None:
 
 def subcommand_of(words: list[str]) -> tuple[str, ...]:
     """("split",) of `prepare_data split --input ...`."""
-    return tuple(word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z]+", word))
+    return tuple(word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z0-9]+", word))
 
 
 @functools.cache

@@ -96,15 +96,16 @@ class Tasks(GameChoice):
 
 @dataclass(kw_only=True)
 class Imitation:
-    """Divide the games that come with this project by their split: games to imitate, and the words of each part."""
+    """Divide the games that come with this project by their split: the words of each part, and games to imitate."""
 
     output_dir: str = flag("folder to write to")
-    games: str = flag("file of games, each with its split", default=str(GAMES))
+    games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
 
     def run(self) -> None:
         folder, games = Path(self.output_dir), read_json_or_jsonl(self.games)
         for split in ("played", "tuning", "held_out"):
-            words = dict.fromkeys(game["target_word"] for game in games if game["split"] == split)
+            listed = (*read_json_or_jsonl(GAMES), *games)
+            words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
             write_words(folder / f"{split}.txt", words)
         write_records(folder / "games.jsonl", (game for game in games if game["split"] == "played"))
 

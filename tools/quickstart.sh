@@ -43,15 +43,15 @@ tiny() { # the embedded world, with a model of its own
   in_foreground "$venv" -m tools.tiny_world reason --output_dir "$OUTPUT"
 }
 
-english() { # SmolLM2-135M-Instruct, the games in data/imitation_games.jsonl, and the benchmarks whose data are there
+english() { # SmolLM2-135M-Instruct, the plain games in data/english, and the benchmarks whose data are there
   local model=models/smollm2 log=.venv/english.log benchmarks='' smaller=()
   if [ "$QUICK" != 0 ]; then
-    smaller=(EPOCHS=1 GAMES=16 GAMES_PER_WORD=1 "IMITATION_ARGS=--use_cpu True --max_steps 2" "EVAL_ARGS=--max_words 4"
-      "REWARD_ARGS=--training_prompt play --min_game_rows 0" "TRAIN_ARGS=--use_cpu True --max_steps 2 --allow_no_game_rows True")
+    smaller=(EPOCHS=1 FIRST_EPISODES="$data/games.jsonl" "EVAL_ARGS=--max_words 4"
+      "IMITATION_ARGS=--use_cpu True --max_steps 2" "TRAIN_ARGS=--use_cpu True --max_steps 2")
   fi
   "$venv" -c 'import gguf' 2>/dev/null || pip_install 'gguf>=0.19,<0.20' || fail "pip could not install gguf; log: $log"
   in_foreground "$venv" -m tools.prepare_data smollm2 --output_dir "$model"
-  in_foreground "$venv" -m tools.prepare_data imitation --output_dir "$data"
+  in_foreground "$venv" -m tools.prepare_data imitation --output_dir "$data" --games data/english/plain_games.jsonl
   in_foreground "$venv" -m tools.assign_rewards --input_data_path "$data/games.jsonl" \
     --output_data_path "$data/imitation.json" --prompt_templates data/english/prompts.json --training_prompt play \
     --chat_template True --tokenizer "$model"
