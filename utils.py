@@ -8,15 +8,16 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -37,7 +38,7 @@ ON_FULL_DISK = re.compile(
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "README.md")
 MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
@@ -46,11 +47,12 @@ UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-SHARING_TIMEOUT = 120  # seconds for a network file system to show what another machine wrote
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
+ROOT = Path(__file__).resolve().parent
+FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
 OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 T = TypeVar("T")
@@ -320,32 +322,52 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     return digests.hexdigest()
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, revision: str | None = None) -> Path:
     """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
 
-    Raises UserError if there is no such model, or if the folder has no config.json.
+    `revision` is a commit, branch or tag on the hub; `name` may also be NAME@REVISION.
+    Raises UserError if there is no such model, for a revision of a folder, or if the folder has no config.json.
     """
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name)
+    repository, revision_in_name = split_revision(name)
+    revision = revision or revision_in_name
+    if os.path.isdir(repository):
+        if revision:
+            raise UserError(f"{repository} is a folder, which has no revision {revision}; only models on the hub have")
+        folder = Path(repository)
+    else:
+        folder = _from_hub(repository, revision)
     if not (folder / "config.json").is_file():
         merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
         raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split NAME@REVISION of a model on the hub. The name of a folder stays whole."""
+    repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
+    return repository, revision or None
+
+
 @functools.cache
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None = None, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
             "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
             "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
+            "RevisionNotFoundError": f"the hub's model has no revision {revision}",
         }.get(kind, f"no such model on the hub ({kind})")
         raise UserError(f"{name}: no such folder, and {why}") from None
+
+
+def hub_commit(folder: Path) -> str | None:
+    """The commit of a model's local copy that `model_folder` returned; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def refuse_large_model(name: str, request: str) -> None:
@@ -376,6 +398,20 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_fingerprint(name: str | os.PathLike) -> str:
+    """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
+    repository, revision = split_revision(str(name))
+    folder = Path(name) if os.path.isdir(name) else _from_hub(repository, revision, TOKENIZER_FILES)
+    return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
+
+
+def model_setting(name: str, revision: str | None = None) -> dict[str, str]:
+    """Return a model in the form in which `stage` compares it, by its sha256; from the hub with its commit."""
+    folder = model_folder(name, revision)
+    commit = hub_commit(folder)
+    return {"path": name, "sha256": model_fingerprint(folder)} | ({"commit": commit} if commit else {})
+
+
 # Finished work.
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "vllm", "numpy")
@@ -400,8 +436,8 @@ def stage(
 
     `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
     results, the versions that made them, and whether they are finished, which is noted when the block has ended
-    without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
-    the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
+    without an error. `results` are names or patterns of the files of this work in the record's folder; while one that
+    is a name is missing, the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
     sha256 is compared. `may_change` names settings in which a later start may differ. Then the record gets the new
     values, and the work counts as unfinished until it has ended again.
 
@@ -440,6 +476,7 @@ def stage(
 def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str]) -> dict:
     """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
     found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
+    whole = all(files for files, pattern in zip(found, results, strict=True) if "*" not in pattern)
     names = list(dict.fromkeys(itertools.chain(*found)))
     if not names:
         return {"finished": False}
@@ -452,7 +489,7 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change:
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
     if refused:
         raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and found[0] and not different)}
+    return stored | {"finished": bool(stored.get("finished") and whole and not different)}
 
 
 def _without(settings: Mapping, names: Collection[str]) -> dict:
@@ -472,59 +509,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-class RunSettings:
-    """The settings file of a run, and the lock that keeps a second launch out.
-
-    The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
-    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an output that exists, or None. Every
-    refusal ends with `remedy`, which tells the user what to do. A refused start writes nothing.
-    """
-
-    def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
-        self.path, self.results, self.remedy = Path(settings_path), results, remedy
-        self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
-
-    def claim(self, settings: Mapping) -> None:
-        """Lock the run for this process. Raises UserError as `check` does."""
-        self.check(settings)
-        lock(self.lock_path)
-        self.check(settings)  # another launch may have ended in between
-
-    @contextmanager
-    def claimed(self, settings: Mapping) -> Iterator[None]:
-        """`claim` for as long as the block runs."""
-        self.claim(settings)
-        try:
-            yield
-        finally:
-            unlock(self.lock_path)
-
-    def check(self, settings: Mapping) -> None:
-        """Raise UserError if another launch is writing this run, or if its results were made with other settings."""
-        if is_locked(self.lock_path):
-            raise UserError(LOCKED.format(self.path))
-        if (found := self.results()) is None:
-            return
-        if not self.path.is_file():
-            raise UserError(f"{found}: there is no {self.path.name} that says how it was made; {self.remedy}")
-        if different := differences(self.read(), settings):
-            raise UserError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
-
-    def read(self, name: str = "settings"):
-        """Return one entry of the settings file. Raises UserError if the entry is missing."""
-        try:
-            found = read_json(self.path)[name]
-        except (UserError, KeyError, TypeError):
-            found = None
-        if found is None or name == "settings" and not isinstance(found, dict):
-            raise UserError(f"{self.path}: not the settings file of a run; {self.remedy}")
-        return found
-
-    def write(self, settings: Mapping, **more) -> None:
-        """Write the settings file. `more` adds entries that `check` does not compare."""
-        write_json(self.path, {"settings": settings, **more})
-
-
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """Return a phrase for each setting that differs."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
@@ -536,7 +520,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Return files in the form in which `RunSettings` stores and compares them."""
+    """Return files in the form in which `stage` compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 
@@ -670,30 +654,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def await_inputs(paths: Iterable[str]) -> None:
-    """Wait until this machine sees the same files as rank 0, with the same sizes. A folder stands for its files.
-
-    On a network file system, results of one machine may reach another machine late. Raises UserError that names the
-    files that do not appear.
-    """
-    if world_size() == 1:
-        return
-
-    def sizes(path: str) -> dict[str, int]:
-        files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
-        return {str(file): file.stat().st_size for file in files if file.is_file()}
-
-    def missing() -> list[str]:
-        return [file for file, size in expected.items() if not os.path.isfile(file) or os.path.getsize(file) != size]
-
-    expected = from_rank_0(lambda: {file: size for path in paths for file, size in sizes(path).items()})
-    if rank() != 0 and not wait_until(lambda: not missing(), SHARING_TIMEOUT):
-        raise UserError(
-            f"{', '.join(missing())}: missing or of another size than on rank 0's machine, after {SHARING_TIMEOUT} s; "
-            "is this folder shared by all machines?"
-        )
-
-
 # Programs.
 
 
@@ -719,11 +679,22 @@ def too_small(flags, **least: float) -> list[str]:
 
 
 def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError and OSError end the program with their message and exit status 2."""
+    """Call `main`. UserError, OSError and a missing package end the program with one line and exit status 2.
+
+    From here on a rank ends when its torchrun is killed. If torchrun was killed before, while this process imported
+    its packages, it ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+        if os.getppid() != FIRST_PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
     try:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
+    except ModuleNotFoundError as error:
+        _end_if_package_is_missing(error)
+        raise
 
 
 def end_with_error(message: str) -> NoReturn:
@@ -738,13 +709,27 @@ def end_with_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _name_missing_package(kind, error, trace) -> None:
-    if issubclass(kind, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
-        end_with_error(f"{error} for {sys.executable}; activate the environment: source .venv/bin/activate")
+def require(module: str, requirement: str) -> None:
+    """Raise UserError with the command that installs an optional package, unless its module is installed."""
+    if importlib.util.find_spec(module) is None:
+        package = re.match(r"[\w.-]+", requirement)[0]
+        raise UserError(f"the package {package} is missing: pip install {shlex.quote(requirement)}")
+
+
+def _end_if_package_is_missing(error: BaseException) -> None:
+    """End the program if the error is a missing package of others. A missing module of our own is a bug."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
+        end_with_error(f"{error} for {sys.executable}: source .venv/bin/activate, or pip install -r requirements.txt")
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+    _end_if_package_is_missing(error)
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # every program imports utils before any package that may be missing
+# A program imports its packages before it calls run_program. A test or a notebook that imports utils is left alone.
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent in (ROOT, ROOT / "tools"):
+    sys.excepthook = _report_uncaught
 
 
 # Processes.
@@ -765,32 +750,10 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
-def end_with_launcher() -> None:
-    """End this process when the script of the training loop is killed; otherwise our locks would block its next start.
-
-    The script is not our parent process, so a thread polls its pid every second.
-    """
-
-    def watch(pid: int) -> None:
-        while True:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1)
-
-    if loop := os.environ.get("SPAG_LOOP_PID"):
-        threading.Thread(target=watch, args=[int(loop)], daemon=True).start()
-
-
 def end_with_parent() -> None:
     """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent()  # at import, since torchrun may be killed during the imports that follow
 
 
 def shown(text: str) -> str:

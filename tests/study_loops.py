@@ -5,7 +5,8 @@ from pathlib import Path
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results as write_matches
 from tools.reasoning import jobs
-from tools.reasoning.table import BENCHMARKS, write_results
+from tools.reasoning.jobs import BENCHMARKS
+from tools.reasoning.table import write_results
 from tools.selfplay.counts import GameCounts
 from utils import write_json, write_records
 
@@ -70,4 +71,4 @@ def add_benchmarks(folder: Path, right: dict[str, int], commit: str = "abc123") 
             scores = {"acc,none": {f"{benchmark.task}/{place}": float(place < number) for place in range(100)}}
             result = {"questions": 100, "shots": 0, "metrics": metrics, "scores": scores, "seconds": 450.0}
             write_json(path, result | {"harness": "0.4.13", "data_revisions": {"someone/data": commit}})
-    write_results(folder / "reasoning", found, "bfloat16", None)
+    write_results(folder / "reasoning", found, {}, "bfloat16", None)

@@ -15,7 +15,7 @@ from helpers import ROOT, call, words_of
 import utils
 from tools.games import load_game
 from tools.games.prompts import load_templates, templates_digest
-from tools.loop import begin, fit
+from tools.loop import begin, checks, fit
 
 GIB = 2**30
 SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
@@ -159,7 +159,7 @@ def test_a_large_model_without_a_gpu_is_refused_before_it_plays(start, monkeypat
     ],
 )
 def test_a_package_that_a_later_stage_needs_must_be_there(start, monkeypatch, tmp_path, package, changes):
-    monkeypatch.setattr(begin, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert f"package {package}," in start(status=2, **changes) and not (tmp_path / "out").exists()
     start(EVAL_TASKS="MMLU", REASONING_ARGS="--lm_eval /env/bin/lm_eval")
 
@@ -372,7 +372,9 @@ ROWS, MODEL = "epoch1/rows/rows.json", "epoch1/model/train_results.json"
         (["imitation/model/train_results.json"], {"IMITATION_ARGS": "--x 1"}, True),
         (["imitation/model/checkpoint-3/complete.json"], {"IMITATION_LR": "1"}, True),
         (["imitation/model/train_results.json"], {"KL": "0.3", "PLAY_ARGS": "--x 1", "TIES": "0.0"}, False),
-        ([GAMES], {"PLAY_ARGS": "--x 1"}, True),
+        (["imitation/model/train_results.json"], {"ENGINE": "slots", "TEMPERATURE": "0.9"}, False),
+        (["imitation/model/train_results.json"], {"MAX_LENGTH": "512"}, True),
+        ([GAMES], {"PLAY_ARGS": "--x 1", "ENGINE": "slots"}, True),
         ([GAMES], {"CHAT_TEMPLATE": "True"}, True),
         ([GAMES], {"KL": "0.3", "REWARD_ARGS": "--x 1", "DECAY_WEIGHT": "0.7"}, False),
         ([ROWS], {"REWARD_ARGS": "--x 1"}, True),

@@ -2,27 +2,34 @@
 
 import pytest
 
+from tools import bench
 from tools.bench import Play, Train
-
-PLAY = {"preset": "tiny", "turns": 2, "games": 6, "slow_games": 3, "release_games": 2, "forced_tokens": 4}
 
 
 def test_every_mode_of_play_plays_its_games_to_the_same_lengths():
-    settings = Play(**PLAY, lengths=["drawn"], mean_tokens=6, most_tokens=20)
+    settings = Play(preset="tiny", lengths=["drawn"], games=6)
     lines = {line["mode"]: line for line in settings.lines()}
-    assert {mode: line["games"] for mode, line in lines.items()} == {"release": 2, "batched": 3, "default": 6}
+    assert {mode: line["games"] for mode, line in lines.items()} == {"release": 1, "batched": 1, "default": 6}
     for mode, line in lines.items():
-        games = range(settings.num_games(mode))
-        expected = [settings.reply_tokens("drawn", game, message) for game in games for message in range(4)]
-        assert sorted(line["reply_tokens"]) == sorted(expected), mode
+        messages = [(game, message) for game in range(line["games"]) for message in range(2 * bench.TURNS)]
+        assert sorted(line["reply_tokens"]) == sorted(settings.reply_tokens("drawn", *each) for each in messages), mode
     assert lines["release"]["at once"] == 1 and lines["release"]["ratio"] == 1
-    assert settings.reply_tokens("forced", 0, 0) == 4
+    assert settings.reply_tokens("forced", 0, 0) == 32
 
 
 def test_every_mode_of_training_has_the_losses_of_the_usual_recipe():
-    settings = Train(preset="tiny", steps=2, warmup_steps=1, batch_size=2, accumulation=2)
-    default, rebalanced, plain = settings.lines()
-    assert [line["mode"] for line in (default, rebalanced, plain)] == ["default", "rebalanced", "plain"]
-    assert default["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    settings = Train(preset="tiny", steps=1, batch_size=2, accumulation=2)
+    plain, default, rebalanced = settings.lines()
+    assert [line["mode"] for line in (plain, default, rebalanced)] == ["plain", "default", "rebalanced"]
+    assert len(plain["losses"]) == 2 and default["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert rebalanced["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-4)  # the same rows, dealt otherwise
-    assert rebalanced["padding"] <= default["padding"] == plain["padding"]
+
+
+def test_a_line_is_printed_when_its_mode_has_ended(capsys, monkeypatch):
+    def lines(settings):
+        for mode in ("first", "second"):
+            yield dict.fromkeys(settings.columns, 1) | {"mode": mode}
+            assert capsys.readouterr().out.splitlines()[-1].startswith(f"| {mode} | 1.0 |")
+
+    monkeypatch.setattr(Train, "lines", lines)
+    Train(preset="tiny").run()

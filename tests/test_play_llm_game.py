@@ -4,14 +4,27 @@ faults/ kills the program, damages its files and refuses its flags.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers import TORCHRUN, call, descendants, finish, play_flags, reset_process, start, write_place
+from helpers import (
+    ENVIRONMENT,
+    TORCHRUN,
+    call,
+    descendants,
+    finish,
+    play_flags,
+    start,
+    wait_for,
+    write_place,
+)
 from scripted import ScriptedPlayer
 
 from tools import play_llm_game
@@ -19,12 +32,10 @@ from tools.engine.generate import BatchEngine
 from tools.engine.model import Sampling, load_local_model
 from tools.games import prompts, taboo
 from tools.players.player import Reply
-from tools.selfplay import play
+from tools.selfplay import lineup
 from tools.selfplay.files import EpisodeFiles, GamesMissing
-from tools.selfplay.lineup import Lineup
-from tools.selfplay.play import play_game, play_games
-from tools.selfplay.progress import describe
-from utils import UserError, read_json_or_jsonl
+from tools.selfplay.play import describe, play_game, play_games
+from utils import UserError, read_json, read_json_or_jsonl, tokenizer_fingerprint
 
 GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"
@@ -144,20 +155,27 @@ def episode(index, word, tokens=5):
     }
 
 
-def begin(folder, words, settings=None):
-    """A start of a run with the stem "run"; its files, and the games that are missing."""
-    files = EpisodeFiles(folder, "run", words, GAME)
-    return files, files.start(settings or {"seed": 1}).missing()
+class Killed(Exception):
+    """Ends a start in the middle."""
 
 
-def played(folder, words, settings=None):
-    """A start that plays these words, and has ended."""
-    files, missing = begin(folder, words, settings)
-    for index in missing:
-        files.append(episode(index, words[index]))
-    files.meet()
-    reset_process()
-    return files
+def play(folder, words, settings=None, stop_after=None):
+    """A start of a run with the stem "run" that plays its missing games: their indices, and the files.
+
+    With `stop_after`, it is killed after so many games.
+    """
+    files, missing = EpisodeFiles(folder, "run", words, GAME), []
+    with contextlib.suppress(Killed), files.stage(settings or {"seed": 1}) as todo:
+        if todo:
+            finished = files.finished()
+            missing = finished.missing()
+            for number, index in enumerate(missing):
+                if number == stop_after:
+                    raise Killed
+                files.append(episode(index, words[index]))
+            files.meet()
+            files.merge(seconds=2.0, tokens_before=finished.counts.tokens["new_tokens"])
+    return missing, files
 
 
 def contents(folder):
@@ -166,76 +184,65 @@ def contents(folder):
 
 
 class TestEpisodeFiles:
-    def test_finished_games_survive_and_are_merged_in_word_order(self, tmp_path, caplog):
-        files, missing = begin(tmp_path, ["a", "b", "c"])
-        assert missing == [0, 1, 2]
-        for index in (2, 0):
-            files.append(episode(index, "abc"[index]))
-        files.own_file.close()
-        files, missing = begin(tmp_path, ["a", "b", "c"])
-        assert missing == [1]
-        files.append(episode(1, "b"))
-        summary = files.merge(seconds=2.0, tokens_before=20)
+    def test_finished_games_survive_a_kill_and_are_put_together_in_word_order(self, tmp_path, caplog):
+        assert play(tmp_path, ["a", "b", "c"], stop_after=2)[0] == [0, 1, 2]
+        lines = (tmp_path / "run_rank0.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "run_rank0.jsonl").write_text("".join(reversed(lines)))
+        missing, files = play(tmp_path, ["a", "b", "c"])
+        assert missing == [2]
         assert [game["target_word"] for game in read_json_or_jsonl(files.results_path)] == ["a", "b", "c"]
+        summary = read_json(files.summary_path)
         assert (summary["games"], summary["new_tokens"], summary["tokens_per_second"]) == (3, 30, 5.0)
-        assert json.loads(files.summary_path.read_text()) == summary
+        before = contents(tmp_path)
         with caplog.at_level("INFO"):
-            assert files.merge(seconds=0, tokens_before=30) == summary  # of a finished run
-        assert caplog.messages == [f"{files.results_path}: all is there"]
-        assert {path.suffix for path in tmp_path.glob(".*")} == {".lock"}
+            assert play(tmp_path, ["a", "b", "c"])[0] == [] and contents(tmp_path) == before
+        assert caplog.messages == [f"{files.record_path}: all is there"]
 
     def test_half_a_line_never_counts(self, tmp_path):
         """Of this rank a kill has left it; another rank may be writing it."""
-        files, _ = begin(tmp_path, ["a", "b", "c"])
-        files.append(episode(0, "a"))
-        files.own_file.write(json.dumps(episode(1, "b")).encode()[:-9])
-        files.own_file.close()
+        play(tmp_path, ["a", "b", "c"], stop_after=1)
+        with open(tmp_path / "run_rank0.jsonl", "a") as file:
+            file.write(json.dumps(episode(1, "b"))[:-9])
         other, half = tmp_path / "run_rank1.jsonl", json.dumps(episode(2, "c"))[:50]
         other.write_text(half)
-        files, missing = begin(tmp_path, ["a", "b", "c"])
+        missing, files = play(tmp_path, ["a", "b", "c"])
         assert missing == [1, 2] and other.read_text() == half
-        files.append(episode(1, "b"))
-        assert files.finished().missing() == [2]
+        assert [game["index"] for game in read_json_or_jsonl(files.own_path)] == [0, 1, 2]
 
-    def test_other_settings_are_refused_by_name_with_the_files_of_the_run_and_nothing_is_written(self, tmp_path):
+    def test_other_settings_are_refused_by_name_and_nothing_is_written(self, tmp_path):
         model = {"path": "/models/a", "sha256": "0" * 64}
-        played(tmp_path, ["a"], {"seed": 1, "model": model})
-        played(tmp_path, ["a"], {"seed": 1, "model": model | {"path": "/elsewhere/a"}})
+        play(tmp_path, ["a"], {"seed": 1, "model": model})
+        play(tmp_path, ["a"], {"seed": 1, "model": model | {"path": "/elsewhere/a"}})
         before = contents(tmp_path)
-        with pytest.raises(UserError, match=r"seed: 1 then, 2 now") as refused:
-            begin(tmp_path, ["a"], {"seed": 2, "model": model})
-        for name in ("run_rank*.jsonl", "run_settings.json", "run_results.json", "run_summary.json"):
-            assert name in str(refused.value)
-        with pytest.raises(UserError, match=r"model: /elsewhere/a \(sha256 0000\w*\) then, /models/a \(sha256 1111"):
-            begin(tmp_path, ["a"], {"seed": 1, "model": model | {"sha256": "1" * 64}})
+        with pytest.raises(UserError, match=r"seed: 1 then, 2 now.*run_results.json, run_rank0.jsonl"):
+            play(tmp_path, ["a"], {"seed": 2, "model": model})
+        with pytest.raises(UserError, match=r"model: /models/a \(sha256 0000\w*\) then, /models/a \(sha256 1111"):
+            play(tmp_path, ["a"], {"seed": 1, "model": model | {"sha256": "1" * 64}})
         assert contents(tmp_path) == before
 
-    def test_a_launch_that_failed_before_its_first_game_may_be_followed_by_any_other(self, tmp_path):
-        begin(tmp_path, ["a"], {"seed": 1})[0].meet()
-        reset_process()
-        begin(tmp_path, ["a"], {"seed": 2})
+    def test_a_start_that_failed_before_its_first_game_may_be_followed_by_any_other(self, tmp_path):
+        play(tmp_path, ["a"], {"seed": 1}, stop_after=0)
+        assert play(tmp_path, ["a"], {"seed": 2})[0] == [0]
 
-    def test_files_of_other_runs_are_never_merged(self, tmp_path):
+    def test_files_of_other_runs_are_never_read(self, tmp_path):
         (tmp_path / "run_b_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
-        assert begin(tmp_path, ["a"])[1] == [0]
+        assert play(tmp_path, ["a"])[0] == [0]
 
     def test_a_larger_number_of_games_extends_a_run_and_a_smaller_one_takes_its_beginning(self, tmp_path):
-        played(tmp_path, ["a", "b"])
+        play(tmp_path, ["a", "b"])
         (tmp_path / "run_rank3.jsonl").write_text(json.dumps(episode(0, "a", tokens=9)) + "\n")  # counts once
-        files, missing = begin(tmp_path, ["a", "b", "c"])
-        assert missing == [2]
-        files, missing = begin(tmp_path, ["a"])
-        assert (missing, files.merge(seconds=1, tokens_before=0)["new_tokens"]) == ([], 10)
+        assert play(tmp_path, ["a", "b", "c"])[0] == [2]
+        missing, files = play(tmp_path, ["a"])
+        assert missing == [] and read_json(files.summary_path)["new_tokens"] == 10
+        assert len(read_json_or_jsonl(files.results_path)) == 1
 
-    def test_the_ranks_whose_games_are_missing_at_the_end_are_named(self, tmp_path, monkeypatch):
-        """Their machine may have a folder of its own."""
-        monkeypatch.setattr("utils.SHARING_TIMEOUT", 0)
-        files, _ = begin(tmp_path, ["a", "b"])
-        files.append(episode(0, "a"))
+    def test_ranks_that_have_the_folder_on_another_disk_are_named(self, tmp_path, monkeypatch):
+        _, files = play(tmp_path, ["a", "b"], stop_after=1)
+        (tmp_path / ".run_rank0.lock").touch()
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(UserError, match=r"1 games are missing, of ranks \[1\] \(b\).*into one folder"):
             files.merge(seconds=1, tokens_before=0)
-        (tmp_path / "run_rank1.jsonl").touch()  # here, but rank 1 has lost its game
+        (tmp_path / ".run_rank1.lock").touch()  # here, but rank 1 has lost its game
         with pytest.raises(GamesMissing):
             files.merge(seconds=1, tokens_before=0)
         (tmp_path / "run_rank1.jsonl").write_text(json.dumps(episode(1, "b")) + "\n")  # brought here
@@ -252,16 +259,17 @@ class TestEpisodeFiles:
         ],
     )
     def test_a_rank_file_with_something_else_in_it_is_named_with_its_line(self, line, message, tmp_path):
-        begin(tmp_path, ["c", "a"])
+        play(tmp_path, ["c", "a"], stop_after=1)
         (tmp_path / "run_rank0.jsonl").write_text("\n".join([json.dumps(episode(1, "a")), line, ""]))
         with pytest.raises(UserError, match=f"run_rank0.jsonl:2: {message}"):
-            begin(tmp_path, ["c", "a"])
+            play(tmp_path, ["c", "a"])
 
     def test_a_link_in_the_place_of_a_rank_file_is_not_followed(self, tmp_path):
         (tmp_path / "elsewhere").write_text("precious")
         (tmp_path / "run_rank0.jsonl").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(UserError, match="run_rank0.jsonl"):
-            begin(tmp_path, ["a"])
+        (tmp_path / "run_settings.json").write_text('{"settings": {"seed": 1}}')
+        with pytest.raises(UserError, match="run_rank0.jsonl: not a regular file"):
+            play(tmp_path, ["a"])
         assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
@@ -289,6 +297,12 @@ def torchrun(processes, arguments):
     return start([*TORCHRUN, f"--nproc_per_node={processes}", "tools/play_llm_game.py", *arguments])
 
 
+def free_port():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
 def results(folder, stem=STEM):
     return read_json_or_jsonl(folder / f"{stem}_results.json")
 
@@ -307,6 +321,24 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 
 
+def test_a_rank_that_outlives_rank_0_keeps_other_starts_out_until_it_has_ended(place, tiny_model, tmp_path):
+    """Rank 1 plays on alone: no launcher ends it."""
+    arguments = flags(place, tiny_model, tmp_path, max_new_tokens=64, per_device_eval_batch_size=1)
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tools.play_llm_game", *arguments]
+    ranks = [start(command, env=ENVIRONMENT | launch | {"RANK": str(rank)}) for rank in (0, 1)]
+    stored = [tmp_path / f"{STEM}_rank{rank}.jsonl" for rank in (0, 1)]
+    assert wait_for(lambda: all(path.exists() for path in stored), ranks[0])
+    ranks[0].kill()
+    ranks[0].communicate()
+    assert "another process is writing to this run" in run(*arguments, status=2).errors
+    assert "another process is writing to this run" in run(*arguments, "--seed", 7, status=2).errors
+    finish(ranks[1])
+    run(*arguments)
+    assert [game["target_word"] for game in results(tmp_path)] == WORDS
+    assert sorted(game["index"] for path in stored for game in read_json_or_jsonl(path)) == list(range(len(WORDS)))
+
+
 def test_ranks_end_with_their_launcher_while_they_still_import(place, tiny_model, tmp_path):
     process = torchrun(2, flags(place, tiny_model, tmp_path))
     launcher, ranks = psutil.Process(process.pid), []
@@ -321,11 +353,11 @@ def test_ranks_end_with_their_launcher_while_they_still_import(place, tiny_model
 
 
 def test_a_rank_that_fails_makes_the_launch_fail_with_the_reason(place, tiny_model, tmp_path):
-    (tmp_path / f"{STEM}_rank1.jsonl").mkdir()  # rank 1 cannot store its games
+    (tmp_path / f".{STEM}_rank1.lock").mkdir()  # which rank 1 cannot lock
     process = torchrun(2, flags(place, tiny_model, tmp_path, max_new_tokens=32))
     printed, _ = process.communicate(timeout=180)
     assert process.returncode != 0
-    assert re.search(f"{STEM}_rank1.jsonl: not a regular file", printed)
+    assert re.search(f"error: .*Is a directory.*{STEM}_rank1.lock", printed)
     assert not (tmp_path / f"{STEM}_results.json").exists()
 
 
@@ -345,7 +377,7 @@ class TestOneProcess:
         before = results(tmp_path)
         (tmp_path / f"{STEM}_results.json").unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(play, "Lineup", None)
+            patch.setattr(lineup, "Lineup", None)
             run(*flags(place, tiny_model, tmp_path, max_games=3))
             assert results(tmp_path) == before
             assert "all is there" in run(*flags(place, tiny_model, tmp_path, max_games=3)).errors
@@ -365,6 +397,24 @@ class TestOneProcess:
                 (reply,) = BatchEngine(sides[place_in_game % 2], 1).generate([prompt])
                 assert message["content"] == reply.text.strip()
 
+    def test_replies_store_the_sampled_tokens_and_the_record_names_their_tokenizer(
+        self, place, tiny_model, tokenizer, tmp_path
+    ):
+        run(*flags(place, tiny_model, tmp_path, max_games=9))
+        record, retokenized = read_json(tmp_path / f"{STEM}_settings.json"), 0
+        expected = tokenizer_fingerprint(tiny_model)
+        assert record["tokenizer_sha256"] == {"attacker": expected, "defender": expected}
+        for game in results(tmp_path):
+            for message, reply in zip(game["history"], game["replies"], strict=True):
+                ids = reply["token_ids"]
+                assert len(ids) == reply["tokens"] - (reply["finish_reason"] == "stop")
+                assert tokenizer.decode(ids, skip_special_tokens=True).strip() == message["content"]
+                changed = tokenizer(message["content"], add_special_tokens=False)["input_ids"] != ids
+                assert reply.get("retokenized", False) == changed
+                retokenized += changed
+        summary = read_json(tmp_path / f"{STEM}_summary.json")
+        assert summary["retokenized"] == retokenized > 0  # random bytes are often no UTF-8
+
     def test_cut_prompts_are_counted(self, place, tiny_model, tmp_path):
         run(*flags(place, tiny_model, tmp_path, max_length=60, max_games=3, allow_cuts=True))
         summary = json.loads((tmp_path / f"{STEM}_summary.json").read_text())
@@ -373,7 +423,7 @@ class TestOneProcess:
     def test_an_opening_prompt_that_loses_rules_is_refused_before_a_model_is_loaded(
         self, place, tiny_model, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(Lineup, "build_players", None)
+        monkeypatch.setattr(lineup.Lineup, "build_players", None)
         refused = run(*flags(place, tiny_model, tmp_path / "out", max_length=60, max_games=3), status=2)
         assert f"the opening prompt for {WORDS[0]!r}" in refused.errors and "--allow_cuts True" in refused.errors
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import shutil
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
+from helpers import call, finish, play_flags, start, write_place
 from transformers import AutoConfig
 
+from tools import play_llm_game
 from tools.engine import memory
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import Batcher
+from tools.engine.local_player import Batcher, LocalPlayer
 from tools.engine.model import LocalModel, Sampling, load_local_model
 from tools.engine.vllm import VLLMFlags
 from tools.games.taboo import Taboo
-from tools.players.player import LENGTH, STOP, Reply
-from utils import UserError, model_folder
+from tools.players.human import HumanPlayer
+from tools.players.player import LENGTH, STOP, Player, Reply, ScriptedPlayer
+from tools.players.server import ServerPlayer
+from tools.selfplay.flags import KINDS, kind_of
+from utils import UserError, model_folder, read_json, read_json_or_jsonl
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
 DRAWN = Sampling(max_length=64, max_new_tokens=8)
@@ -70,10 +76,18 @@ class TestLocalModel:
         local = LocalModel(model, build_tokenizer(), GREEDY)
         letters = local.tokenizer("hi")["input_ids"]
         assert local.stop_ids == [2, 77]
-        assert local.decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
-        assert local.decode([*letters, 77, 3], prompt_cut=False) == Reply("hi", STOP, 3)
-        assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
-        assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
+        assert local.decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3, token_ids=letters)
+        assert local.decode([*letters, 77, 3], prompt_cut=False) == Reply("hi", STOP, 3, token_ids=letters)
+        assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True, token_ids=letters)
+        assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1, token_ids=[])
+
+    @pytest.mark.parametrize("text, retokenized", [("hi", None), (" hi\n", True), ("\ufffd", None)])
+    def test_a_reply_whose_message_has_other_tokens_than_were_sampled_is_marked(self, text, retokenized):
+        """A message is the stripped text, which is what training reads."""
+        local = tiny()
+        ids = local.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert local.decode(ids, prompt_cut=False).retokenized is retokenized
+        assert local.decode(ids[:-1] + [3], prompt_cut=False).retokenized  # half a character, or a special token
 
     @pytest.mark.parametrize("missing", [[], ["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
     def test_a_tokenizer_may_lack_special_tokens_and_replies_do_not_depend_on_their_batch(self, missing):
@@ -124,7 +138,7 @@ class TestModelFolder:
         with pytest.raises(UserError, match="weights cannot be loaded"):
             load(folder)
         with pytest.raises(UserError, match="no weights in .safetensors form"):
-            VLLMFlags().vllm_server(folder, max_length=64)
+            VLLMFlags().load_vllm(folder, tokens=None)
 
     def test_code_that_comes_with_a_model_does_not_run(self, tiny_model, tmp_path):
         folder = shutil.copytree(tiny_model, tmp_path / "model")
@@ -153,6 +167,48 @@ class TestModelFolder:
         assert "--per_device_eval_batch_size" in caplog.text
 
 
+class Parrot(Player):
+    """A kind of player that somebody has added: it repeats the last message."""
+
+    @classmethod
+    def make(cls, name, lineup, seed):
+        return cls()
+
+    async def reply(self, turn):
+        return Reply(turn.history[-1]["content"] if turn.history else "Hello!", STOP, 1)
+
+
+def test_a_new_kind_of_player_is_a_class_and_a_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "parrot", Parrot)
+    place = write_place(tmp_path, ["art", "music"])
+    call(play_llm_game.main, *play_flags(place, "parrot", tmp_path / "out", model_prefix="p", max_new_tokens=8))
+    games = read_json_or_jsonl(tmp_path / "out" / "p_sampling_words_results.json")
+    assert [[message["content"] for message in game["history"]] for game in games] == [["Hello!"] * 4] * 2
+    assert read_json(tmp_path / "out" / "p_sampling_words_settings.json")["tokenizer_sha256"] == {}
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("human", HumanPlayer),
+        ("human:x", LocalPlayer),
+        ("human_model/x", LocalPlayer),
+        ("scripted:careful", ScriptedPlayer),
+        ("openai:some/model", ServerPlayer),
+        ("meta-llama/Llama-2-7b-hf", LocalPlayer),
+    ],
+)
+def test_the_beginning_of_a_name_tells_the_kind_of_player(name, kind):
+    assert kind_of(name) is kind
+
+
+def test_help_needs_no_torch():
+    for program in ("play_llm_game", "evaluate_games"):
+        code = f"import sys; sys.argv = ['x', '--help']; from tools import {program} as p\ntry: p.main()\nfinally: "
+        code += "assert not {'torch', 'transformers', 'scipy', 'openai'} & set(sys.modules)"
+        assert "--max_turns" in finish(start([sys.executable, "-c", code]))
+
+
 class EchoEngine:
     """Answers so many requests at a time with their prompts, and remembers what it was given when."""
 
@@ -161,7 +217,7 @@ class EchoEngine:
         self.waiting: list[tuple[int, str]] = []
         self.runs: list[list[str]] = []
 
-    def start(self, request, prompt, *, game, limit):
+    def start(self, request, prompt, *, game, limit, seed):
         self.waiting.append((request, prompt))
 
     def run(self):

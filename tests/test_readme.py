@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import pytest
 from helpers import ROOT, call
 
 from tools import assign_rewards, evaluate_games, play_llm_game
-from tools.players.player import STOP, Reply
+from tools.loop.fit import DEFAULTS
+from tools.players.player import STOP, Player, Reply
 from tools.selfplay.lineup import Lineup
 from utils import read_json_or_jsonl
 
@@ -96,10 +96,7 @@ def subcommand_of(words: list[str]) -> tuple[str, ...]:
 
 @functools.cache
 def accepted_flags(program: str, *subcommand: str) -> set[str]:
-    """The flags in the program's --help, printed in this process; of the loop, the variables in its --help."""
-    if program == LOOP:
-        usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage, flags=re.MULTILINE)} | {"--help"}
+    """The flags in the program's --help, printed in this process."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [program, *subcommand, "--help"])
@@ -109,7 +106,7 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
+PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))} - {LOOP})
 
 
 def test_every_command_is_a_program_that_there_is():
@@ -128,10 +125,18 @@ def test_programs_accept_the_flags_they_are_given(program):
             assert given <= accepted_flags(program, *subcommand_of(words)), words
 
 
+def test_the_loop_knows_the_settings_it_is_given():
+    given = [word for words in COMMANDS if words[0] == LOOP for word in words[1:] if word != "..."]
+    for word in given:
+        name, equals, _ = word.partition("=")
+        assert name in DEFAULTS if equals else word == "--help" or (ROOT / word).is_file(), word
+    assert {"MODEL", "IMITATION_DATA", "WORDS", "OUTPUT"} <= {word.partition("=")[0] for word in given}
+
+
 def test_every_flag_in_the_prose_belongs_to_a_program():
-    known = accepted_flags(LOOP) | FLAGS_OF_OTHERS
+    known = set(FLAGS_OF_OTHERS)
     for words in COMMANDS:
-        if program := program_of(words):
+        if (program := program_of(words)) in PROGRAMS:
             known |= accepted_flags(program) | accepted_flags(program, *subcommand_of(words))
     for name, text in TEXTS.items():
         spans = [span for span in code_spans(text) if not span.startswith("pip ")]
@@ -196,7 +201,7 @@ def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys
         exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
 
 
-class Careful:
+class Careful(Player):
     """Leaves a multiple of four wherever it can, else takes one."""
 
     async def reply(self, turn) -> Reply:
@@ -206,7 +211,7 @@ class Careful:
         return Reply(f"I take {move}.", STOP, 3)
 
 
-class Greedy:
+class Greedy(Player):
     """Always takes four, which is against the rules."""
 
     async def reply(self, turn) -> Reply:

@@ -42,7 +42,7 @@ def met(first: str, second: str, outcomes: Mapping[str, int], game=TABOO, words:
 def make_match(folder: Path, games: list[dict], players: list[str], game=TABOO, against: str | None = None) -> Path:
     """Write what tools/evaluate_games.py leaves of these games."""
     write_records(folder / "games_results.json", games)
-    settings = {"players": players, "against": against}
+    settings = {"players": players, "against": against, "game": {"path": game.name}}
     results = {"settings": settings, "results": list(result_rows(count_matches(games, game)))}
     write_json(folder / "matches.json", results | {"games_path": "games_results.json"})
     return folder
@@ -50,13 +50,14 @@ def make_match(folder: Path, games: list[dict], players: list[str], game=TABOO, 
 
 def make_loop(folder: Path) -> Path:
     """Write a finished run of two epochs."""
-    write_json(folder / "settings.json", {"MODEL": "tiny", "EPOCHS": "2"})
+    write_json(folder / "settings.json", {"settings": {"MODEL": "tiny", "EPOCHS": "2"}, "finished": True})
     for name, metric in (("imitation", "kl"), ("epoch1", "policy_loss"), ("epoch2", "policy_loss")):
         entries = [{"step": step, "loss": 1 / step, metric: 0.1} for step in (1, 2, 3)]
         write_json(folder / name / "model/trainer_state.json", {"log_history": [*entries, {"step": 3}]})
+        write_json(folder / name / "model/train_results.json", {"train_loss": 1.0})  # named like a file of games
     for number in (1, 2):
         epoch = folder / f"epoch{number}"
-        write_records(epoch / "episodes/im_sampling_words_results.json", played(SELF_PLAY))
+        write_records(epoch / "episodes/words_results.json", played(SELF_PLAY))
         games = []
         for words in ("played", "held_out"):
             games += met(epoch.name, "imitation", {ATTACKER_WINS: 5 + number, TIED: 5 - number}, words=words)
@@ -80,12 +81,12 @@ def points(traces: list[dict]) -> dict[str, list]:
 
 def test_all_games_are_counted(output):
     plays = read_folder(output, TABOO).plays
-    (_, ends, _), (_, lengths, _), (_, faults, _), (_, about, _) = page.play_charts(plays)
+    (_, ends, _), (_, lengths, _), (_, faults, _), (_, dependence, _) = page.play_charts(plays)
     shares = {outcome: number / 20 for outcome, number in SELF_PLAY.items()}
     assert points(ends) == {outcome: [("epoch1", share), ("epoch2", share)] for outcome, share in shares.items()}
     assert points(lengths)["all games"] == [("epoch1", 2), ("epoch2", 2)]
     found = points(faults)
-    assert points(about)["attacker"] == [(name, games.about()["attacker"]) for name, games in plays]
+    assert points(dependence)["attacker"] == [(name, games.word_dependence()["attacker"]) for name, games in plays]
     assert found["empty"][1] == ("epoch2", 1 / 2) and found["cut off at the token limit"][1] == ("epoch2", 1)
 
 
@@ -128,8 +129,8 @@ def test_a_finished_run_is_reported_whole_and_an_unfinished_one_says_what_is_mis
     charts = {title: points(traces) for title, traces, _ in page.training_charts(made.logs)}
     assert list(charts) == ["loss", "policy_loss", "kl"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)] and list(charts["kl"]) == ["imitation"]
-    write_json(output / "settings.json", {"EPOCHS": "3"})
-    (output / "epoch2/model/trainer_state.json").unlink()
+    write_json(output / "settings.json", {"settings": {"EPOCHS": "3"}, "finished": False})
+    shutil.rmtree(output / "epoch2/model")
     missing = read_folder(output, TABOO).missing
     assert missing == ["self-play of epoch3: not finished", "training of epoch2, epoch3: not finished"]
 
@@ -175,6 +176,8 @@ def test_the_verdict_says_who_is_better_with_the_numbers(tmp_path, outcome, othe
     first, second = page.verdict(read_folder(tmp_path, TABOO))
     assert first.startswith(expected) and first.endswith("where equals score 50.0%, in 60 games.")
     assert second.startswith("It scores as attacker ") and ", as defender " in second
+    wins, ties, losses = (f"{100.0 * (outcome == each):.1f}%" for each in (ATTACKER_WINS, TIED, DEFENDER_WINS))
+    assert f"({wins} wins, {ties} ties, {losses} losses)" in first and f"({wins} wins, {ties} ties" in second
 
 
 def test_players_who_all_met_have_a_verdict_and_one_alone_is_compared_with_nobody(tmp_path):
@@ -224,17 +227,32 @@ def test_another_game_is_reported_with_its_own_roles_outcomes_and_points(tmp_pat
     write_records(tmp_path / "epoch1/episodes/im_sampling_x_results.json", played(ends, TWENTY_QUESTIONS))
     games = met("epoch1", "imitation", ends, TWENTY_QUESTIONS) + met("imitation", "epoch1", ends, TWENTY_QUESTIONS)
     make_match(tmp_path / "epoch1/eval", games, ["imitation", "epoch1"], TWENTY_QUESTIONS, against="imitation")
-    with pytest.raises(UserError, match="pass --game with the one that was played"):
+    with pytest.raises(UserError, match="pass --game with the one that was played"):  # self-play
         read_folder(tmp_path, TABOO)
     made = read_folder(tmp_path, TWENTY_QUESTIONS)
     assert points(page.play_charts(made.plays)[0][1]) == {outcome: [("epoch1", 0.25)] for outcome in ends}
     for _, traces, layout in page.match_charts(made):
         assert points(traces)["words: w"] == [("epoch1", 0.25)] and layout["shapes"][0]["y0"] == 0.25
-    assert "where equals score 25.0%" in page.verdict(made)[0]
+    first, second = page.verdict(made)
+    assert first == "Both players of a game always got the same points, so matches rank nobody."
+    assert "as guesser 25.0% [" in second and "as answerer 25.0% [" in second
     noted = {game["messages"][0]["notes"].split(" · ")[0] for game in made.games if game["source"] == 1}
     assert noted == {"guesser, epoch1", "guesser, imitation"}
     styles = [tuple(style.values()) for style in page.outcome_styles(TWENTY_QUESTIONS).values()]
     assert len(set(styles)) == len(styles)  # outcomes of one colour have other dashes
+
+
+def test_matches_of_another_game_are_shown_under_its_own_name(output):
+    ends = {outcome.name: 1 for outcome in TWENTY_QUESTIONS.outcomes}
+    shutil.rmtree(output / "epoch1/eval")
+    games = met("epoch2", "imitation", ends, TWENTY_QUESTIONS) + met("imitation", "epoch2", ends, TWENTY_QUESTIONS)
+    make_match(output / "epoch2/eval", games, ["imitation", "epoch2"], TWENTY_QUESTIONS, against="imitation")
+    made = read_folder(output, TABOO)
+    assert [source["name"] for source in made.sources] == ["epoch1, self-play", "epoch2, self-play"]
+    first, second = page.verdict(made)
+    assert "a game at twenty_questions always" in first and "as guesser 25.0% [" in second
+    assert [title for title, *_ in page.match_charts(made)][1] == "Points as guesser against imitation"
+    assert "<h2>Matches of twenty_questions</h2>" in page.page_html(made)
 
 
 # The page.

@@ -5,52 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
 
 import utils
-
-# Settings.
-
-
-def make_run(folder, results=None):
-    return utils.RunSettings(folder / "settings.json", results=lambda: results, remedy="use another folder")
-
-
-def test_settings_are_compared_by_content_and_differences_are_named(tmp_path):
-    (tmp_path / "a").write_text("words")
-    settings = {"seed": 1, "sides": ("left", "right"), "words": utils.files_setting(tmp_path / "a")}
-    run = make_run(tmp_path, results=tmp_path / "a")
-    run.write(settings, launch="x")
-    run.check(settings | {"words": settings["words"] | {"path": "elsewhere"}})
-    (tmp_path / "a").write_text("other words")
-    with pytest.raises(utils.UserError) as refused:
-        run.check({"seed": 2, "sides": ["left", "right"], "words": utils.files_setting(tmp_path / "a"), "new": None})
-    message = str(refused.value)
-    assert str(run.path) in message and "use another folder" in message
-    assert "seed: 1 then, 2 now" in message and f"words: {tmp_path / 'a'}" in message
-    assert "sides" not in message and "new" not in message
-
-
-def test_settings_count_only_where_there_are_results_and_results_need_them(tmp_path):
-    run = make_run(tmp_path)
-    run.write({"seed": 1})
-    run.check({"seed": 2})
-    run.path.unlink()
-    with pytest.raises(utils.UserError, match="rows.json.*settings.json"):
-        make_run(tmp_path, results=tmp_path / "rows.json").check({"seed": 1})
-
-
-@pytest.mark.parametrize("found", ["text", None, {"words": {"sha256": 7}}, {"words": {"sha256": None, "path": []}}])
-def test_damaged_settings_are_refused(found, tmp_path):
-    run = make_run(tmp_path, results=tmp_path / "rows.json")
-    run.write(found)
-    with pytest.raises(utils.UserError, match="settings.json"):
-        run.check({"words": {"path": "a", "sha256": "abc"}})
-
 
 # Locks.
 
@@ -275,22 +234,6 @@ def test_the_machine_that_ends_first_waits_for_the_other_unless_that_is_dead(ran
     assert [machine.returncode == 0 for machine in machines] == ended or rank_1 == "dies"
 
 
-def test_inputs_are_awaited_until_they_have_the_sizes_that_rank_0_sees(tmp_path, monkeypatch):
-    late = tmp_path / "late"
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(utils, "from_rank_0", lambda make: {str(late): 4})
-    late.write_text("ro")  # half of it is here
-    threading.Timer(0.7, late.write_text, ["rows"]).start()
-    started = time.monotonic()
-    utils.await_inputs([str(late)])
-    assert time.monotonic() - started > 0.6
-    monkeypatch.setattr(utils, "SHARING_TIMEOUT", 0)
-    late.unlink()
-    with pytest.raises(utils.UserError, match="/late"):
-        utils.await_inputs([str(late)])
-
-
 # Starts and errors.
 
 
@@ -307,6 +250,43 @@ def run(*words, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=PLAIN | environment, capture_output=True, text=True)
 
 
+def test_importing_utils_changes_nothing_outside_of_programs():
+    code = """
+import ctypes, signal, sys
+before = [signal.getsignal(number) for number in signal.valid_signals()]
+import utils
+deadly = ctypes.c_int()
+utils.LIBC.prctl(2, ctypes.byref(deadly))  # PR_GET_PDEATHSIG
+assert deadly.value == 0 and sys.excepthook is sys.__excepthook__
+assert before == [signal.getsignal(number) for number in signal.valid_signals()]
+"""
+    done = run("-c", code, TORCHELASTIC_RUN_ID="x")
+    assert done.returncode == 0, done.stderr
+
+
+# A rank that imports its packages after utils, and a launcher that starts it and is killed.
+SLOW_IMPORTS = """
+import sys, time, utils
+print("importing", flush=True)
+if sys.argv[1] == "during":
+    time.sleep(3)
+utils.run_program(lambda: (print("at work", flush=True), time.sleep(60)))
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("when, said", [("during", "importing"), ("after", "at work")])
+def test_a_rank_ends_when_its_launcher_is_killed_during_its_imports_or_later(when, said, tmp_path):
+    (tmp_path / "rank.py").write_text(SLOW_IMPORTS)
+    command = [sys.executable, "-c", LAUNCHER, tmp_path / "rank.py", when]
+    launcher = start(command, env=ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "x"})
+    while said not in launcher.stdout.readline():
+        pass
+    launcher.kill()
+    printed, _ = launcher.communicate(timeout=30)  # ends when the rank has closed the pipe
+    assert printed == ""
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_a_program_without_its_packages_prints_its_help_or_says_in_one_line_what_to_do(program, tmp_path):
     by_path = run("-S", ROOT / f"{program}.py", "--help", cwd=tmp_path)  # -S: without installed packages
@@ -318,6 +298,29 @@ def test_a_program_without_its_packages_prints_its_help_or_says_in_one_line_what
         (line,) = done.stderr.splitlines() or [""]
         assert done.returncode == 2 and line.startswith(f"{program.name}.py: error: No module named '"), done.stderr
         assert "source .venv/bin/activate" in line
+
+
+MISSING_AT_WORK = """
+import torch, utils
+def main():
+    torch.distributed.init_process_group("gloo")  # torch now has an excepthook of its own
+    import no_such_package
+utils.run_program(main)
+"""
+
+
+def test_a_package_that_is_missing_during_work_is_named_under_torchrun_too(tmp_path):
+    (tmp_path / "work.py").write_text(MISSING_AT_WORK)
+    done = run(*TORCHRUN[1:], "--nproc_per_node=2", tmp_path / "work.py", PYTHONPATH=str(ROOT))
+    lines = {line for line in done.stderr.splitlines() if "no_such_package" in line}
+    assert len(lines) == 1, done.stderr  # rank 1 repeats it if rank 0 takes long to end
+    assert lines.pop().startswith("work.py: error: No module named 'no_such_package' for ")
+
+
+def test_a_missing_optional_package_is_named_with_the_command_that_installs_it():
+    utils.require("json", "json")
+    with pytest.raises(utils.UserError, match="^the package lm-nothing is missing: pip install 'lm-nothing>=1,<2'$"):
+        utils.require("lm_nothing", "lm-nothing>=1,<2")
 
 
 def test_a_program_runs_by_its_path_from_any_folder(tmp_path):

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import build_llama, build_tokenizer
 from helpers import TORCHRUN, call, flags_of, play_flags, start, write_place
-from stand_in_vllm import JSONHandler, JSONServer
 
 from tools import evaluate_games, play_llm_game
 from tools.games.prompts import load_templates, play_prompt
@@ -42,6 +42,33 @@ def said(text="Hello.", finish_reason="stop", usage=USAGE) -> dict:
     """A reply as either endpoint gives it."""
     choice = {"index": 0, "text": text, "message": {"role": "assistant", "content": text}}
     return {"choices": [choice | {"finish_reason": finish_reason}], **({"usage": usage} if usage else {})}
+
+
+class JSONHandler(BaseHTTPRequestHandler):
+    """Reads and sends JSON."""
+
+    protocol_version = "HTTP/1.1"
+
+    def body(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def answer(self, status, headers, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **headers, "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class JSONServer(ThreadingHTTPServer):
+    request_queue_size = 512
+
+    def handle_error(self, request, client_address):  # of clients that are gone
+        pass
 
 
 class Stub:
@@ -129,7 +156,8 @@ def results(folder, stem=STEM):
 
 def stored(folder, stem=STEM):
     """The indices of the games that are there, in the order in which they ended."""
-    return [json.loads(line)["index"] for line in (folder / f"{stem}_rank0.jsonl").read_text().splitlines()]
+    path = folder / f"{stem}_rank0.jsonl"
+    return [json.loads(line)["index"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # --- what is asked -------------------------------------------------------------------------------------------------
@@ -357,7 +385,7 @@ class TestFaults:
         assert sorted(game["index"] for game in games) == [index for index in range(12) if index != 3]
 
     def test_rank_0_ends_as_a_rank_that_lost_games(self, stub, place, tmp_path, monkeypatch):
-        (tmp_path / f"{STEM}_rank1.jsonl").touch()
+        (tmp_path / f".{STEM}_rank1.lock").touch()
         monkeypatch.setenv("WORLD_SIZE", "2")
         left = run(*flags(place, tmp_path, stub().url, max_games=2), status=UNFINISHED)
         assert "1 games are missing; the same command plays them" in last_line(left) and stored(tmp_path) == [0]

@@ -10,6 +10,7 @@ from helpers import call
 from tools import assign_rewards, report
 from tools.games import Game, load_game
 from tools.games.prompts import play_prompt, training_prompt
+from tools.games.textarena import TRIED
 from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
 from utils import read_json_or_jsonl, write_records
@@ -24,14 +25,6 @@ MOVES = {  # what random players say in each environment; not all of it is legal
     "KuhnPoker-v0": ["[check]", "[bet]", "[call]", "[fold]"],
     "SimpleNegotiation-v0": WORDS,
     "TruthAndDeception-v0": WORDS,
-}
-REFUSED = {
-    "DontSayIt-v0": "network",  # downloads a word list
-    "Debate-v0": "OpenRouter",  # a server judges
-    "ColonelBlotto-v0": "hides",  # both choose without seeing the other's choice
-    "Taboo-v0": "4 players",
-    "LiarsDice-v0": "two players",
-    "Nowhere-v0": "no environment",
 }
 
 
@@ -89,10 +82,30 @@ def test_winners_are_those_of_textarena_itself(env):
     assert breaches < 12
 
 
-@pytest.mark.parametrize("env, why", REFUSED.items())
-def test_environments_that_cannot_be_played_are_refused_with_the_reason(env, why):
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize("env", TRIED)
+def test_an_environment_that_was_tried_repeats_itself_and_shows_a_move_to_both_players(env):
+    game = load_game("textarena", env=env)
+    opener = game.next_role("1", ())
+    for move in ("[0]", "[roll]", "[bet]", "Hello."):
+        history = [{"role": opener, "content": move}]
+        first, again = (game._replay("1", history) for _ in range(2))
+        assert first.observations == again.observations and first.done == again.done
+        if game.decide("1", history) == f"{opener} errs":
+            continue
+        for told in first.observations.values():
+            assert any(kind.name == "PLAYER_ACTION" and sender in (0, 1) for sender, _, kind in told)
+
+
+@pytest.mark.parametrize("env", ["Debate-v0", "DontSayIt-v0", "ColonelBlotto-v0", "Tak-v0", "Nim-v1", ""])
+def test_an_environment_that_was_not_tried_is_refused_and_the_others_are_named(env):
+    with pytest.raises(ValueError, match=f"env={env}: it is not among those that were tried: .*TicTacToe-v0"):
         load_game("textarena", env=env)
+
+
+def test_another_version_is_refused_with_the_command_that_installs_this_one(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.7.5")
+    with pytest.raises(ValueError, match="textarena 0.7.5 .*pip install textarena==0.7.4"):
+        load_game("textarena", env="TicTacToe-v0")
 
 
 def test_a_player_sees_its_own_card_and_not_the_others():

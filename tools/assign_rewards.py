@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
 from tools.selfplay.rows import RowFlags, assign_rewards, make_rows
-from utils import end_with_launcher, run_program, set_up_logging
+from utils import run_program, set_up_logging
 
 __all__ = ["assign_rewards"]
 
@@ -31,7 +31,6 @@ class Flags(RowFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
     set_up_logging()
     gc.disable()  # there are no reference cycles, and the search for them takes a tenth of the time

@@ -1,11 +1,11 @@
 """Measure the speed of self-play and of training beside other ways to do the same, with a random Llama.
 
-    python -m tools.bench play --turns 3
+    python -m tools.bench play
     python -m tools.bench train --accumulation 8
-    VLLM=~/vllm/bin/vllm python -m tools.bench play --modes vllm default --preset 7b --bf16 True
+    python -m tools.bench play --modes vllm default --preset 7b --bf16 True
 
-Each mode runs in a process of its own. The column "ratio" divides by the first of --modes in play, and by `plain` in
-training. tools/README.md explains the tables.
+Each mode runs in a process of its own, and its line of the table is printed when it ends. "ratio" divides by the first
+mode. tools/README.md explains the tables.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import random
 import string
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from tools.flags import flag, parse_command  # isort: skip  (first: it imports utils, see train.py)
 import torch
+from transformers import PrinterCallback
 
 import train
 import trainers
@@ -37,14 +38,15 @@ from tools.engine.vllm import VLLM
 from tools.games import load_game
 from tools.games.game import ROOT
 from tools.games.prompts import default_templates
-from tools.reasoning.table import markdown
-from tools.selfplay.lineup import Lineup
-from tools.selfplay.options import GENERATE, PlayFlags
-from tools.selfplay.play import play_games, seed_draws
+from tools.selfplay.flags import GENERATE, PlayFlags
+from tools.selfplay.lineup import Lineup, seed_draws
+from tools.selfplay.play import play_games
 from tools.tiny.models import byte_tokenizer, random_llama, train_tokenizer
 
 RELEASE, BATCHED, DEFAULT, REBALANCED, PLAIN = "release", "batched", "default", "rebalanced", "plain"
 FORCED, DRAWN = "forced", "drawn"
+TURNS, FORCED_TOKENS, MEAN_TOKENS, MOST_TOKENS = 3, 32, 60, 256  # of a game; of replies
+FEWER = {RELEASE: 16, BATCHED: 6}  # slow modes play so many times fewer games
 # Hidden size, layers, heads, heads of keys and values, intermediate size, vocabulary.
 SHAPES = {
     "tiny": (32, 2, 2, 2, 64, 400),
@@ -53,21 +55,20 @@ SHAPES = {
     "7b": (4096, 32, 32, 32, 11008, 32000),
 }
 # Tokens of training rows, as in the method: a query has rules, an instruction and up to 8 messages; the lengths of
-# targets are geometric; one row of three is a short SFT row.
-RULES_TOKENS, MESSAGE_TOKENS, MOST_MESSAGES, MEAN_TARGET, MOST_TARGET = 370, 66, 8, 60, 256
-SFT_TOKENS, SFT_SHARE = (15, 100), 1 / 3
-LONGEST_ROW = 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_MESSAGES + MOST_TARGET
+# targets are geometric, as those of replies; one row of three is a short SFT row.
+RULES_TOKENS, MESSAGE_TOKENS, MOST_MESSAGES, SFT_TOKENS, SFT_SHARE = 370, 66, 8, (15, 100), 1 / 3
+LONGEST_ROW = 2 + RULES_TOKENS + MESSAGE_TOKENS * MOST_MESSAGES + MOST_TOKENS
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """Settings of both benchmarks."""
+    """Settings of both measurements. `lines` of each yields a line of its table when a mode has ended."""
 
     preset: str = flag("shape of the Llama", default="30m", choices=list(SHAPES))
     seed: int = flag("seed of all random numbers", default=42)
     bf16: bool = flag("compute in bfloat16", default=False)
 
-    columns: ClassVar[dict[str, str]]  # of the table, and their formats
+    columns: ClassVar[dict[str, str]]  # names and formats
 
     def llama(self, positions: int, dtype: torch.dtype = torch.float32):
         """A random Llama of the preset's shape, with this many positions."""
@@ -77,14 +78,12 @@ class Bench:
         return random_llama(vocabulary, self.seed, dtype=dtype, **config)
 
     def run(self) -> None:
-        """Measure all modes and print the table; `lines` of each benchmark measures."""
-        rows = [list(self.columns)]
-        for line in self.lines():
-            rows.append([form.format(line[name]) for name, form in self.columns.items()])
-        print(markdown(rows))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-        print(f"{device}; {packages}")
+        print(f"{device}; {packages}\n")
+        print(f"| {' | '.join(self.columns)} |\n|{'---|' * len(self.columns)}")
+        for line in self.lines():
+            print(f"| {' | '.join(form.format(line[name]) for name, form in self.columns.items())} |", flush=True)
 
 
 def in_new_process(measure: Callable[..., dict], *args) -> dict:
@@ -98,9 +97,9 @@ class Play(Bench):
     """Self-play: tools/play_llm_game.py's default beside other ways to generate.
 
     release: one game at a time, and the whole prompt is computed for each message, as in the first release;
-    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, without the server's start.
-    All replies have --forced_tokens, or their lengths are drawn: geometric with mean --mean_tokens, cut at
-    --most_tokens. The draw depends on seed, game and message only, so all modes play the same lengths.
+    batched: whole batches by plain `generate`; default: our engine; vllm: --engine vllm, without its start.
+    Replies have 32 tokens, or their lengths are drawn: geometric with mean 60, cut at 256. The draw depends on seed,
+    game and message only, so all modes play the same lengths.
     """
 
     modes: list[str] = flag(
@@ -109,27 +108,17 @@ class Play(Bench):
         choices=[RELEASE, BATCHED, DEFAULT, VLLM],
     )
     lengths: list[str] = flag("how long replies are", default=[FORCED, DRAWN], choices=[FORCED, DRAWN])
-    games: int = flag("games of default and vllm", default=200)
-    slow_games: int = flag("games of batched", default=32)
-    release_games: int = flag("games of release", default=6)
-    turns: int = flag("turns of a game", default=3)
-    forced_tokens: int = flag("tokens of a forced reply", default=32)
-    mean_tokens: int = flag("mean tokens of a drawn reply", default=60)
-    most_tokens: int = flag("tokens of a drawn reply at most", default=256)
+    games: int = flag("games of default and vllm; batched plays a sixth of them, release a sixteenth", default=200)
 
     columns = {"lengths": "{}", "mode": "{}", "games": "{}", "at once": "{}", "games/min": "{:.1f}"}
     columns |= {"new tokens/s": "{:.1f}", "peak GiB": "{:.2f}", "ratio": "{:.2f}"}
 
-    def num_games(self, mode: str) -> int:
-        """The number of games of a mode."""
-        return {RELEASE: self.release_games, BATCHED: self.slow_games}.get(mode, self.games)
-
     def reply_tokens(self, lengths: str, game: int, message: int) -> int:
         """The length of a reply in tokens, the same in every mode."""
         if lengths == FORCED:
-            return self.forced_tokens
+            return FORCED_TOKENS
         uniform = random.Random(f"{self.seed}/{game}/{message}").random()
-        return min(self.most_tokens, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / self.mean_tokens)))
+        return min(MOST_TOKENS, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / MEAN_TOKENS)))
 
     def write_model(self, folder: Path) -> None:
         """Write a model that never ends a reply by itself: the 50 tokens that top-k leaves are always words."""
@@ -142,40 +131,44 @@ class Play(Bench):
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 
-    def lines(self) -> list[dict]:
-        lines = []
+    def lines(self) -> Iterator[dict]:
         with tempfile.TemporaryDirectory() as folder:
             self.write_model(Path(folder))
             for lengths in self.lengths:
-                measured = [in_new_process(measure_play, self, folder, mode, lengths) for mode in self.modes]
-                lines += [line | {"ratio": line["new tokens/s"] / measured[0]["new tokens/s"]} for line in measured]
-        return lines
+                first = None
+                for mode in self.modes:
+                    line = in_new_process(measure_play, self, folder, mode, lengths)
+                    first = first or line
+                    yield line | {"ratio": line["new tokens/s"] / first["new tokens/s"]}
 
 
 def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
     """Play a mode's games as tools/play_llm_game.py does; return its line of the table and the lengths of replies."""
     engines = {RELEASE: {"engine": GENERATE, "per_device_eval_batch_size": 1, "concurrent_games": 1}}
     engines |= {BATCHED: {"engine": GENERATE}, VLLM: {"engine": VLLM}}
-    flags = PlayFlags(max_turns=settings.turns, bf16=settings.bf16, **engines.get(mode, {}))
+    flags = PlayFlags(max_turns=TURNS, bf16=settings.bf16, **engines.get(mode, {}))
+    number = max(1, settings.games // FEWER.get(mode, 1))
     # Target words that no reply contains by chance.
-    words = ["zq" + f"{game:05}".translate(str.maketrans("0123456789", "abcdefghij")) for game in range(10**5)]
-    games, episodes = list(enumerate(words))[: settings.num_games(mode)], []
+    words = ["zq" + f"{game:05}".translate(str.maketrans("0123456789", "abcdefghij")) for game in range(number)]
+    games, episodes = list(enumerate(words)), []
     game = flags.load_game()
     lineup = Lineup(flags, game)
     try:
         players, at_once = lineup.build_players([model] * 2, seed=settings.seed)
         for player in players.values():
             player.limit = lambda turn: settings.reply_tokens(lengths, turn.index, len(turn.history))
-        seed_draws(settings.seed, games_left=len(games))
+        seed_draws(settings.seed, games_left=number)
         started = time.monotonic()
-        how = {"max_turns": settings.turns, "concurrent_games": at_once, "on_episode": episodes.append}
-        asyncio.run(play_games(game, games, players, **how))
+        playing = play_games(
+            game, games, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append
+        )
+        asyncio.run(playing)
         seconds = time.monotonic() - started
     finally:
         lineup.end()
     tokens = [reply["tokens"] for episode in episodes for reply in episode["replies"]]
-    line = {"lengths": lengths, "mode": mode, "games": len(games), "at once": min(at_once, len(games))}
-    line |= {"games/min": 60 * len(games) / seconds, "new tokens/s": sum(tokens) / seconds, "reply_tokens": tokens}
+    line = {"lengths": lengths, "mode": mode, "games": number, "at once": min(at_once, number)}
+    line |= {"games/min": 60 * number / seconds, "new tokens/s": sum(tokens) / seconds, "reply_tokens": tokens}
     return line | {"peak GiB": trainers.peak_memory_gib(own_device())}
 
 
@@ -183,75 +176,52 @@ def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
 class Train(Bench):
     """Self-play training: train.py's OfflinePO beside the usual recipe, on the same random rows.
 
-    default: reference log-probabilities before the first step, logits only at labels; rebalanced: the same with
-    --train_sampling_strategy batch_rebalance, if a step has several micro-batches; plain: a second, frozen model at
-    every step, logits at all positions, an attention mask. All of them use --loss_normalization step.
+    plain: a second, frozen model at every step, logits at all positions, an attention mask; default: reference
+    log-probabilities before the first step, logits only at labels; rebalanced: the same with
+    --train_sampling_strategy batch_rebalance, if a step has several micro-batches. All of them use
+    --loss_normalization step.
     """
 
-    row_tokens: int | None = flag(
-        "make all rows game rows of this many tokens; unset: the method's lengths", default=None
-    )
     batch_size: int = flag("rows of a micro-batch", default=2)
     accumulation: int = flag("micro-batches of a step", default=1)
-    steps: int = flag("measured steps", default=10)
-    warmup_steps: int = flag("steps before the measured ones, at least 1", default=2)
+    steps: int = flag("measured steps, after as many to warm up", default=5)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", default=False)
     deepspeed: str | None = flag("DeepSpeed JSON, as for train.py", default=None)
 
-    columns = {"mode": "{}", "tokens/s": "{:.1f}", "with reference": "{:.1f}", "padding": "{:.1%}"}
-    columns |= {"peak GiB": "{:.2f}", "last loss": "{:.5f}", "ratio": "{}"}
+    columns = {"mode": "{}", "tokens/s": "{:.1f}", "with reference": "{:.1f}", "peak GiB": "{:.2f}"}
+    columns |= {"last loss": "{:.5f}", "ratio": "{:.2f}"}
 
     def row(self, rng: random.Random) -> dict:
         """A training row of random letters; each letter is a token."""
-        kind, target = "game", min(MOST_TARGET, 1 + int(rng.expovariate(1 / MEAN_TARGET)))
-        if self.row_tokens:
-            query, target = self.row_tokens - MEAN_TARGET - 2, MEAN_TARGET
-        elif rng.random() < SFT_SHARE:
+        target = min(MOST_TOKENS, 1 + int(rng.expovariate(1 / MEAN_TOKENS)))
+        kind, query = "game", RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_MESSAGES)
+        if rng.random() < SFT_SHARE:
             kind, query = "sft", rng.randint(*SFT_TOKENS)
-        else:
-            query = RULES_TOKENS + MESSAGE_TOKENS * rng.randint(0, MOST_MESSAGES)
         query, target = ("".join(rng.choices(string.ascii_letters, k=length)) for length in (query, target))
         return {"query": query, "target": target, "reward": rng.random(), "type": kind}
 
-    def lines(self) -> list[dict]:
-        modes = [DEFAULT, REBALANCED, PLAIN] if self.accumulation > 1 else [DEFAULT, PLAIN]
-        rng = random.Random(self.seed)
-        rows = self.batch_size * self.accumulation * (self.warmup_steps + self.steps)
+    def lines(self) -> Iterator[dict]:
+        rng, first = random.Random(self.seed), None
+        rows = self.batch_size * self.accumulation * 2 * self.steps
         with tempfile.TemporaryDirectory() as folder:
             byte_tokenizer().save_pretrained(folder)
-            self.llama(self.row_tokens or LONGEST_ROW).save_pretrained(folder)
+            self.llama(LONGEST_ROW).save_pretrained(folder)
             utils.write_records(Path(folder, "rows.jsonl"), (self.row(rng) for _ in range(rows)))
-            lines = [in_new_process(measure_train, self, folder, mode) for mode in modes]
-        for line in lines:
-            ratios = (line[name] / lines[-1][name] for name in ("tokens/s", "with reference", "peak GiB"))
-            line["ratio"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        return lines
+            for mode in [PLAIN, DEFAULT, REBALANCED] if self.accumulation > 1 else [PLAIN, DEFAULT]:
+                line = in_new_process(measure_train, self, folder, mode)
+                first = first or line
+                yield line | {"ratio": line["with reference"] / first["with reference"]}
 
 
 class TimedTrainer(trainers.OfflinePOTrainer):
-    """Records when steps end, how long the reference pass takes, and how much of the micro-batches is padding."""
+    """Measures how long the reference takes before the first step."""
 
     reference_seconds = 0.0
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.tokens: list[torch.Tensor] = []  # of each micro-batch: real tokens, and all positions
-        self.step_ends: list[float] = []
-
-    def log(self, logs, *args):
-        self.step_ends.append(now(self.args.device))
-        super().log(logs, *args)
-
-    def training_step(self, model, inputs, *args):
-        real = inputs["attention_mask"].sum()
-        self.tokens.append(torch.stack([real, torch.full_like(real, inputs["input_ids"].numel())]))
-        return super().training_step(model, inputs, *args)
-
     def _reference_pass(self, *args):
-        super()._reference_pass(*args)  # warms up
         start = now(self.args.device)
         result = super()._reference_pass(*args)
-        self.reference_seconds = now(self.args.device) - start
+        self.reference_seconds += now(self.args.device) - start
         return result
 
 
@@ -280,7 +250,7 @@ def measure_train(settings: Train, inputs: str, mode: str) -> dict:
             model_name_or_path=inputs,
             ref_model_name_or_path=inputs,
             train_data_path=[f"{inputs}/rows.jsonl"],
-            max_length=settings.row_tokens or LONGEST_ROW,
+            max_length=LONGEST_ROW,
             per_device_train_batch_size=settings.batch_size,
             gradient_accumulation_steps=settings.accumulation,
             per_device_eval_batch_size=settings.batch_size,  # the reference pass then has no batch to fill up
@@ -290,7 +260,7 @@ def measure_train(settings: Train, inputs: str, mode: str) -> dict:
             bf16=settings.bf16,
             gradient_checkpointing=settings.gradient_checkpointing,
             deepspeed=settings.deepspeed,
-            logging_steps=1,
+            logging_steps=settings.steps,
             save_strategy="no",
             disable_tqdm=True,
         )
@@ -299,18 +269,17 @@ def measure_train(settings: Train, inputs: str, mode: str) -> dict:
             model=train.load_model(inputs, args),
             args=args,
             load_reference=lambda: train.load_model(inputs, args),
-            train_dataset=train.load_dataset(args.train_data_path, tokenizer, args),
+            train_dataset=train.load_dataset(args, tokenizer, args.train_data_path, path=Path(folder, "rows.arrow")),
             data_collator=SPAGCollator(tokenizer),
             processing_class=tokenizer,
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
-    tokens, places = torch.stack(trainer.tokens[-settings.steps * settings.accumulation :]).sum(0).tolist()
-    ends = trainer.step_ends[settings.warmup_steps :]  # the first entry is the start of the first step
-    seconds = ends[settings.steps] - ends[0]
-    reference = trainer.reference_seconds * settings.steps / (settings.warmup_steps + settings.steps)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    line = {"mode": mode, "tokens/s": tokens / seconds, "with reference": tokens / (seconds + reference)}
-    line |= {"padding": 1 - tokens / places, "losses": losses, "last loss": losses[-1]}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    speed = logs[-1]["tokens_per_second"]
+    reference = trainer.reference_seconds / sum(trainer.train_dataset.lengths)  # seconds of a token
+    line = {"mode": mode, "losses": [entry["loss"] for entry in logs], "last loss": logs[-1]["loss"]}
+    line |= {"tokens/s": speed, "with reference": 1 / (1 / speed + reference)}
     return line | {"peak GiB": trainers.peak_memory_gib(args.device)}
 
 

@@ -11,21 +11,21 @@ torchrun each process plays a share of the games.
 """
 
 import argparse
+import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.matches.stats import ALL, Match, pairs, schedule
-from tools.matches.text import write_results
-from tools.players.human import HUMAN
+from tools.matches.text import RESULTS, TABLE, write_results
 from tools.players.player import TESTING
 from tools.selfplay.files import EpisodeFiles
-from tools.selfplay.lineup import player_setting
-from tools.selfplay.options import PlayFlags, words_setting
-from tools.selfplay.play import Pairing, Run
-from utils import UserError, await_inputs, end_with_launcher, read_words, run_program, set_up_logging, too_small
+from tools.selfplay.flags import PlayFlags, kind_of, words_setting
+from tools.selfplay.play import Play, Run
+from utils import UserError, rank, read_words, run_program, set_up_logging, too_small
 
 STEM = "games"  # first part of the names of the games' files
 GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
@@ -67,8 +67,8 @@ class Flags(PlayFlags):
         for name, values in (("players", names), ("words", lists), ("seeds", self.seeds)):
             if repeated := sorted({value for value in values if values.count(value) > 1}):
                 problems.append(f"--{name} names {repeated[0]} twice")
-        if HUMAN in paths:
-            problems.append(f"--players: {HUMAN} plays by tools.play_llm_game only")
+        if people := [path for path in paths if kind_of(path).at_terminal]:
+            problems.append(f"--players: {people[0]} plays by tools.play_llm_game only")
         if ALL in lists:
             problems.append(f"--words names a list {ALL!r}, which is the name of the rows that pool lists")
         if self.against is not None and self.against not in names:
@@ -80,39 +80,46 @@ class Flags(PlayFlags):
         if problems:
             raise UserError("; ".join(problems))
 
-    def pairing(self, match: Match, game: Game) -> Pairing:
-        """The players of a match and the seed of its draws."""
-        paths, labels = dict(self.players), dict(zip(Match.keys(game), match, strict=True))
-        # The seed is made of the names too, so a match does not depend on those before it.
-        return Pairing((paths[match.first], paths[match.second]), seed=json.dumps(match), labels=labels)
+    def plays(self, game: Game, lists: Mapping[str, Sequence[str]]) -> list[Play]:
+        """The plays of all matches; `lists` are the word lists by name."""
+        paths = dict(self.players)
+        plays = []
+        for match in schedule(pairs(list(paths), self.against), list(lists), self.seeds):
+            names, labels = (paths[match.first], paths[match.second]), dict(zip(Match.keys(game), match, strict=True))
+            # The seed is made of the players' names too, so a match does not depend on those before it.
+            plays.append(Play(names, json.dumps(match), [*lists[match.words]] * self.games_per_word, labels))
+        return plays
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
     flags.check()
-    await_inputs([path for _, path in (*flags.words, *flags.players)])
     game = flags.load_game()
-    templates, players = flags.load_templates(game), [player.name for player in flags.players]
+    templates, players = flags.load_templates(game), dict(flags.players)
     lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
-    games = schedule(pairs(players, flags.against), lists, flags.seeds, flags.games_per_word)
-    pairings = {match: flags.pairing(match, game) for match in dict.fromkeys(match for match, _ in games)}
-    words = [word for _, word in games]
+    plays = flags.plays(game, lists)
+    words = list(itertools.chain(*(play.tasks for play in plays)))
     files = EpisodeFiles(flags.output_dir, STEM, words, game)
+    flags = flags.with_engine(list(players.values()), files.settings_then())
     settings = {
-        "players": players,
+        "players": list(players),
         "against": flags.against,
         "words": list(lists),
         "seeds": flags.seeds,
         "games_per_word": flags.games_per_word,
-        **{f"player {name}": player_setting(path, flags) for name, path in flags.players},
+        **{f"player {name}": flags.player_setting(path) for name, path in players.items()},
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    run = Run(flags, game, templates, files, [pairings[match] for match, _ in games])
-    if run.play(settings):
-        print(write_results(files.folder, files.results_path, settings, game), end="")
+    with files.stage(settings, made_of_games=[RESULTS, TABLE]) as todo:
+        if todo:
+            todo.notes["tokenizer_sha256"] = flags.tokenizer_fingerprints(players)
+            Run(flags, game, templates, plays, files).play_missing()
+            if rank() == 0:
+                write_results(files.folder, files.results_path, settings, game)
+    if rank() == 0:
+        print((files.folder / TABLE).read_text(encoding="utf-8"), end="")
 
 
 if __name__ == "__main__":

@@ -11,26 +11,15 @@ command plays the missing ones. Without a launcher (python -m tools.play_llm_gam
 
 import json
 import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_flags
 from tools.players.human import HUMAN
 from tools.selfplay.files import EpisodeFiles
-from tools.selfplay.lineup import player_setting
-from tools.selfplay.options import PlayFlags, words_setting
-from tools.selfplay.play import Pairing, Run
-from utils import (
-    UserError,
-    await_inputs,
-    end_with_launcher,
-    read_words,
-    run_program,
-    set_up_logging,
-    too_small,
-    world_size,
-)
+from tools.selfplay.flags import PlayFlags, words_setting
+from tools.selfplay.play import Play, Run
+from utils import UserError, rank, read_json, read_words, run_program, set_up_logging, too_small
 
 MOST_TIED = 0.5  # share of undecided games above which there is a warning
 logger = logging.getLogger(__name__)
@@ -54,10 +43,13 @@ class Flags(PlayFlags):
         """The players of roles[0] and roles[1]."""
         return self.attacker_model_name_or_path, self.defender_model_name_or_path
 
+    @property
+    def stem(self) -> str:
+        """The first part of the names of all files."""
+        return f"{self.model_prefix}_{self.task_type}_{self.data_suffix}"
+
     def check(self) -> None:
-        problems = too_small(self, max_games=1) + self.problems(list(self.names))
-        if HUMAN in self.names and (world_size() > 1 or not sys.stdin.isatty()):
-            problems.append(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
+        problems = too_small(self, max_games=1) + self.problems(self.names)
         for name in ("model_prefix", "data_suffix"):
             value = getattr(self, name)
             if not value or Path(value).name != value:
@@ -67,30 +59,37 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    end_with_launcher()
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
     flags.check()
-    await_inputs([flags.data_path, *flags.names])
     game = flags.load_game()
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)
-    stem = f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}"
-    files = EpisodeFiles(flags.output_dir, stem, words[: flags.max_games], game)
-    pairings = [Pairing(flags.names, flags.seed)] * len(files.words)
-    run = Run(flags, game, templates, files, pairings)
+    files = EpisodeFiles(flags.output_dir, flags.stem, words[: flags.max_games], game)
+    flags = flags.with_engine(flags.names, files.settings_then())
     settings = {
-        "attacker_model_name_or_path": player_setting(flags.names[0], flags),
-        "defender_model_name_or_path": player_setting(flags.names[1], flags),
+        "attacker_model_name_or_path": flags.player_setting(flags.names[0]),
+        "defender_model_name_or_path": flags.player_setting(flags.names[1]),
         "data_path": words_setting(flags.data_path, words),
         **flags.settings(game, templates),
         "seed": flags.seed,
     }
-    if summary := run.play(settings):
-        logger.info("%s: %d games", files.results_path, summary["games"])
-        if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
-            logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
-        print(json.dumps(summary))
+    with files.stage(settings) as todo:
+        if todo:
+            players = dict(zip(game.roles, flags.names, strict=True))
+            todo.notes["tokenizer_sha256"] = flags.tokenizer_fingerprints(players)
+            Run(flags, game, templates, [Play(flags.names, flags.seed, files.words)], files).play_missing()
+    if rank() == 0:
+        show_summary(files, game)
+
+
+def show_summary(files: EpisodeFiles, game) -> None:
+    """Print the summary, with a warning if most games give no rows to learn from."""
+    summary = read_json(files.summary_path)
+    logger.info("%s: %d games", files.results_path, summary["games"])
+    if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
+        logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

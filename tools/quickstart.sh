@@ -46,8 +46,8 @@ tiny() { # the embedded world, with a model of its own
 english() { # SmolLM2-135M-Instruct, the games in data/imitation_games.jsonl, and the benchmarks whose data are there
   local model=models/smollm2 log=.venv/english.log benchmarks='' smaller=()
   if [ "$QUICK" != 0 ]; then
-    smaller=(EPOCHS=1 GAMES=16 GAMES_PER_WORD=1 "IMITATION_ARGS=--max_steps 2" "EVAL_ARGS=--max_words 4"
-      "REWARD_ARGS=--training_prompt play --min_game_rows 0" "TRAIN_ARGS=--max_steps 2")
+    smaller=(EPOCHS=1 GAMES=16 GAMES_PER_WORD=1 "IMITATION_ARGS=--use_cpu True --max_steps 2" "EVAL_ARGS=--max_words 4"
+      "REWARD_ARGS=--training_prompt play --min_game_rows 0" "TRAIN_ARGS=--use_cpu True --max_steps 2 --allow_no_game_rows True")
   fi
   "$venv" -c 'import gguf' 2>/dev/null || pip_install 'gguf>=0.19,<0.20' || fail "pip could not install gguf; log: $log"
   in_foreground "$venv" -m tools.prepare_data smollm2 --output_dir "$model"

@@ -18,7 +18,7 @@ from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, 
 from tools.matches.stats import ALL, BOTH, pooled_rows
 from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
-from tools.selfplay.progress import describe
+from tools.selfplay.play import describe
 from tools.tiny.build import Build
 from tools.tiny.questions import IMITATION, Reason
 from tools.tiny.tictactoe import TicTacToe

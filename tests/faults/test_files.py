@@ -70,25 +70,24 @@ def test_damaged_rank_files(tmp_path, trials):
     def trial(rng: random.Random) -> None:
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
-        (tmp_path / "s_settings.json").write_text(json.dumps({"settings": {"seed": 1}, "launch": "x"}))
+        (tmp_path / "s_settings.json").write_text(json.dumps({"settings": {"seed": 1}, "finished": False}))
         path = tmp_path / "s_rank0.jsonl"
         lines = [json.dumps(episode(index, rng), ensure_ascii=False).encode() for index in range(6)]
         path.write_bytes(damage(b"\n".join(lines) + b"\n", rng))
         before = path.read_bytes()
         whole = {line for line in before.split(b"\n")[:-1] if line in lines}
         files = EpisodeFiles(tmp_path, "s", WORDS, GAME)
-        with as_a_process():
-            try:
-                missing = files.start({"seed": 1}).missing()
-            except ValueError as error:
-                assert "\n" not in str(error) and "s_rank0.jsonl" in str(error)
-                assert path.read_bytes() in (before, before.rpartition(b"\n")[0] + b"\n")
-                return
         kept = {index for index, line in enumerate(lines) if line in whole}
-        assert kept.isdisjoint(missing)
-        for index in missing:
-            files.append(episode(index, rng))
-        files.merge(seconds=1, tokens_before=0)
+        with as_a_process(), files.stage({"seed": 1}):
+            try:
+                missing = files.finished().missing()
+            except ValueError as error:
+                assert "\n" not in str(error) and "s_rank0.jsonl" in str(error) and path.read_bytes() == before
+                return
+            assert kept.isdisjoint(missing)
+            for index in missing:
+                files.append(episode(index, rng))
+            files.merge(seconds=1, tokens_before=0)
         results = json.loads(files.results_path.read_text())
         assert [game["index"] for game in results] == list(range(len(WORDS)))
         assert all(game["target_word"] == WORDS[game["index"]] for game in results)

@@ -43,7 +43,6 @@ WRONG = [
     ("play", {"engine": "slots", "tensor_parallel_size": 2, "vllm_args": "x"}, "--tensor_parallel_size, --vllm_args"),
     ("play", {"engine": "vllm", "tensor_parallel_size": 0}, "--tensor_parallel_size is 0"),
     ("play", {"engine": "vllm", "vllm_args": "a 'b"}, "--vllm_args"),
-    ("play", {"engine": "vllm", "vllm_args": "--x --port=1"}, "--vllm_args: --port=1 is set by this program"),
     ("play", {"engine": "vllm", "device_map": "auto"}, "--device_map"),
     ("matches", {"players": "IN/model"}, "NAME=MODEL"),
     ("matches", {"players": ["a=IN/model", "a=IN/other"]}, "--players"),

@@ -15,10 +15,10 @@ from conftest import ROOT, build_llama, build_tokenizer
 from helpers import finish, flags_of, start
 from test_engine import answer, conversation
 
+from tools.engine import vllm
 from tools.engine.generate import BatchEngine
 from tools.engine.model import LocalModel, Sampling
 from tools.engine.slots import SlotEngine
-from tools.engine.vllm import VLLMFlags
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.tiny.models import train_tokenizer
@@ -26,7 +26,7 @@ from utils import read_json_or_jsonl, read_words, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 WAYS = {"none": None, "zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}
-NO_VLLM = VLLMFlags().vllm_missing()
+NO_VLLM = "" if vllm.has_vllm() else vllm.INSTALL
 
 
 def local_model(**changes) -> LocalModel:
@@ -96,13 +96,13 @@ def test_a_training_step_gives_the_same_losses_under_every_deepspeed_file(capsys
 def test_the_speed_of_play(capsys):
     """Not judged: shown."""
     modes = [*([] if NO_VLLM else ["vllm"]), "default", "batched"]
-    flags = {"preset": "1b", "bf16": True, "turns": 3, "games": 512, "lengths": "drawn", "modes": modes}
+    flags = {"preset": "1b", "bf16": True, "games": 512, "lengths": "drawn", "modes": modes}
     with capsys.disabled():
         assert len(bench("play", *flags_of(flags))) == len(modes)
 
 
 @pytest.mark.parametrize(
-    "engine", ["slots", pytest.param("vllm", marks=pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM or ""))]
+    "engine", ["slots", pytest.param("vllm", marks=pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM))]
 )
 def test_a_loop_with_a_model_of_100_million_parameters(engine, tmp_path):
     """Play, rewards and training; words are pairs of letters, which random replies say now and then."""

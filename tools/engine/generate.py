@@ -27,8 +27,8 @@ class BatchEngine:
             local.model.set_attn_implementation(local.attention)
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
+        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). The others are not used."""
         self.waiting.append((request, prompt, limit or self.local.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tools.games.chat import ChatTemplate
 from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
-from utils import UserError, rank, warn_on_rank_0
+from utils import UserError, warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,10 @@ class ModelTokens:
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Reply(text, LENGTH if end is None else STOP, tokens, prompt_cut)
+        again = self.tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"]
+        retokenized = True if again != ids[:end] else None
+        reason = LENGTH if end is None else STOP
+        return Reply(text, reason, tokens, prompt_cut, token_ids=ids[:end], retokenized=retokenized)
 
 
 class LocalModel(ModelTokens):
@@ -73,7 +76,7 @@ def load_local_model(
     folder: Path,
     sampling: Sampling,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> LocalModel:
@@ -84,8 +87,7 @@ def load_local_model(
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
-    if rank() != 0:
-        disable_progress_bar()
+    disable_progress_bar()  # "Loading weights"
     tokenizer = _load_tokenizer(folder, trust_remote_code)
     model = _load_weights(
         folder, dtype=dtype or "auto", device_map=device_map or {"": device}, trust_remote_code=trust_remote_code
@@ -117,7 +119,7 @@ def _load_tokenizer(name: str | Path, trust_remote_code: bool):
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the package tokenizers raises plain Exception for a broken file
-        raise UserError(f"{name}: no tokenizer that can be loaded ({_describe(error)})") from None
+        raise UserError(f"{name}: no tokenizer that can be loaded ({describe(error)})") from None
 
 
 def _load_weights(folder: Path, **settings):
@@ -131,13 +133,13 @@ def _load_weights(folder: Path, **settings):
             f"process per machine, which spreads it over the GPUs ({error})"
         ) from None
     except Exception as error:  # a broken file may raise any type
-        raise UserError(f"{folder}: its weights cannot be loaded ({_describe(error)})") from None
+        raise UserError(f"{folder}: its weights cannot be loaded ({describe(error)})") from None
     if loaded["missing_keys"]:
         raise UserError(f"{folder}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     return model
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -69,8 +69,8 @@ class SlotEngine:
         self.max_blocks: float = math.inf if tokens is None else max(1, tokens // BLOCK)
         self.block_limit = self.max_blocks  # maximum at present: lower for a while after running out of memory
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None) -> None:
-        """Queue a request. `limit`: maximum number of tokens of the reply (None: --max_new_tokens).
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
+        """Queue a request. `limit`: maximum number of tokens of the reply (None: --max_new_tokens). No use of `seed`.
 
         The leading tokens that this prompt shares with the last prompt and reply of the same `game` are not computed
         again.

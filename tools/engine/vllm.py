@@ -1,50 +1,41 @@
-"""vLLM servers that this process starts and ends: `--engine vllm`.
+"""vLLM in this process (`--engine vllm`), and what `--engine auto` means.
 
-vLLM pins other versions of most packages, so it has an environment of its own. This program starts vLLM's executable
-and talks to it over HTTP on loopback. A program with `VLLMFlags` among its flags calls
-
-    with flags.vllm_server(folder, max_length=2048, dtype="float32") as server:
-        ...  # it answers at server.url (.../v1) to server.key (Authorization: Bearer KEY) and the model server.model
+vLLM gets token ids and a seed for each request, and returns token ids. On one GPU, or on CPUs, it starts no process.
+With `--tensor_parallel_size` above 1 it starts a worker for each GPU, which ends with this process.
 """
 
 import contextlib
 import functools
-import http.client
+import gc
 import importlib.util
 import json
 import logging
 import os
-import secrets
 import shlex
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from tools.engine import supervise
 from tools.flags import flag
-from tools.players.player import PlayerUnusable
-from tools.players.server_flags import INSTALL
-from utils import UserError, plain_environment, shown, too_small
+from tools.players.player import LENGTH, STOP, Reply
+from utils import LAUNCHER_VARIABLES, UserError, too_small
+
+if TYPE_CHECKING:
+    from tools.engine.model import ModelTokens  # brings torch, which the flags do without
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
-HOST = "127.0.0.1"
-VARIABLE = "VLLM"  # the environment variable that names vLLM's executable; unset: vllm on the PATH
-MEMORY_SHARE = 0.9  # of a GPU's memory is for the vLLM servers on it
-LOOK_EVERY = 0.5  # seconds between two attempts to reach a server that is starting
-SHOWN_LINES = 40  # lines of a server's output that are shown when it has ended
-CPU_TOKENS = 4096  # tokens that a server without GPUs computes at once
-OURS = ("--host", "--port", "--api-key", "--served-model-name")  # flags of the server that only this program may set
-# Beginnings of variables that the server does not get. (The loop sets PyTorch's allocator to expandable segments, with
-# which vLLM's own all-reduce over several GPUs fails.)
-HIDDEN = ("TORCHELASTIC_", "PYTHONPATH", "PYTHONHOME", "OPENAI_API_KEY", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
+INSTALL = "pip install -r requirements.txt vllm==0.32.0"
+MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
+CPU_TOKENS = 4096  # tokens that a step computes at most on a CPU, if prompts are not longer
+# Variables that vLLM reads. They keep the values that the user has given them, but for the first.
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
+VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+VARIABLES |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # standard output is for the program's results
+# vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
+# the loop sets for training, vLLM's all-reduce over several GPUs fails.
+HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 logger = logging.getLogger(__name__)
 
 
@@ -52,7 +43,7 @@ logger = logging.getLogger(__name__)
 class VLLMFlags:
     """The flags of `--engine vllm`."""
 
-    tensor_parallel_size: int = flag("GPUs of each vLLM server; start (GPUs / this number) processes", default=1)
+    tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
     def vllm_problems(self, engine: str) -> list[str]:
@@ -63,76 +54,68 @@ class VLLMFlags:
             return [f"{', '.join(given)}: only for --engine {VLLM}"] if given else []
         problems = too_small(self, tensor_parallel_size=1)
         try:
-            taken = [word for word in shlex.split(self.vllm_args) if word.split("=")[0].replace("_", "-") in OURS]
-            problems += [f"--vllm_args: {word} is set by this program" for word in taken]
+            shlex.split(self.vllm_args)
         except ValueError as error:
             problems.append(f"--vllm_args {self.vllm_args!r} cannot be split into words ({error})")
-        if engine == VLLM and (missing := self.vllm_missing()):
-            problems.append(f"--engine {VLLM}: {missing}")
+        if engine == VLLM and not has_vllm():
+            problems.append(f"--engine {VLLM} needs a package: {INSTALL}")
         return problems
 
-    def vllm_missing(self) -> str | None:
-        """Why vLLM cannot be started, or None."""
-        if find_vllm() is None:
-            return f"there is no {os.environ.get(VARIABLE) or 'vllm'!r} to run; set the variable {VARIABLE} to a path"
-        if importlib.util.find_spec("openai") is None:
-            return f"it needs a package: {INSTALL}"
-        return None
-
-    def choose_engine(self) -> str:
-        """The meaning of `--engine auto`: vLLM where there are a GPU and a vLLM, else `auto`. Logs the choice."""
-        missing = "there is no GPU" if not torch.cuda.is_available() else self.vllm_missing()
-        if missing:
-            logger.info("--engine auto: our own engine, since vLLM cannot be used (%s)", missing)
-            return AUTO
-        logger.info("--engine auto: %s (%s)", VLLM, find_vllm())
-        return VLLM
-
-    def vllm_server(
+    def load_vllm(
         self,
         folder: Path,
+        tokens: "ModelTokens",
         *,
-        max_length: int,
         dtype: str | None = None,
-        sequences: int | None = None,
+        sequences: int = 256,
         models: int = 1,
         trust_remote_code: bool = False,
-    ) -> "VLLMServer":
-        """A server for a model folder, not yet started.
+    ) -> "VLLMEngine":
+        """An engine with the model of a folder.
 
-        `max_length`: tokens of prompt and reply together. `dtype` None: the one in the model's config. `sequences`:
-        most replies at once (None: vLLM chooses). `models`: number of servers that share the GPUs of this process.
-        Raises UserError without vLLM, and for weights that are not in .safetensors files.
+        `dtype` None: the one in the model's config. `sequences`: most replies at once. `models`: number of engines
+        that share the GPUs of this process. Raises UserError for an unknown flag, or if vLLM cannot run the model.
         """
         if not any(folder.glob("*.safetensors")):
             raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
-        words = ["--generation-config", "vllm", "--max-model-len", str(max_length), "--dtype", dtype or _dtype(folder)]
-        words += ["--max-num-seqs", str(sequences)] if sequences else []
-        words += ["--trust-remote-code"] if trust_remote_code else []
-        gpus = own_gpus(self.tensor_parallel_size)
+        gpus, length = claim_gpus(self.tensor_parallel_size), tokens.sampling.max_length
+        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(length)]
+        words += ["--dtype", dtype or _dtype(folder)]
+        words += ["--max-num-seqs", str(sequences), "--tensor-parallel-size", str(self.tensor_parallel_size)]
+        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
         if gpus:
             words += ["--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
         else:  # on a CPU, vLLM 0.32 dies if the request has a seed and its prompt is computed in parts
-            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_length, CPU_TOKENS))]
-        if self.tensor_parallel_size > 1:
-            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        executable = find_vllm()
-        if executable is None:
-            raise UserError(f"--engine {VLLM}: {self.vllm_missing()}")
-        return VLLMServer(folder, executable, [*words, *shlex.split(self.vllm_args)], gpus)
+            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(length, CPU_TOKENS))]
+        with without_launcher():
+            return VLLMEngine(folder, [*words, *shlex.split(self.vllm_args)], tokens)
 
 
-def find_vllm() -> str | None:
-    """The path of vLLM's executable, or None."""
-    found = shutil.which(os.environ.get(VARIABLE) or "vllm")
-    return os.path.abspath(found) if found else None
+def has_vllm() -> bool:
+    """Whether the package vllm is installed."""
+    return importlib.util.find_spec("vllm") is not None
 
 
-def own_gpus(number: int) -> list[str]:
-    """The `number` GPUs of this process, as CUDA_VISIBLE_DEVICES names them; [] on a machine without GPUs.
+def choose_engine() -> str:
+    """What `--engine auto` means: vLLM where there are a GPU and the package vllm, else `auto`. Logs the choice."""
+    import torch
 
-    Raises UserError if there are too few GPUs for all processes of this machine.
+    # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
+    missing = "there is no GPU" if not torch.cuda.device_count() else "" if has_vllm() else f"it needs {INSTALL}"
+    logger.info("--engine auto: %s", f"our own engine, since vLLM cannot be used ({missing})" if missing else VLLM)
+    return AUTO if missing else VLLM
+
+
+@functools.cache
+def claim_gpus(number: int) -> list[str]:
+    """Limit this process, once, to its `number` GPUs, as CUDA_VISIBLE_DEVICES names them; [] without GPUs.
+
+    Also sets the variables that vLLM reads. Must be called before vLLM is imported. Raises UserError if there are too
+    few GPUs for all processes of this machine.
     """
+    import torch
+
+    os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -145,19 +128,19 @@ def own_gpus(number: int) -> list[str]:
             f"process {process} of this machine has no {number} GPUs of its own; there are {len(names)}: start "
             f"GPUs / --tensor_parallel_size processes"
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return own
 
 
-def reserve_port() -> socket.socket:
-    """A socket that keeps a free port for a vLLM server, which can listen on it all the same.
-
-    Without it two servers might choose the same port. Both would start, and each would get requests of the other.
-    """
-    reserved = socket.socket()
-    reserved.bind((HOST, 0))
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
-    return reserved
+@contextlib.contextmanager
+def without_launcher() -> Iterator[None]:
+    """Hide the launcher's variables from vLLM."""
+    names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
+    hidden = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _dtype(folder: Path) -> str:
@@ -169,100 +152,83 @@ def _dtype(folder: Path) -> str:
     return "auto"
 
 
-class VLLMServer:
-    """`vllm serve` for one model folder, as long as the `with` block runs.
+class VLLMEngine:
+    """Answers requests with vLLM's LLMEngine, made with the flags `words` of `vllm serve`."""
 
-    A supervisor (supervise.py) ends the server with all its processes when this process ends, in whatever way. The
-    server gets its key through the environment, so that no list of processes shows it.
-    """
+    ended = 0  # engines of this process that have ended
 
-    def __init__(self, folder: Path, executable: str, arguments: Sequence[str], gpus: Sequence[str] = ()):
-        self.folder, self.executable, self.arguments, self.gpus = folder.resolve(), executable, arguments, gpus
-        self.key, self.model = secrets.token_hex(16), f"spag-{secrets.token_hex(4)}"  # unknown to other servers
-        self.reserved = reserve_port()
-        self.port = self.reserved.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}/v1"
-        self.process: subprocess.Popen | None = None
+    def __init__(self, folder: Path, words: list[str], tokens: "ModelTokens"):
+        from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def __exit__(self, *_) -> None:
-        self.end()
+        from tools.engine.model import describe
 
-    def start(self) -> "VLLMServer":
-        """Start the server and wait until it answers. Raises UserError if it ends instead."""
-        try:
-            self._launch()
-            logger.info("%s: vLLM is starting (its output: %s)", self.folder, self.log)
-            self._wait()
-        except BaseException:
-            self.end()
-            raise
-        return self
+        def refuse(message: str) -> NoReturn:
+            raise UserError(f"--vllm_args: {message}")
 
-    __enter__ = start
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, allow_abbrev=False))
+        parser.error = refuse
+        arguments = EngineArgs.from_cli_args(parser.parse_args(words))
+        try:  # the context is that of vllm.LLM, which has the largest batches
+            self.llm = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        except Exception as error:  # each kind of model and of lacking memory fails in its own way
+            hint = "vLLM may keep memory of the models before: the same command goes on in a new process"
+            hint = hint if VLLMEngine.ended else "--engine slots plays without vLLM"
+            raise UserError(f"{folder}: vLLM cannot run it ({describe(error)}); {hint}") from error
+        self.tokens = tokens
+        self.waiting: deque[tuple[int, str, int, int]] = deque()  # (request, prompt, most tokens of the reply, seed)
+        self.running: dict[str, bool] = {}  # requests that vLLM has, and whether their prompts were cut
 
-    def check(self) -> None:
-        """Raise PlayerUnusable if the server has ended."""
-        if self.process.poll() is not None:
-            raise PlayerUnusable(self.death)
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
+        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
+        self.waiting.append((request, prompt, limit or self.tokens.sampling.max_new_tokens, seed))
+
+    def run(self) -> list[tuple[int, Reply]]:
+        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+        while self.waiting:
+            self._add(*self.waiting.popleft())
+        while not (finished := [output for output in self.llm.step() if output.finished]):
+            pass
+        return [(int(output.request_id), self._read(output)) for output in finished]
+
+    def drop_requests(self) -> None:
+        """Forget all requests, those of games that were given up."""
+        self.waiting.clear()
+        self.llm.abort_request(list(self.running))
+        self.running.clear()
 
     def end(self) -> None:
-        """End the server with all its processes, which frees their GPU memory."""
-        if self.process is None:
-            return
-        died = self.process.poll() is not None
-        self.process.stdin.close()
-        self.reserved.close()
-        try:
-            self.process.wait(timeout=3 * supervise.GRACE)
-        except subprocess.TimeoutExpired:
-            logger.warning("%s: processes of its vLLM cannot be ended", self.folder)
-        if (self.process.returncode or 0) < 0:  # the supervisor was killed
-            supervise.end_session(self.process.pid)
-        if not died:
-            self.log.unlink(missing_ok=True)
+        """Free the memory of the model and its cache. The engine cannot be used any more."""
+        import torch
 
-    def _launch(self) -> None:
-        command = [sys.executable, "-IS", supervise.__file__, self.executable, "serve", str(self.folder)]
-        command += ["--served-model-name", self.model, "--host", HOST, "--port", str(self.port)]
-        command += ["--uvicorn-log-level", "warning", *self.arguments]  # no line for each request
-        with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log", delete=False) as output:
-            self.log = Path(output.name)
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,  # torchrun kills process groups: the supervisor must outlive its rank
-            )
+        self.drop_requests()
+        self.llm.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        VLLMEngine.ended += 1
 
-    def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in plain_environment().items() if not name.startswith(HIDDEN)}
-        path = f"{os.path.dirname(self.executable)}{os.pathsep}{kept.get('PATH', '')}"  # tools that compile kernels
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        return {"VLLM_NO_USAGE_STATS": "1"} | kept | gpus | {"PATH": path, "VLLM_API_KEY": self.key}
+    def _add(self, request: int, prompt: str, limit: int, seed: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-    def _wait(self) -> None:
-        started = time.monotonic()
-        while self.process.poll() is None:
-            if self._answers():
-                logger.info("%s: vLLM answers after %.0f s", self.folder, time.monotonic() - started)
-                return
-            time.sleep(LOOK_EVERY)
-        raise UserError(f"{self.death}; --engine slots plays without vLLM")
+        ids, cut = self.tokens.encode(prompt)
+        sampling = self.tokens.sampling
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+        params = SamplingParams(
+            **(drawn if sampling.do_sample else {"temperature": 0}),
+            max_tokens=limit,
+            min_tokens=min(sampling.min_new_tokens, limit),
+            stop_token_ids=self.tokens.stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.llm.add_request(str(request), {"prompt_token_ids": ids}, params)
+        self.running[str(request)] = cut
 
-    def _answers(self) -> bool:
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=10)) as connection:
-            try:
-                connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {self.key}"})
-                response = connection.getresponse()
-                return response.status == 200 and self.model.encode() in response.read()
-            except (OSError, http.client.HTTPException):
-                return False
-
-    @functools.cached_property
-    def death(self) -> str:
-        """How the server ended, in one line. The first use logs the last lines of its output."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        logger.error("%s: the last lines of its vLLM:\n%s", self.folder, "\n".join(map(shown, lines)))
-        return f"{self.folder}: its vLLM has ended with status {self.process.returncode} (its output: {self.log})"
+    def _read(self, output) -> Reply:
+        (completion,) = output.outputs
+        if completion.finish_reason not in (STOP, LENGTH):
+            raise RuntimeError(f"vLLM broke off a reply: {completion.finish_reason}")
+        return self.tokens.decode(list(completion.token_ids), self.running.pop(output.request_id))

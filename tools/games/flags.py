@@ -43,7 +43,7 @@ class GameFlags(GameChoice):
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
-        """The game and its prompts, in the form in which `RunSettings` compares two starts of a run."""
+        """The game and its prompts, as `utils.stage` compares them between two starts of a run."""
         path = str(self.prompt_templates or game.prompt_file)
         wording = {"path": path, "sha256": prompts.templates_digest(templates)}
         return {"game": game_setting(game), "prompt_templates": wording}

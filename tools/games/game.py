@@ -116,6 +116,13 @@ class Game:
         """The parts of a message that the report marks: (SECRET or GUESS, start, end) for each."""
         return []
 
+    def facts(self, task: str, history: History, outcome: str) -> dict[str, bool]:
+        """What summaries count beside outcomes, by name: for each fact, whether it is true of this game.
+
+        `history` ends with the decisive message. The names are the same for all games.
+        """
+        return {}
+
     def tasks(self, number: int, rng: random.Random) -> list[str]:
         """At most `number` lines of a word list. Raises UserError if the game cannot make any."""
         raise UserError(f"{self.title} makes no tasks of its own; write a list, one a line")

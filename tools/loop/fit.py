@@ -32,6 +32,7 @@ from utils import UserError, file_digest, model_folder, read_json, refuse_large_
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^([A-Z_]+)=(\S*)", re.MULTILINE)
 DEFAULTS = dict(LINE.findall((ROOT / "configs" / "defaults.sh").read_text(encoding="utf-8")))
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")  # a setting that is a number
 WAYS = {  # ways of training, and the value of DEEPSPEED: the first that fits is chosen, else the last one
     "none": "none",
     "zero2": "configs/zero2.json",

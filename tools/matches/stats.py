@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from scipy import stats
-
 from tools.games.game import Game
 
 CONFIDENCE = 0.95
@@ -70,11 +68,15 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
 
 def normal_quantile() -> float:
     """The normal quantile of a two-sided interval of level CONFIDENCE."""
+    from scipy import stats  # takes a second
+
     return float(stats.norm.ppf((1 + CONFIDENCE) / 2))
 
 
 def t_quantile(freedom: int) -> float:
     """Student's quantile of a two-sided interval of level CONFIDENCE."""
+    from scipy import stats
+
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
@@ -102,15 +104,9 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
     return [pair for one, other in meetings for pair in ((one, other), (other, one))]
 
 
-def schedule(
-    pairs: Iterable[tuple[str, str]], lists: Mapping[str, Sequence[str]], seeds: Sequence[int], games_per_word: int = 1
-) -> list[tuple[Match, str]]:
-    """The games of all pairs on each word list (by name) with each seed, match after match.
-
-    A match plays all words of its list once, then all again, `games_per_word` times.
-    """
-    matches = (Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds)
-    return [(match, word) for match in matches for word in [*lists[match.words]] * games_per_word]
+def schedule(pairs: Iterable[tuple[str, str]], lists: Sequence[str], seeds: Sequence[int]) -> list[Match]:
+    """The matches of all pairs on each word list, by its name, with each seed."""
+    return [Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds]
 
 
 Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and target word

@@ -7,6 +7,7 @@ from tools.games.game import Game
 from tools.matches.stats import ALL, BOTH, count_matches, result_rows
 from utils import iter_records, replacing, write_json
 
+RESULTS, TABLE = "matches.json", "matches.txt"
 HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", "loss", "breach")
 HEAD += ("clean", "clean points", "length", "empty")
 HOW_COUNTED = (
@@ -21,9 +22,9 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
     counts = count_matches((episode for _, episode in iter_records(games_path)), game)
     results = {"settings": settings, "results": list(result_rows(counts)), "games_path": games_path.name}
     text = matches_text(results, game)
-    with replacing(folder / "matches.txt") as file:
+    with replacing(folder / TABLE) as file:
         file.write(text)
-    write_json(folder / "matches.json", results)
+    write_json(folder / RESULTS, results)
     return text
 
 
@@ -60,13 +61,14 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
 
 
 def points_line(rows: Sequence[dict]) -> str:
-    """One line with the points of each pair of players."""
+    """One line with the points of each pair of players, and the games behind them."""
     first: dict[tuple[str, str], dict] = {}
     for row in rows:  # rows that pool come first
         first.setdefault((row["player"], row["opponent"]), row)
     return "; ".join(
         f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
-        f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games"
+        f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
+        f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
         for row in first.values()
     )
 

@@ -18,7 +18,7 @@ from tools.selfplay.counts import GameCounts
 from utils import UserError, iter_records, read_json
 
 IMITATION = "imitation"
-GAME_FILES = "*_*_*_results.json"  # of finished self-play
+GAME_FILES, MATCHES, TRAINING = "*_results.json", "matches.json", "trainer_state.json"
 SAMPLE = 200  # games to be read from each file of games
 
 
@@ -92,9 +92,35 @@ class Report:
     plays: list[tuple[str, GameSample]] = field(default_factory=list)  # self-play by name, such as "epoch1"
     logs: list[tuple[str, list[Mapping]]] = field(default_factory=list)  # log histories of trainings by name
     matches: dict = field(default_factory=lambda: {"settings": {"players": [], "against": None}, "results": []})
+    match_game: str = ""  # the name of another game, if the matches are of another one
     reasoning: list[Mapping] = field(default_factory=list)  # the rows of the reasoning table
     sources: list[dict] = field(default_factory=list)  # files of games to read: name, games, sampled
     games: list[dict] = field(default_factory=list)  # "source" is the place in `sources`
+
+    def read(self, name: str, folder: Path) -> None:
+        """Add what a folder holds: a training, or matches and games of self-play."""
+        if (path := folder / TRAINING).is_file():
+            self.logs.append((name, read_json(path)["log_history"]))
+            return
+        games = sorted(folder.glob(GAME_FILES))
+        if (path := folder / MATCHES).is_file():
+            of_match = folder / self.read_match(read_json(path))
+            games = [path for path in games if path != of_match]
+            if of_match.is_file() and not self.match_game:
+                self.count(f"{name}, match", of_match)
+        for path in games:
+            label = name if len(games) == 1 else path.stem
+            self.plays.append((label, self.count(f"{label}, self-play", path)))
+
+    def read_match(self, found: Mapping) -> str:
+        """Add the results of matches to those that were read before; return the name of their file of games."""
+        settings = found["settings"]
+        played = settings.get("game", {}).get("path", self.game.name)
+        self.match_game = "" if played == self.game.name else played
+        players = dict.fromkeys([*self.matches["settings"]["players"], *settings["players"]])
+        settings = {"players": list(players), "against": settings["against"]}
+        self.matches = {"settings": settings, "results": self.matches["results"] + found["results"]}
+        return Path(found["games_path"]).name
 
     def count(self, name: str, path: Path) -> GameSample:
         """Count the games of a file and keep a sample; games without an outcome are judged."""
@@ -111,35 +137,6 @@ class Report:
         self.sources.append({"name": name, "games": counted.games, "sampled": len(games)})
         return counted
 
-    def read_play(self, name: str, folder: Path) -> None:
-        """The games of finished self-play."""
-        paths = sorted(folder.glob(GAME_FILES))
-        for path in paths:
-            label = name if len(paths) == 1 else path.stem
-            self.plays.append((label, self.count(f"{label}, self-play", path)))
-
-    def read_training(self, name: str, folder: Path) -> None:
-        """The log of a finished training."""
-        if (path := folder / "trainer_state.json").is_file():
-            self.logs.append((name, read_json(path)["log_history"]))
-
-    def read_match(self, name: str, folder: Path) -> None:
-        """A folder of matches, added to those that were read before."""
-        if not (path := folder / "matches.json").is_file():
-            return
-        found = read_json(path)
-        games = folder / Path(found["games_path"]).name
-        if games.is_file():
-            self.count(f"{name}, match", games)
-        players = [*self.matches["settings"]["players"], *found["settings"]["players"]]
-        settings = {"players": list(dict.fromkeys(players)), "against": found["settings"]["against"]}
-        self.matches = {"settings": settings, "results": self.matches["results"] + found["results"]}
-
-    def read_reasoning(self, folder: Path) -> None:
-        """The scores of tools/evaluate_reasoning.py."""
-        if (path := folder / "results.json").is_file():
-            self.reasoning += read_json(path)["results"]
-
 
 def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in a folder of games, a training, matches or scores; UserError for others."""
@@ -147,18 +144,17 @@ def read_folder(folder: Path, game: Game) -> Report:
     epochs = [path for path in folder.glob("epoch*") if re.fullmatch("epoch[0-9]+", path.name)]
     epochs.sort(key=lambda path: int(path.name.removeprefix("epoch")))
     for stage in (folder, folder / IMITATION, *epochs):
-        name = stage.absolute().name
         for place in (stage, stage / "episodes", stage / "model", stage / "eval"):
-            report.read_play(name, place)
-            report.read_training(name, place)
-            report.read_match(name, place)
-    report.read_reasoning(folder)
-    report.read_reasoning(folder / "reasoning")
+            report.read(stage.absolute().name, place)
+    for place in (folder, folder / "reasoning"):
+        if (path := place / "results.json").is_file():  # of tools/evaluate_reasoning.py
+            report.reasoning += read_json(path)["results"]
     if not (report.sources or report.logs or report.reasoning or report.matches["results"]):
         raise UserError(f"{folder}: no games, training, matches or scores; give OUTPUT of tools/run_spag.sh or a part")
-    if (settings := folder / "settings.json").is_file():
-        planned = [f"epoch{number}" for number in range(1, int(read_json(settings).get("EPOCHS", 0)) + 1)]
+    if (settings := folder / "settings.json").is_file():  # the record of the loop, if it has EPOCHS
+        planned = int(read_json(settings).get("settings", {}).get("EPOCHS", 0))
         for stage, found in (("self-play", dict(report.plays)), ("training", dict(report.logs))):
-            if missing := [name for name in planned if name not in found]:
+            names = (f"epoch{number}" for number in range(1, planned + 1))
+            if missing := [name for name in names if name not in found]:
                 report.missing.append(f"{stage} of {', '.join(missing)}: not finished")
     return report

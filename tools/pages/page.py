@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -40,13 +41,14 @@ def page_html(report: Report) -> str:
         "games": report.games,
     }
     table = table_html(HEAD, [cells(row) for row in shown_rows(report.matches)])
+    matches = f"Matches of {escape(shown(report.match_game))}" if report.match_game else "Matches"
     parts = {
         "name": escape(shown(report.name)),
         "made": escape(f"{report.game.title}; report of {time.strftime('%Y-%m-%d %H:%M')}"),
         "verdict": "".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(report)),
         "missing": "".join(f"<li>{escape(line)}</li>" for line in report.missing),
         "nothing_missing": "" if report.missing else "hidden",
-        "matches": section("Matches", HOW_COUNTED, match_charts(report), table if report.matches["results"] else ""),
+        "matches": section(matches, HOW_COUNTED, match_charts(report), table if report.matches["results"] else ""),
         "plays": section("Games", "All games of self-play are counted.", play_charts(report.plays)),
         "reasoning": section("Reasoning", "Percent ± one standard error.", [], reasoning_table(report.reasoning)),
         "training": section("Training", "As logged by train.py.", training_charts(report.logs)),
@@ -88,29 +90,55 @@ def plain(value: str) -> str:
 
 
 def verdict(report: Report) -> list[str]:
-    """Whether the last player is better than the first opponent, over all words, and in which role."""
+    """Whether the last player is better than the first opponent, over all words, and its points in each role."""
     if not (rows := shown_rows(report.matches)):
         return ["No match was played, so nothing here says whether a model plays better than another."]
     opponent = rows[0]["opponent"]
     player = [row["player"] for row in rows if row["opponent"] == opponent][-1]
-    # Rows that pool word lists come first; they stay.
-    by_role = {row["role"]: row for row in reversed(rows) if (row["player"], row["opponent"]) == (player, opponent)}
-    points = {role: with_interval(row["points"], row["points_interval"], PERCENT) for role, row in by_role.items()}
-    _, equals = reference(report)
+    by_role: dict[str, dict] = {}
+    for row in rows:
+        if (row["player"], row["opponent"]) == (player, opponent):
+            by_role.setdefault(row["role"], row)  # rows that pool word lists come first
+    both = by_role.pop(BOTH, None)
+    equals, where = reference(report)[1], f" at {report.match_game}" if report.match_game else ""
     parts = []
-    for role in report.game.roles:
-        alone = f" ({opponent} against itself {equals[role]:.1%})" if equals else ""
-        parts.append(f"{as_role(role)} {points[role]}{alone}")
-    sentence = f"It scores {', '.join(parts)}."
-    if BOTH not in by_role:
-        return [f"{player} played itself only.", sentence]
-    equal, (low, high) = equals.get(BOTH, 0.5), by_role[BOTH]["points_interval"]
+    for role, row in by_role.items():
+        alone = f"; {opponent} against itself {equals[role]:.1%}" if equals else ""
+        parts.append(f"{as_role(role)} {points_of(row)} ({ends_of(row)}{alone})")
+    in_roles = f"It scores {', '.join(parts)}."
+    if both is None:
+        return [f"{player} played itself only{where}.", in_roles]
+    if always_equal(report.matches["results"], player, opponent):
+        return [f"Both players of a game{where} always got the same points, so matches rank nobody.", in_roles]
+    equal, (low, high) = equals.get(BOTH, 0.5), both["points_interval"]
     better = "plays better than" if low > equal else "plays worse than" if high < equal else "cannot be told from"
     return [
-        f"{player} {better} {opponent}: {points[BOTH]} of the points in both roles, where equals score {equal:.1%}, "
-        f"in {by_role[BOTH]['games']:,} games.",
-        sentence,
+        f"{player} {better} {opponent}{where}: {points_of(both)} of the points in both roles ({ends_of(both)}), where "
+        f"equals score {equal:.1%}, in {both['games']:,} games.",
+        in_roles,
     ]
+
+
+def points_of(row: Mapping) -> str:
+    """The points of a row of matches, with their interval."""
+    return with_interval(row["points"], row["points_interval"], PERCENT)
+
+
+def ends_of(row: Mapping) -> str:
+    """How the games of a row of matches ended for its player."""
+    return ", ".join(f"{row[name] / row['games']:.1%} {name}" for name in ("wins", "ties", "losses"))
+
+
+def always_equal(results: Sequence[Mapping], player: str, opponent: str) -> bool:
+    """Whether both players of a game got the same points, as in cooperative games; False where all is a draw.
+
+    Then what a player gets in a role is what his opponent gets in the other one.
+    """
+    rows = [row for row in results if {row["player"], row["opponent"]} == {player, opponent} and row["role"] != BOTH]
+    points = {(row["player"], row["role"]): row["points"] for row in rows if row["seed"] is None}
+    one, other = dict.fromkeys(row["role"] for row in rows)
+    ours, theirs = [points[player, role] for role in (one, other)], [points[opponent, role] for role in (other, one)]
+    return all(map(math.isclose, ours, theirs)) and ours != [0.5, 0.5]
 
 
 def reference(report: Report) -> tuple[str, dict[str, float]]:
@@ -119,14 +147,13 @@ def reference(report: Report) -> tuple[str, dict[str, float]]:
     They come from its own match or, for imitation, from the self-play of epoch 1, in which it played itself.
     """
     first = shown_rows(report.matches)[0]
-    own = first | {"player": first["opponent"]}
+    name, opponent = f"{first['opponent']} against itself", first["opponent"]
+    own = (opponent, opponent, first["words"], None)
     keys = ("player", "opponent", "words", "seed")
-    rows = [row for row in report.matches["results"] if all(row[key] == own[key] for key in keys)]
+    rows = [row for row in report.matches["results"] if tuple(row[key] for key in keys) == own]
     points = {row["role"]: row["points"] for row in rows}
-    name = f"{own['player']} against itself"
-    plays = dict(report.plays)
-    if not points and own["player"] == IMITATION and "epoch1" in plays:
-        games = plays["epoch1"]
+    games = dict(report.plays).get("epoch1")
+    if not points and games and opponent == IMITATION and not report.match_game:
         points = {role: games.points[role] / games.games for role in report.game.roles}
         name += ", in self-play"
     return name, points and points | {BOTH: sum(points.values()) / len(points)}
@@ -142,7 +169,7 @@ def match_charts(report: Report) -> list[tuple]:
         return []
     name, equals = reference(report)
     charts = []
-    for role in (BOTH, *report.game.roles):
+    for role in dict.fromkeys(row["role"] for row in rows):
         lines: dict[str, list[tuple]] = {}
         for row in rows:
             if row["role"] == role:
@@ -159,35 +186,34 @@ def match_charts(report: Report) -> list[tuple]:
 
 def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
     """How games ended, how long they were, faulty replies, and how much messages depend on the target word."""
+    plays = [(label, games) for label, games in plays if games.games]
     if not plays:
         return []
 
     def line(name: str, value: Callable[[GameSample], float], **style) -> dict:
-        return trace(name, [(label, value(games), None) for label, games in plays if games.games], **style)
+        return trace(name, [(label, value(games), None) for label, games in plays], **style)
 
+    game = plays[0][1].game
     ends = [
         line(name, lambda games, name=name: games.outcomes[name] / games.games, **style)
-        for name, style in outcome_styles(plays[0][1].game).items()
+        for name, style in outcome_styles(game).items()
     ]
     faults = [
         line("empty", lambda games: games.empty_replies.total() / games.messages.total()),
         line("cut off at the token limit", lambda games: games.cut_off_replies.total() / games.messages.total()),
     ]
-    about = [
-        line(role, lambda games, role=role: games.about()[role], color=color)
-        for role, color in zip(plays[0][1].game.roles, (FIRST_WINS, SECOND_WINS), strict=True)
+    dependence = [
+        line(role, lambda games, role=role: games.word_dependence()[role], color=color)
+        for role, color in zip(game.roles, (FIRST_WINS, SECOND_WINS), strict=True)
     ]
     numbers: dict = {"xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}}
     shares = numbers | {"yaxis": {"rangemode": "tozero", "tickformat": PERCENT}}
+    dependence_title = "Word dependence: 1 if no two words share a message, 0 if messages do not depend on the word"
     return [
         ("How games ended: share of games", ends, shares),
         ("Messages up to the deciding one", [line("all games", lambda games: games.mean_length)], numbers),
         ("Faulty replies: share of messages", faults, shares),
-        (
-            "About the word: 1 if no two words share a message, 0 if messages say nothing of it",
-            about,
-            numbers,
-        ),
+        (dependence_title, dependence, numbers),
     ]
 
 

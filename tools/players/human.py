@@ -2,11 +2,12 @@
 
 import contextlib
 import signal
+import sys
 from collections.abc import Mapping
 
 from tools.games.game import LONE_SURROGATE, Game, History
-from tools.players.player import STOP, Reply, Turn
-from utils import shown
+from tools.players.player import STOP, Player, Reply, Turn
+from utils import shown, world_size
 
 with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
     import readline  # noqa: F401
@@ -18,12 +19,27 @@ class HumanQuit(Exception):
     """The person has pressed Ctrl-D or Ctrl-C."""
 
 
-class HumanPlayer:
+class HumanPlayer(Player):
     """Shows a person what their role may know of the game, and reads each message as a line."""
+
+    at_terminal = True
+    games = most_games = 1
 
     def __init__(self, game: Game):
         self.game, self.role = game, ""
         self.secrets: dict[str, Mapping[str, str]] = {}  # by role: what the person was last told
+
+    @classmethod
+    def make(cls, name: str, lineup, seed: int | str) -> "HumanPlayer":
+        """The person, for all roles of this name."""
+        return cls(lineup.game)
+
+    @classmethod
+    def problems(cls, flags) -> list[str]:
+        """A person needs a terminal that is theirs alone."""
+        if world_size() > 1 or not sys.stdin.isatty():
+            return [f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game"]
+        return []
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank. Blocks the event loop: a person plays one game at a time."""
@@ -35,7 +51,7 @@ class HumanPlayer:
         self._show_secrets(turn)
         return Reply(read_line(f"you, {self.role}> "), STOP, tokens=0)
 
-    def end(self, episode: Mapping) -> None:
+    def game_over(self, episode: Mapping) -> None:
         """Show the last messages, the outcome and the rule that decided."""
         self._show_answers(episode["history"])
         task, outcome = episode["target_word"], episode["outcome"]

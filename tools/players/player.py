@@ -1,9 +1,10 @@
-"""Who speaks in a game: the Player protocol, its input (Turn) and its output (Reply). No torch."""
+"""Who speaks in a game: the base class Player, its input (Turn) and its output (Reply). No torch."""
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from tools.games import prompts
 from tools.games.game import Game, History
@@ -67,6 +68,8 @@ class Reply:
     tokens: int  # sampled tokens, with the end token
     prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
     prompt_tokens: int | None = None  # counted by a server that may charge for them; None for all other players
+    token_ids: list[int] | None = None  # the sampled tokens without the end token; None if they are not known
+    retokenized: bool | None = None  # True if the tokenizer turns the stripped text into other ids; else None
 
 
 class Tokens(Protocol):
@@ -94,21 +97,59 @@ class PlayerUnusable(Exception):
     """A player can never answer. The run ends with this message, and finished games are safe."""
 
 
-class Player(Protocol):
-    """Anything that can speak in a game. It gets requests of many games at a time, and may answer in any order."""
+class Player:
+    """Anything that can speak in a game: the base class of all kinds of players.
+
+    A player gets requests of many games at a time, and may answer them in any order. A new kind of player is a
+    subclass and a line in KINDS of tools/selfplay/flags.py, which finds the class for a name on the command line. The
+    class methods say what a name needs before any player is made; `flags` are a PlayFlags.
+    """
+
+    at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
+    games: int = 0  # so many games at once keep the player busy
+    most_games: float = math.inf  # so many games can be played with it at once
 
     async def reply(self, turn: Turn) -> Reply:
         """The next message of `turn.role`.
 
         ReplyUnavailable gives up this game. Any other exception ends the run, and finished games are safe.
         """
+        raise NotImplementedError
+
+    def game_over(self, episode: Mapping) -> None:
+        """Called with each finished game in which the player has spoken."""
+
+    @classmethod
+    def make(cls, name: str, lineup, seed: int | str) -> "Player":
+        """The player of this name in `lineup`, a tools.selfplay.lineup.Lineup. `seed` is that of its draws."""
+        raise NotImplementedError
+
+    @classmethod
+    def problems(cls, flags) -> list[str]:
+        """What is wrong with the flags for such players, one phrase for each problem."""
+        return []
+
+    @classmethod
+    def setting(cls, name: str, flags) -> dict | str:
+        """The player's entry among the settings of a run: all of it that games depend on."""
+        return name
+
+    @classmethod
+    def tokenizer(cls, name: str, flags) -> str | None:
+        """The folder or hub name of the tokenizer that turns the player's prompts into token ids, if it is known."""
+        return None
 
 
-class ScriptedPlayer:
+class ScriptedPlayer(Player):
     """A player `scripted:NAME`. A function of the game chooses its messages."""
 
     def __init__(self, choose: Callable[[Turn], str]):
         self.choose = choose
+
+    @classmethod
+    def make(cls, name: str, lineup, seed: int | str) -> "ScriptedPlayer":
+        """The game's own player. Raises UserError if the game has none of this name."""
+        return cls(lineup.game.scripted(name.removeprefix(SCRIPTED)))
 
     async def reply(self, turn: Turn) -> Reply:
         """The chosen message, with 0 tokens."""

@@ -1,9 +1,9 @@
-"""The files of one run of self-play: writing finished games, resuming the run, merging its ranks' files.
+"""The files of a run of play: storing finished games, going on after a kill, putting all ranks' games together.
 
 The files have one stem and are in one folder:
 
     STEM_rank0.jsonl ...   finished games of each rank, appended one by one; a restart does not play them again
-    STEM_settings.json     the settings that the games depend on; a restart with other settings is refused
+    STEM_settings.json     the record of the run: the settings that the games depend on, and whether all is there
     STEM_results.json      all games in the order of the word list, written when the last game has ended
     STEM_summary.json      outcomes and counts of the results
     .STEM_....lock         empty files that the launch and each rank lock while they work
@@ -11,11 +11,10 @@ The files have one stem and are in one folder:
 
 import glob
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
@@ -25,7 +24,6 @@ from tools.selfplay.counts import GameCounts
 from utils import UserError, rank, world_size, write_json, write_records
 
 NAMED = 5  # how many missing words an error message names
-logger = logging.getLogger(__name__)
 
 
 class Episode(TypedDict):
@@ -44,7 +42,7 @@ class GamesMissing(Exception):
     """Other ranks have left so many games unfinished. The same command can play them."""
 
 
-class GameIndex:
+class FinishedGames:
     """The place of each finished game in the rank files, and the counts of these games."""
 
     def __init__(self, game: Game, words: Sequence[str], paths: Sequence[Path]):
@@ -90,96 +88,101 @@ class GameIndex:
 
 
 class EpisodeFiles:
-    """The files of a run, as one rank of a launch uses them."""
+    """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order."""
 
     def __init__(self, output_dir: str | Path, stem: str, words: Sequence[str], game: Game):
         self.folder, self.stem, self.words, self.game = Path(output_dir), stem, words, game
-        self.results_path, self.summary_path = (self.folder / f"{stem}_{name}.json" for name in ("results", "summary"))
-        names = ("rank*.jsonl", "settings.json", "results.json", "summary.json")
-        self.settings = utils.RunSettings(
-            self.folder / f"{stem}_settings.json",
-            results=self._existing_games,
-            remedy=f"use another --output_dir, or delete this run in {self.folder}: "
-            + ", ".join(f"{stem}_{name}" for name in names),
+        self.record_path, self.results_path, self.summary_path = (
+            self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
         )
         self.own_path = self._rank_path(rank())
         self.own_file: BinaryIO | None = None
 
-    def start(self, settings: dict) -> GameIndex:
-        """Lock the run for this launch, which all its ranks do together, and return the games so far.
+    def settings_then(self) -> dict:
+        """The settings of the games that are there; empty without any, or if the record cannot be read."""
+        try:
+            settings = utils.read_json(self.record_path)["settings"] if self._rank_paths() else {}
+        except (OSError, UserError, KeyError, TypeError):
+            settings = None
+        return settings if isinstance(settings, dict) else {}  # `stage` says what is wrong
 
-        Raises UserError, before anything is written, if the games in the folder were made with other settings, or if
-        another launch is running there.
+    @contextmanager
+    def stage(self, settings: Mapping, *, made_of_games: Sequence[str] = ()) -> Iterator[utils.Todo]:
+        """`utils.stage` for these games and for the files that are made of them, whose names are given.
+
+        While it runs, each rank holds the lock of the file that it writes, and rank 0 that of the record.
         """
+        stem = glob.escape(self.stem)
+        results = [f"{stem}_results.json", f"{stem}_rank[0-9]*.jsonl", f"{stem}_summary.json", *made_of_games]
 
-        def claim() -> dict:
-            locks = f".{glob.escape(self.stem)}_rank*.lock"
-            for path in filter(utils.is_locked, self.folder.glob(locks)):  # a rank may outlive its rank 0
-                raise UserError(utils.LOCKED.format(path))
-            self.settings.claim(settings)
-            self.settings.write(settings)
-            return settings
+        utils.from_rank_0(self._refuse_living_ranks)
+        settings = {**settings, "games": len(self.words)}
+        with utils.stage(self.record_path, settings, results=results, may_change=["games"]) as todo:
+            try:
+                if todo:
+                    _refuse_odd_file(self.own_path)
+                    utils.lock(self._lock_path(rank()))
+                    utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach the end
+                yield todo
+            finally:
+                utils.unlock(self._lock_path(rank()))
 
-        claimed = utils.from_rank_0(claim)
-        if different := utils.differences(claimed, settings):
-            raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
-        utils.lock(_lock_of(self.own_path))
-        utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach meet_at_end
-        self.own_file = _open_to_append(self.own_path)
-        return self.finished()
+    def finished(self) -> FinishedGames:
+        """The finished games of all ranks, including those of launches with other numbers of processes."""
+        return FinishedGames(self.game, self.words, self._rank_paths())
 
     def append(self, episode: Mapping) -> None:
         """Store a finished game; it is on the disk when this returns."""
         with utils.naming_full_disk(self.own_path):
+            if self.own_file is None:
+                self.own_file = _open_to_append(self.own_path)
             self.own_file.write(json.dumps(episode, ensure_ascii=False).encode() + b"\n")
             self.own_file.flush()
             os.fsync(self.own_file.fileno())
 
-    def finished(self) -> GameIndex:
-        """The finished games of all ranks, including those of launches with other numbers of processes."""
-        return GameIndex(self.game, self.words, self._rank_paths())
-
     def meet(self) -> None:
         """Wait until all ranks of this launch have ended their games."""
-        self.own_file.close()
-        utils.meet_at_end([_lock_of(self._rank_path(number)) for number in range(world_size())])
+        if self.own_file is not None:
+            self.own_file.close()
+        utils.meet_at_end([self._lock_path(number) for number in range(world_size())])
 
     def merge(self, *, seconds: float, tokens_before: int) -> dict:
         """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
 
         Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. If games are
-        missing, raises GamesMissing, or UserError if files of ranks are missing too.
+        missing, raises GamesMissing, or UserError if other ranks have not worked in this folder.
         """
-        own_ranks = [self._rank_path(number) for number in range(world_size())]
-        all_there = utils.wait_until(lambda: all(path.is_file() for path in own_ranks), utils.SHARING_TIMEOUT)
         games = self.finished()
         if missing := games.missing():
-            if all_there:
-                raise GamesMissing(len(missing))
-            ranks = sorted({index % world_size() for index in missing})
-            named = ", ".join(self.words[index] for index in missing[:NAMED]) + ", ..." * (len(missing) > NAMED)
-            raise UserError(
-                f"{self.folder}: {len(missing)} games are missing, of ranks {ranks} ({named}). If these ranks have "
-                "this folder on another disk, bring all rank files into one folder. Then run the same command again"
-            )
+            self._refuse_other_disks(missing)
+            raise GamesMissing(len(missing))
         tokens = games.counts.tokens["new_tokens"] - tokens_before
-        if not tokens and self.results_path.is_file() and self.summary_path.is_file():
-            summary = utils.read_json(self.summary_path)
-            if summary["games"] == len(self.words):
-                logger.info("%s: all is there", self.results_path)
-                return summary
         write_records(self.results_path, games)
-        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if seconds else None}
+        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if tokens and seconds else None}
         write_json(self.summary_path, summary)
         return summary
 
-    def _existing_games(self) -> Path | None:
-        """A file with games, if there is one. A launch that failed before its first game leaves none."""
-        files = (*self._rank_paths(), self.results_path)
-        return next((path for path in files if path.is_file() and path.stat().st_size), None)
+    def _refuse_living_ranks(self) -> None:
+        """Raise UserError if a rank of an earlier launch has outlived its rank 0 and still plays."""
+        for path in filter(utils.is_locked, self.folder.glob(f".{glob.escape(self.stem)}_rank[0-9]*.lock")):
+            raise UserError(utils.LOCKED.format(path))
+
+    def _refuse_other_disks(self, missing: Sequence[int]) -> None:
+        """Raise UserError if a rank whose games are missing has no lock in this folder."""
+        elsewhere = [number for number in range(world_size()) if not self._lock_path(number).is_file()]
+        lost = [index for index in missing if index % world_size() in elsewhere]
+        if lost:
+            named = ", ".join(self.words[index] for index in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
+            raise UserError(
+                f"{self.folder}: {len(lost)} games are missing, of ranks {elsewhere} ({named}), which have this "
+                "folder on another disk. Bring all rank files into one folder, then run the same command again"
+            )
 
     def _rank_path(self, number: int) -> Path:
         return self.folder / f"{self.stem}_rank{number}.jsonl"
+
+    def _lock_path(self, number: int) -> Path:
+        return self.folder / f".{self.stem}_rank{number}.lock"
 
     def _rank_paths(self) -> list[Path]:
         pattern = re.compile(re.escape(self.stem) + r"_rank\d+\.jsonl")
@@ -202,14 +205,15 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file, and delete the unfinished line that a kill may have left. UserError for a link or a device."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file; games are stored in one")
+    """Open a rank file, and delete the unfinished line that a kill may have left."""
+    _refuse_odd_file(path)
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
     return file
 
 
-def _lock_of(rank_path: Path) -> Path:
-    return rank_path.with_name(f".{rank_path.stem}.lock")
+def _refuse_odd_file(path: Path) -> None:
+    """Raise UserError for a link, a folder or a device in the place of a rank file."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file; games are stored in one")

@@ -1,7 +1,8 @@
-"""From the players' names on the command line to players, and to their entries in the settings file."""
+"""From the players' names on the command line to players. Models that play are loaded here."""
 
 import gc
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,20 +10,24 @@ import torch
 
 from tools.engine import model as models
 from tools.engine.generate import BatchEngine
-from tools.engine.local_player import ENGINE_THREAD, Batcher, LocalPlayer
+from tools.engine.local_player import ENGINE_THREAD, Batcher, Engine, LocalPlayer
 from tools.engine.memory import batch_size_for_memory, slots_for_memory
 from tools.engine.slots import SlotEngine, can_hold
-from tools.engine.vllm import VLLM, VLLMServer
+from tools.engine.vllm import VLLM
 from tools.games import prompts
 from tools.games.game import Game
-from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import SCRIPTED, Player, ScriptedPlayer, Turn
-from tools.players.server_flags import SERVER, ServerUse, is_server
-from tools.selfplay.options import GENERATE, SLOTS, PlayFlags
-from utils import UserError, model_fingerprint, model_folder
+from tools.players.player import Player, Turn
+from tools.players.server import ServerUse
+from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags, kind_of
+from utils import UserError, model_folder, rank, world_size
 
 VLLM_GAMES = 256  # games at once with vLLM, unless a flag says otherwise
 logger = logging.getLogger(__name__)
+
+
+def make_player(name: str, lineup: "Lineup", seed: int | str) -> Player:
+    """The player of this name. `seed` is that of the draws of servers and vLLM; our engines use torch's generator."""
+    return kind_of(name).make(name, lineup, seed)
 
 
 class Lineup:
@@ -30,38 +35,48 @@ class Lineup:
 
     def __init__(self, flags: PlayFlags, game: Game):
         self.flags, self.game, self.sampling = flags, game, flags.sampling()
-        self.loaded: dict[Path, models.LocalModel] = {}
-        self.vllms: dict[tuple[Path, int], VLLMServer] = {}  # by folder and number of servers that share the GPUs
-        self.tokens: dict[str, models.ModelTokens] = {}  # loaded without their models
-        self.slots = True  # whether models in this process play with SlotEngine; else with BatchEngine
+        self.use = ServerUse(flags)
         self.batch_size = flags.per_device_eval_batch_size
-        self.use = ServerUse()
+        self.batcher = Batcher()
+        self.engine: type[SlotEngine] | type[BatchEngine] = SlotEngine
+        self.loaded: dict[Path, models.LocalModel] = {}
+        self.engines: dict[Path, Engine] = {}  # of the models that play
+        self.tokens: dict[str, models.ModelTokens] = {}  # by name, loaded without their models
+        torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
 
     def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once. Models that no longer play leave memory.
 
-        `names` are those of roles[0] and roles[1]. `seed` seeds the draws on servers; models in this process draw from
-        torch's generator.
+        `names` are those of roles[0] and roles[1].
         """
-        folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
-        if self.flags.engine == VLLM:
-            of_folder = self._vllm_players(set(folders.values()), seed)
-        else:
-            of_folder = ENGINE_THREAD.submit(self._local_players, set(folders.values()), names).result()
-        players: dict[str, Player] = {name: of_folder[folder] for name, folder in folders.items()}
-        if servers := set(filter(is_server, names)):
-            from tools.players.server import ServerPlayer, connect  # needs an optional package
+        limit = 1 if any(kind_of(name).at_terminal for name in names) else self.flags.concurrent_games
+        folders = {model_folder(name).resolve() for name in names if kind_of(name) is LocalPlayer}
+        self.batcher = Batcher()
+        start = self._start_vllms if self.flags.engine == VLLM else self._start_engines
+        ENGINE_THREAD.submit(start, folders, limit).result()
+        players = {name: make_player(name, self, seed) for name in dict.fromkeys(names)}
+        busy, most = sum(each.games for each in players.values()), min(each.most_games for each in players.values())
+        at_once = limit or max(1, min(busy, most))
+        return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, at_once
 
-            how = (connect(self.flags), self.flags, self.sampling, self.use)
-            players |= {
-                name: ServerPlayer(name.removeprefix(SERVER), *how, self._tokens(name), seed) for name in servers
-            }
-        for name in names:
-            if name.startswith(SCRIPTED):
-                players[name] = ScriptedPlayer(self.game.scripted(name.removeprefix(SCRIPTED)))
-            elif name == HUMAN:
-                players[name] = HumanPlayer(self.game)
-        return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, self._at_once(names)
+    def local_player(self, name: str, seed: int | str) -> Player:
+        """A player with a model that plays."""
+        engine, tokens = self.engines[model_folder(name).resolve()], self.tokens_of(name)
+        player = LocalPlayer(engine, self.batcher, tokens.chat, seed)
+        player.games = VLLM_GAMES if self.batch_size is None else self.batch_size
+        if not isinstance(engine, BatchEngine):
+            player.most_games = player.games  # every game has its place, in each engine
+        return player
+
+    def tokens_of(self, name: str) -> models.ModelTokens | None:
+        """The tokenizer of a player, loaded without its model; None if it is not known."""
+        found = kind_of(name).tokenizer(name, self.flags)
+        if found and found not in self.tokens:
+            tokens = models.load_tokens(found, self.sampling, trust_remote_code=self.flags.trust_remote_code)
+            if self.flags.chat_template:
+                tokens.use_chat_template(found)
+            self.tokens[found] = tokens
+        return self.tokens[found] if found else None
 
     def check_opening(self, names: Sequence[str], task: str, templates: prompts.Templates) -> None:
         """Raise UserError if the opening prompt loses rules to --max_length, unless --allow_cuts.
@@ -71,7 +86,7 @@ class Lineup:
         role = self.game.next_role(task, ())
         secrets = self.game.secrets(role, task, ())
         turn = Turn(self.game, role, (), self.flags.turns(self.game), 0, secrets, templates)
-        tokens = self._tokens(names[self.game.roles.index(role)])
+        tokens = self.tokens_of(names[self.game.roles.index(role)])
         if tokens and tokens.encode_turn(turn)[1] and not self.flags.allow_cuts:
             raise UserError(
                 f"the opening prompt for {task!r} is longer than --max_length - --max_new_tokens, so it loses the "
@@ -79,101 +94,76 @@ class Lineup:
             )
 
     def end(self) -> None:
-        """End the vLLM servers."""
-        while self.vllms:
-            self.vllms.popitem()[1].end()
+        """Free the memory of the models in vLLM."""
+        if self.flags.engine == VLLM:
+            ENGINE_THREAD.submit(self._end_vllms).result()
 
-    def _at_once(self, names: Sequence[str]) -> int:
-        """How many games to play at once."""
-        if HUMAN in names:
-            return 1
-        if self.flags.concurrent_games:
-            return self.flags.concurrent_games
-        if self.vllms:
-            return self.flags.per_device_eval_batch_size or VLLM_GAMES
-        if self.loaded and self.slots:
-            return self.batch_size  # every game has its slot, in each engine
-        games = self.batch_size * len(self.loaded) if self.loaded else 0  # batch x models games keep one batch full
-        return max(games + self.flags.max_concurrency * any(map(is_server, names)), 1)
+    def _start_vllms(self, folders: set[Path], limit: int | None) -> None:
+        """vLLM engines for these models, without requests of earlier games."""
+        flags = self.flags
+        if folders != set(self.engines):
+            self._end_vllms()
+            for folder in sorted(folders):
+                self.engines[folder] = flags.load_vllm(
+                    folder,
+                    self.tokens_of(str(folder)),
+                    dtype=flags.dtype(),
+                    sequences=flags.per_device_eval_batch_size or VLLM_GAMES,
+                    models=len(folders),
+                    trust_remote_code=flags.trust_remote_code,
+                )
+        for engine in self.engines.values():
+            engine.drop_requests()
 
-    def _vllm_players(self, folders: set[Path], seed: int | str) -> dict[Path, Player]:
-        """Players by model folder. Servers of other folders end."""
-        from tools.engine.vllm_player import VLLMPlayer  # needs an optional package
+    def _end_vllms(self) -> None:
+        """End all of them at once: a vLLM engine that ends takes down what others in its process share with it."""
+        while self.engines:
+            self.engines.popitem()[1].end()
 
-        flags, games = self.flags, self.flags.per_device_eval_batch_size or VLLM_GAMES
-        wanted = {(folder, len(folders)) for folder in folders}
-        for key in set(self.vllms) - wanted:
-            self.vllms.pop(key).end()
-        how = {"max_length": flags.max_length, "sequences": games, "trust_remote_code": flags.trust_remote_code}
-        how |= {"dtype": str(flags.dtype()).removeprefix("torch.") if flags.dtype() else None, "models": len(folders)}
-        for key in sorted(wanted - set(self.vllms)):
-            self.vllms[key] = flags.vllm_server(key[0], **how).start()
-        return {
-            folder: VLLMPlayer(server, self._tokens(str(folder)), games=games, seed=seed)
-            for (folder, _), server in self.vllms.items()
-        }
-
-    def _local_players(self, folders: set[Path], names: Sequence[str]) -> dict[Path, Player]:
-        """Players by model folder, whose models are loaded into this process."""
+    def _start_engines(self, folders: set[Path], limit: int | None) -> None:
+        """New engines for these models, for at most `limit` games at once."""
+        self.engines = {}
         if folders != set(self.loaded):
             self._load(folders)
-        batcher, engine, games = Batcher(), SlotEngine if self.slots else BatchEngine, self._at_once(names)
-        return {
-            folder: LocalPlayer(engine(local, min(self.batch_size, games)), batcher, local.chat)
-            for folder, local in self.loaded.items()
-        }
+        for folder, local in self.loaded.items():
+            self.engines[folder] = self.engine(local, min(self.batch_size, limit or self.batch_size))
 
     def _load(self, folders: set[Path]) -> None:
         """Load these models in the place of those in memory; choose their engine and, unless set, the batch size."""
         flags = self.flags
-        self.loaded = {folder: model for folder, model in self.loaded.items() if folder in folders}
+        self.loaded = {folder: local for folder, local in self.loaded.items() if folder in folders}
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-        how = {"dtype": flags.dtype(), "device_map": flags.device_map, "trust_remote_code": flags.trust_remote_code}
         for folder in sorted(folders - set(self.loaded)):
-            local = self.loaded[folder] = models.load_local_model(folder, self.sampling, **how)
+            local = self.loaded[folder] = models.load_local_model(
+                folder,
+                self.sampling,
+                dtype=flags.dtype(),
+                device_map=flags.device_map,
+                trust_remote_code=flags.trust_remote_code,
+            )
             if flags.chat_template:
                 local.use_chat_template(str(folder))
         able = all(can_hold(local.model, flags.max_length) for local in self.loaded.values())
         if flags.engine == SLOTS and not able:
             raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-        self.slots = able and flags.engine != GENERATE
+        self.engine = SlotEngine if able and flags.engine != GENERATE else BatchEngine
+        self._set_batch_size()
+
+    def _set_batch_size(self) -> None:
+        """Set the size of the caches and, unless a flag does, of batches by the free memory."""
         sizes = []
         for local in self.loaded.values():
-            if self.slots:
+            if self.engine is SlotEngine:
                 size, local.cache_tokens = slots_for_memory(local.model, engines=len(self.loaded))
                 sizes.append(size)
-            elif flags.per_device_eval_batch_size is None:
-                sizes.append(batch_size_for_memory(local.model, flags.max_length))
-        if sizes and flags.per_device_eval_batch_size is None:
+            elif self.flags.per_device_eval_batch_size is None:
+                sizes.append(batch_size_for_memory(local.model, self.flags.max_length))
+        if sizes and self.flags.per_device_eval_batch_size is None:
             self.batch_size = min(sizes)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
 
-    def _tokens(self, name: str) -> models.ModelTokens | None:
-        """The tokenizer of a model folder or a player, loaded without its model; None if it is not known."""
-        if is_local(name):
-            name = str(model_folder(name).resolve())
-        elif is_server(name) and self.flags.openai_tokenizer:
-            name = self.flags.openai_tokenizer
-        else:
-            return None
-        if name not in self.tokens:
-            tokens = models.load_tokens(name, self.sampling, trust_remote_code=self.flags.trust_remote_code)
-            if self.flags.chat_template:
-                tokens.use_chat_template(name)
-            self.tokens[name] = tokens
-        return self.tokens[name]
 
-
-def is_local(name: str) -> bool:
-    """Whether a player is a model on this machine."""
-    return name != HUMAN and not is_server(name) and not name.startswith(SCRIPTED)
-
-
-def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player's entry in the settings file. (A scripted player is part of the game's source.)"""
-    if name == HUMAN or name.startswith(SCRIPTED):
-        return name
-    if is_server(name):
-        return flags.server_setting(name)
-    return {"path": name, "sha256": model_fingerprint(model_folder(name))}
+def seed_draws(seed: int | str, *, games_left: int) -> None:
+    """Seed torch for this rank. The number of games left is part of the seed, so a resumed run draws anew."""
+    torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))

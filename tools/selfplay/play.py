@@ -1,31 +1,33 @@
-"""Playing: one game, many games at once, and a whole run, which stores each game as it ends."""
+"""Playing: one game, many games at once, and a whole run, which stores each game as it ends.
+
+A run is a list of plays: the games of two players on a list of tasks. Self-play is one play, matches are many.
+"""
 
 import asyncio
-import itertools
 import logging
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+from tqdm import tqdm
 
-from tools.engine.vllm import AUTO, VLLM
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.human import HUMAN, HumanPlayer, HumanQuit
+from tools.players.human import HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.selfplay.counts import SERVER_COUNTS, GameCounts
-from tools.selfplay.files import Episode, EpisodeFiles, GamesMissing
-from tools.selfplay.lineup import Lineup, is_local
-from tools.selfplay.options import PlayFlags
-from tools.selfplay.progress import Progress
-from utils import UserError, from_rank_0, rank, world_size
+from tools.selfplay.files import Episode, EpisodeFiles, FinishedGames, GamesMissing
+from tools.selfplay.flags import PlayFlags, kind_of
+from utils import UserError, rank, shown, world_size
+
+if TYPE_CHECKING:
+    from tools.selfplay.lineup import Lineup  # brings torch and transformers
 
 UNFINISHED = 3  # exit status if games are missing that the same command can play
+LOST_IN_A_ROW = 20  # after so many unfinished games in a row, no other game begins
 logger = logging.getLogger(__name__)
 
 
@@ -102,54 +104,57 @@ async def play_games(
 
 
 @dataclass(frozen=True)
-class Pairing:
-    """Two players and the seed of their draws; `labels` are stored with each of their games."""
+class Play:
+    """The games of two players on a list of tasks."""
 
-    names: tuple[str, str]  # of roles[0] and roles[1], as on the command line
-    seed: int | str
-    labels: dict = field(default_factory=dict)
+    names: tuple[str, str]  # of the players of roles[0] and roles[1], as on the command line
+    seed: int | str  # of their draws
+    tasks: Sequence[str]
+    labels: Mapping = field(default_factory=dict)  # stored with each game
 
 
 @dataclass
 class Run:
-    """One rank's part of a run: it plays its missing games, pairing by pairing, and stores each as it ends."""
+    """One rank's part of a run. `files` has the tasks of all plays, in their order."""
 
     flags: PlayFlags
     game: Game
     templates: prompts.Templates
-    files: EpisodeFiles  # its words are the tasks of all games
-    pairings: Sequence[Pairing]  # one for each game; equal ones are neighbours
+    plays: Sequence[Play]
+    files: EpisodeFiles
 
-    def __post_init__(self):
-        self.names = {name for pairing in self.pairings for name in pairing.names}
+    def play_missing(self) -> None:
+        """Play this rank's share of the missing games, and wait for the other ranks. Rank 0 then writes the results.
 
-    def play(self, settings: dict) -> dict | None:
-        """Play the missing games; return the summary of all games on rank 0, None on other ranks.
-
-        `settings` are all settings that the games depend on. If games had to be left unfinished, this ends the program
-        with status UNFINISHED.
+        If games had to be left unfinished, this ends the program with status UNFINISHED.
         """
-        self._settle_engine(settings)
-        self.flags.set_precision()
-        finished = self.files.start(settings)
+        finished = self.files.finished()
         missing, games = finished.missing(), len(self.files.words)
         if 0 < len(missing) < games:
             logger.info("continues: %d of %d games are there", games - len(missing), games)
         own = [index for index in missing if index % world_size() == rank()]
-        quiet = HUMAN in self.names or not own
-        progress = Progress(self.game, len(own), logging_steps=self.flags.logging_steps, quiet=quiet)
+        progress = Progress(self.game, len(own), self.flags.logging_steps, quiet=self.at_terminal or not own)
         if own:
-            self._play(own, finished.counts, progress)
+            self._play(own, finished, progress)
         self.files.meet()
         if progress.missing:
             self._end_unfinished(progress.missing)
-        if rank() > 0:
-            return None
-        seconds = time.monotonic() - progress.began
-        try:
-            return self.files.merge(seconds=seconds, tokens_before=finished.counts.tokens["new_tokens"])
-        except GamesMissing as error:
-            self._end_unfinished(error.args[0])
+        if rank() == 0:
+            tokens_before = finished.counts.tokens["new_tokens"]
+            try:
+                self.files.merge(seconds=time.monotonic() - progress.began, tokens_before=tokens_before)
+            except GamesMissing as error:
+                self._end_unfinished(error.args[0])
+
+    @property
+    def names(self) -> set[str]:
+        """All players."""
+        return {name for play in self.plays for name in play.names}
+
+    @property
+    def at_terminal(self) -> bool:
+        """Whether a person plays here."""
+        return any(kind_of(name).at_terminal for name in self.names)
 
     def _end_unfinished(self, missing: int) -> NoReturn:
         cap = self.flags.max_total_tokens
@@ -158,35 +163,22 @@ class Run:
         sys.stderr.write(f"{program}: {missing} games are missing; the same command plays them{more}\n")
         sys.exit(UNFINISHED)
 
-    def _settle_engine(self, settings: dict) -> None:
-        """Decide what `--engine auto` means, and write it into the settings. A run keeps the engine it began with."""
-        if self.flags.engine != AUTO or not any(map(is_local, self.names)):
-            return
-        begun = self.files.settings
+    def _play(self, own: Sequence[int], finished: FinishedGames, progress: "Progress") -> None:
+        """Play these games of all plays; `finished` are those of earlier starts."""
+        from tools.selfplay.lineup import Lineup
 
-        def choose() -> str:
-            if begun.results() and begun.path.is_file():
-                return VLLM if begun.read().get("engine") == VLLM else AUTO
-            return AUTO if self.flags.device_map else self.flags.choose_engine()
-
-        self.flags.engine = settings["engine"] = from_rank_0(choose)
-
-    def _play(self, own: list[int], before: GameCounts, progress: Progress) -> None:
-        """Play these games of all pairings; `before` counts the games of earlier starts."""
         lineup = Lineup(self.flags, self.game)
-        for names in sorted({pairing.names for pairing in self.pairings}):
+        for names in sorted({play.names for play in self.plays}):
             lineup.check_opening(names, self.files.words[0], self.templates)
         if self.flags.max_total_tokens is not None:  # this rank's share of what is left
-            left = self.flags.max_total_tokens - sum(before.tokens[key] for key in SERVER_COUNTS)
+            left = self.flags.max_total_tokens - sum(finished.counts.tokens[key] for key in SERVER_COUNTS)
             lineup.use.limit = left / world_size()
         try:
-            for pairing, indices in itertools.groupby(own, key=self.pairings.__getitem__):
-                if not (lineup.use.used_up or progress.given_up):
-                    self._play_pairing(pairing, list(indices), lineup, progress)
+            asyncio.run(self._play_all(own, lineup, progress))
         except PlayerUnusable as error:
             raise UserError(f"{error}; the games played so far are safe") from None
         except (HumanQuit, KeyboardInterrupt):
-            if HUMAN not in self.names:
+            if not self.at_terminal:
                 raise
             print("\nYou have left. The same command plays the games that are missing.")
             sys.exit(0)
@@ -194,42 +186,107 @@ class Run:
             lineup.end()
             progress.bar.close()
 
-    def _play_pairing(self, pairing: Pairing, indices: list[int], lineup: Lineup, progress: Progress) -> None:
-        # Players go out of scope at the end of their match, because the next models need the memory.
-        players, games_at_once = lineup.build_players(pairing.names, seed=pairing.seed)
-        if pairing.labels:
-            match = ", ".join(f"{key} {text}" for key, text in pairing.labels.items())
-            logger.info("match: %s, %d games", match, len(indices))
-        seed_draws(pairing.seed, games_left=len(indices))
+    async def _play_all(self, own: Sequence[int], lineup: "Lineup", progress: "Progress") -> None:
+        """Play the plays one after the other, each with the games of it that are in `own`."""
+        first, wanted = 0, set(own)
+        for play in self.plays:
+            games = [(first + place, task) for place, task in enumerate(play.tasks) if first + place in wanted]
+            first += len(play.tasks)
+            if games and not (lineup.use.used_up or progress.given_up):
+                await self._play_one(play, games, lineup, progress)
+
+    async def _play_one(
+        self, play: Play, games: Sequence[tuple[int, str]], lineup: "Lineup", progress: "Progress"
+    ) -> None:
+        """Play these games, (index, task) pairs, of a play."""
+        from tools.selfplay.lineup import seed_draws
+
+        # Players go out of scope at the end of their play, because the next models need the memory.
+        players, games_at_once = lineup.build_players(play.names, seed=play.seed)
+        if play.labels:
+            match = ", ".join(f"{key} {text}" for key, text in play.labels.items())
+            logger.info("match: %s, %d games", match, len(games))
+        seed_draws(play.seed, games_left=len(games))
         progress.begin(games_at_once)
 
         def tasks() -> Iterator[tuple[int, str]]:
-            for index in indices:
+            for game in games:
                 if lineup.use.used_up or progress.given_up:
                     return
-                yield index, self.files.words[index]
+                yield game
 
         def on_episode(episode: Episode) -> None:
-            self.files.append(episode | pairing.labels)
+            self.files.append(episode | play.labels)
             progress.game(episode)
             for player in set(players.values()):  # one player may have both roles
-                if isinstance(player, HumanPlayer):
-                    player.end(episode)
+                player.game_over(episode)
 
-        asyncio.run(
-            play_games(
-                self.game,
-                tasks(),
-                players,
-                max_turns=self.flags.turns(self.game),
-                templates=self.templates,
-                concurrent_games=games_at_once,
-                on_episode=on_episode,
-                on_lost=progress.lost,
-            )
+        await play_games(
+            self.game,
+            tasks(),
+            players,
+            max_turns=self.flags.turns(self.game),
+            templates=self.templates,
+            concurrent_games=games_at_once,
+            on_episode=on_episode,
+            on_lost=progress.lost,
         )
 
 
-def seed_draws(seed: int | str, *, games_left: int) -> None:
-    """Seed torch for this rank. The number of games left is part of the seed, so a resumed run draws anew."""
-    torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
+class Progress:
+    """Counts the games of this rank in this start. Rank 0 shows a bar and now and then a game.
+
+    With `quiet` it shows nothing, because a person plays in the terminal or there is nothing to play.
+    """
+
+    def __init__(self, game: Game, games: int, logging_steps: int, *, quiet: bool):
+        self.counts, self.games, self.logging_steps = GameCounts(game), games, logging_steps
+        self.shows = rank() == 0 and not quiet
+        self.lost_in_a_row = 0
+        self.shown_at = 0  # number of messages when a game was last shown
+        self.began = time.monotonic()
+        title = f"rank 0 of {world_size()}" if world_size() > 1 else "games"
+        interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
+        self.bar = tqdm(total=games, desc=title, unit="game", disable=not self.shows, mininterval=interval)
+
+    @property
+    def missing(self) -> int:
+        """How many games have not ended."""
+        return self.games - self.counts.games
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no other game is to begin, because too many were left unfinished in a row."""
+        return self.lost_in_a_row >= LOST_IN_A_ROW
+
+    def begin(self, games_at_once: int) -> None:
+        """Note how many games are played at once, and start the clock, which leaves out loading the first models."""
+        self.batch = games_at_once
+        if not self.counts.games:
+            self.began = time.monotonic()
+
+    def game(self, episode: Episode) -> None:
+        """Count a finished game, and show one for every `logging_steps` batches of messages."""
+        self.counts.add(episode)
+        self.lost_in_a_row = 0
+        speed = self.counts.tokens["new_tokens"] / (time.monotonic() - self.began)
+        shares = {outcome: f"{number / self.counts.games:.0%}" for outcome, number in self.counts.outcomes.items()}
+        self.bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
+        self.bar.update()
+        messages = self.counts.messages.total()
+        if self.shows and self.logging_steps and messages - self.shown_at >= self.logging_steps * self.batch:
+            tqdm.write(describe(episode))
+            self.shown_at = messages
+
+    def lost(self, task: str, error: ReplyUnavailable) -> None:
+        """Note that a game is left unfinished."""
+        logger.warning("%s: left unfinished: %s", task, error)
+        self.lost_in_a_row += 1
+        if self.lost_in_a_row == LOST_IN_A_ROW:
+            logger.error("%d games in a row had to be left unfinished; no other game begins", LOST_IN_A_ROW)
+
+
+def describe(episode: Episode) -> str:
+    """An episode as lines of text."""
+    lines = [f"{message['role']}: {shown(message['content'])}" for message in episode["history"]]
+    return "\n".join([f"--- {shown(episode['target_word'])} ---", *lines, f"--- {episode['outcome']} ---"])

@@ -1,23 +1,34 @@
-"""The flags that all programs that play games share: their checks, and the settings that follow from them."""
+"""The flags that all programs that play games share, and the kinds of players that their names may mean. No torch."""
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import torch
-
-from tools.engine.vllm import AUTO, VLLM, VLLMFlags
+from tools.engine.local_player import LocalPlayer
+from tools.engine.vllm import AUTO, VLLM, VLLMFlags, choose_engine
 from tools.flags import flag
 from tools.games import prompts
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.players.player import SAMPLING, TESTING, Sampling
-from tools.players.server_flags import ServerFlags
-from utils import too_small
+from tools.players.human import HUMAN, HumanPlayer
+from tools.players.player import SAMPLING, SCRIPTED, TESTING, Player, Sampling, ScriptedPlayer
+from tools.players.server import SERVER, ServerFlags, ServerPlayer
+from utils import from_rank_0, tokenizer_fingerprint, too_small
 
+# Players that are no models on this machine, by their name or by its beginning up to a colon.
+KINDS: dict[str, type[Player]] = {HUMAN: HumanPlayer, SCRIPTED: ScriptedPlayer, SERVER: ServerPlayer}
 SLOTS, GENERATE = "slots", "generate"
 # Flags that are also fields of Sampling.
 DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
+Own = TypeVar("Own", bound="PlayFlags")
+
+
+def kind_of(name: str) -> type[Player]:
+    """The class of the player with this name: one of KINDS, else a model on this machine."""
+    beginning, colon, _ = name.partition(":")
+    return KINDS.get(beginning + colon, LocalPlayer)
 
 
 @dataclass(kw_only=True)
@@ -42,7 +53,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     engine: str = flag(
         "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
-        "this process starts a vLLM server for each model; auto: vllm if there are a GPU and vLLM, else slots if the "
+        "vLLM in this process; auto: vllm if there are a GPU and the package vllm, else slots if the "
         "engine can compute the model's attention, else generate",
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),
@@ -59,7 +70,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         """Turns of a game."""
         return game.max_turns if self.max_turns is None else self.max_turns
 
-    def problems(self, names: list[str]) -> list[str]:
+    def problems(self, names: Sequence[str]) -> list[str]:
         """What is wrong with these flags for these players, one phrase for each problem."""
         problems = too_small(self, max_turns=1, max_new_tokens=1, min_new_tokens=0, top_k=0, logging_steps=0)
         problems += too_small(self, per_device_eval_batch_size=1, concurrent_games=1)
@@ -79,17 +90,33 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         if self.engine == VLLM and self.device_map:
             problems.append(f"--device_map is not for --engine {VLLM}, which has --tensor_parallel_size")
         problems += self.vllm_problems(self.engine)
-        return problems + self.server_problems(
-            names, chat_template=self.chat_template, min_new_tokens=self.min_new_tokens
-        )
+        for kind in dict.fromkeys(map(kind_of, names)):
+            problems += kind.problems(self)
+        return problems
+
+    def with_engine(self: Own, names: Sequence[str], begun: Mapping) -> Own:
+        """These flags with the meaning of `--engine auto`: vLLM, or still auto for our own engines.
+
+        `begun` are the settings of the games that are there already: a run keeps the engine that it began with. All
+        ranks of the launch must call this.
+        """
+        if self.engine != AUTO or all(kind_of(name) is not LocalPlayer for name in names):
+            return self
+
+        def choose() -> str:
+            if begun:
+                return VLLM if begun.get("engine") == VLLM else AUTO
+            return AUTO if self.device_map else choose_engine()
+
+        return replace(self, engine=from_rank_0(choose))
 
     def sampling(self) -> Sampling:
         """How replies are drawn."""
         return Sampling(**{name: getattr(self, name) for name in DRAWS}, do_sample=self.task_type == SAMPLING)
 
-    def dtype(self) -> torch.dtype | None:
-        """The type of models on this machine; None: the one in each model's config."""
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
+    def dtype(self) -> str | None:
+        """The type of models on this machine, by torch's name; None: the one in each model's config."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """The settings that games depend on besides players, words and seed."""
@@ -97,11 +124,16 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         own = {name: getattr(self, name) for name in names}
         return self.game_settings(game, templates) | {"max_turns": self.turns(game)} | own
 
-    def set_precision(self) -> None:
-        """Turn TF32 on or off."""
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+    def player_setting(self, name: str) -> dict | str:
+        """A player's entry among the settings."""
+        return kind_of(name).setting(name, self)
+
+    def tokenizer_fingerprints(self, players: Mapping[str, str]) -> dict[str, str]:
+        """`utils.tokenizer_fingerprint` of the tokenizers that are known. `players`: names on the command line."""
+        tokenizers = {label: kind_of(name).tokenizer(name, self) for label, name in players.items()}
+        return {label: tokenizer_fingerprint(found) for label, found in tokenizers.items() if found}
 
 
 def words_setting(path: str, words: list[str]) -> dict[str, str]:
-    """A word list's entry in the settings file."""
+    """A word list's entry among the settings."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}
