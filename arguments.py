@@ -5,12 +5,12 @@ use two flags of older transformers, which keep their meaning: --evaluation_stra
 """
 
 import argparse
+import importlib.util
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -20,7 +20,7 @@ import utils
 
 # The arguments of each method, with the paper's values as defaults. A method refuses the arguments of the others.
 REFERENCE_NAME = "ref_model_name_or_path"
-REFERENCE = {REFERENCE_NAME: None, "loss_normalization": "micro_batch"}
+REFERENCE = {REFERENCE_NAME: None, "ref_model_revision": None, "loss_normalization": "micro_batch"}
 METHOD_ARGUMENTS = {
     "SFT": {},
     "SFTwithKL": {"lm_kl_coeff": 0.1, **REFERENCE},
@@ -31,18 +31,19 @@ METHOD_ARGUMENTS = {
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
 
-# Settings that change the results; `same_run` adds data, models and the rows of a step. The number of processes, the
+# Flags that change the results; `run_settings` adds data, models and the rows of a step. The number of processes, the
 # ZeRO stage, the machine, logging and saving do not change them.
-SAME_RUN = (
+COMPARED = (
     *("train_method", "lm_kl_coeff", "lm_sft_coeff", "clip_range", "detach_kl", "loss_normalization"),
     *("lora_rank", *LORA_ARGUMENTS),
-    *("max_length", "padding_side", "truncation_side", "drop_unscored_rows"),
+    *("max_length", "padding_side", "truncation_side", "drop_unscored_rows", "retokenize"),
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "neftune_noise_alpha", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
 AMPERE = 8  # CUDA capability from which GPUs compute in bf16
+REPORTERS = ("tensorboard", "wandb")  # values of --report_to that are packages
 
 
 def _help(text: str, **metadata):
@@ -66,7 +67,9 @@ class SPAGArguments(TrainingArguments):
 
     # Models.
     model_name_or_path: str | None = _help("Folder or hub name of the model to train.")
+    model_revision: str | None = _help("Commit, branch or tag of the model on the hub; or write NAME@REVISION.")
     ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
+    ref_model_revision: str | None = _help("The same for the reference model.")
     attn_implementation: str | None = _help("sdpa, eager, flash_attention_2, ...; default: transformers chooses.")
     trust_remote_code: bool = _help("Run model code that comes with the weights (Baichuan2 needs it).", default=False)
     lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
@@ -85,8 +88,10 @@ class SPAGArguments(TrainingArguments):
         "Side on which the shorter rows of a batch are padded.", default="right", choices=["left", "right"]
     )
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
+    retokenize: bool = _help("Tokenize the texts of rows that have `target_ids` of another tokenizer.", default=False)
     drop_unscored_rows: bool = _help("Leave out rows whose whole target is cut off by --max_length.", default=False)
     show_examples: int = _help("Print this many rows as the model sees them and stop; nothing is written.", default=0)
+    hub_strategy: str = _help("With --push_to_hub the model is uploaded once, when training has ended.", default="end")
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
@@ -97,11 +102,14 @@ class SPAGArguments(TrainingArguments):
         for name, default in taken.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
+        self._join_revisions()
         if self.lora_rank and REFERENCE_NAME in taken:
             self.ref_model_name_or_path = self.model_name_or_path
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):
             self.resume_from_checkpoint = None  # every start continues from the last checkpoint anyway
-        self._hand_over_old_flags()
+        if self.warmup_ratio is not None:  # as in transformers 4
+            self.warmup_steps = self.warmup_steps or self.warmup_ratio
+            self.warmup_ratio = None
         self._settle_device()
         if self.show_examples:
             self.deepspeed = None  # no process group is needed
@@ -113,12 +121,13 @@ class SPAGArguments(TrainingArguments):
         except ValueError as error:  # transformers refuses the settings
             raise utils.UserError(str(error)) from error
 
-    def _hand_over_old_flags(self) -> None:
-        if self.warmup_ratio is not None:  # as in transformers 4
-            self.warmup_steps = self.warmup_steps or self.warmup_ratio
-            self.warmup_ratio = None
-        if self.gradient_checkpointing and hasattr(self, "activation_checkpointing"):
-            self.activation_checkpointing = True  # its name since transformers 5.23
+    def _join_revisions(self) -> None:
+        """Name models as NAME@REVISION, so that a name stands for one commit everywhere."""
+        for model in ("model", "ref_model"):
+            if revision := getattr(self, f"{model}_revision"):
+                name = f"{model}_name_or_path"
+                setattr(self, name, f"{getattr(self, name)}@{revision}")
+                setattr(self, f"{model}_revision", None)
 
     def _settle_device(self) -> None:
         """Run on the CPU where there is no GPU, and drop what the device cannot do."""
@@ -134,23 +143,17 @@ class SPAGArguments(TrainingArguments):
             self.dataloader_pin_memory = False
 
     @property
-    def derived_folder(self) -> Path:
-        """Folder of the encoded rows and the reference's log-probabilities, until training ends."""
-        return Path(self.output_dir) / "derived"
-
-    @property
     def weights_dtype(self) -> torch.dtype:
         """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32."""
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return half if self.deepspeed or self.lora_rank else torch.float32
 
     @cached_property
-    def same_run(self) -> dict:
-        """Everything that changes the results. `utils.RunSettings` compares it between two starts."""
-        settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in SAME_RUN}
+    def run_settings(self) -> dict:
+        """Everything that changes the results, as `utils.stage` compares it between two starts."""
+        settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in COMPARED}
         if self.max_steps > 0:
             settings["num_train_epochs"] = None
-        settings["weights"] = "float32" if self.weights_dtype == torch.float32 else "half"
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         if self.loss_normalization == "micro_batch":
             settings["per_device_train_batch_size"] = self.train_batch_size
@@ -159,7 +162,7 @@ class SPAGArguments(TrainingArguments):
                 settings[name] = utils.files_setting(*paths)
         for name in ("model_name_or_path", REFERENCE_NAME):
             if model := getattr(self, name):
-                settings[name] = {"path": model, "sha256": utils.model_fingerprint(utils.model_folder(model))}
+                settings[name] = utils.model_setting(model)
         return settings
 
     @cached_property
@@ -196,9 +199,7 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     """
     flag, new_flag = "--evaluation_strategy", "--eval_strategy"
     argv = [new_flag + word.removeprefix(flag) if word.split("=")[0] == flag else word for word in argv]
-    parser = HfArgumentParser(
-        SPAGArguments, allow_abbrev=False, exit_on_error=False, prog="train.py", description=__doc__
-    )
+    parser = build_parser()
     try:
         namespace, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -213,10 +214,23 @@ def parse_arguments(argv: list[str]) -> SPAGArguments:
     return arguments
 
 
+def build_parser() -> HfArgumentParser:
+    """The parser of train.py. Its help shows the flags of this project first, then those of the Trainer."""
+    usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
+    options = {"allow_abbrev": False, "exit_on_error": False, "usage": usage, "description": __doc__}
+    parser = HfArgumentParser(SPAGArguments, **options)
+    ours, theirs = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
+    ours.title = "flags of this project"
+    names = {each.name for each in fields(TrainingArguments)}
+    theirs._group_actions += [action for action in ours._group_actions if action.dest in names]
+    ours._group_actions = [action for action in ours._group_actions if action.dest not in names]
+    return parser
+
+
 def find_problems(args) -> list[str]:
     """The problems of the settings that can be found before anything is loaded, one line each."""
-    found = (_method_problems(args), _value_problems(args), _device_problems(args))
-    return [*itertools.chain(*found), *_path_problems(args)]
+    kinds = (_method_problems, _value_problems, _device_problems, _package_problems, _path_problems)
+    return [*itertools.chain(*(problems(args) for problems in kinds))]
 
 
 def _method_problems(args) -> Iterator[str]:
@@ -232,7 +246,7 @@ def _method_problems(args) -> Iterator[str]:
         yield from (f"--{name} needs --lora_rank" for name in LORA_ARGUMENTS if getattr(args, name) is not None)
         if REFERENCE_NAME in taken and reference is None:
             yield f"--{REFERENCE_NAME} is missing; {args.train_method} compares with a reference model"
-    elif reference and not _same_path(reference, args.model_name_or_path):
+    elif args.ref_model_revision or reference and not _same_path(reference, args.model_name_or_path):
         yield f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters"
     per_step = args.loss_normalization == "step" or "loss_normalization" not in taken
     if args.train_sampling_strategy == "batch_rebalance" and not per_step:
@@ -253,6 +267,8 @@ def _value_problems(args) -> Iterator[str]:
         yield f"--num_train_epochs must be above 0, got {args.num_train_epochs}"
     if args.torch_compile:
         yield "--torch_compile: every batch would be compiled again, because the number of logits changes"
+    if args.hub_strategy != "end":
+        yield f"--hub_strategy {args.hub_strategy}: a model is uploaded once, when training has ended"
     if args.warmup_ratio is not None and not 0 <= args.warmup_ratio < 1:
         yield f"--warmup_ratio {args.warmup_ratio}: expected a share of the steps, at least 0 and below 1"
 
@@ -261,6 +277,16 @@ def _device_problems(args) -> Iterator[str]:
     if args.bf16 and not args.use_cpu and torch.cuda.is_available() and torch.version.hip is None:
         if torch.cuda.get_device_capability()[0] < AMPERE:
             yield f"--bf16 True: {torch.cuda.get_device_name()} cannot compute in bf16; use --fp16 True"
+
+
+def _package_problems(args) -> Iterator[str]:
+    reporters = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    packages = {name: f"--report_to {name}" for name in reporters if name in REPORTERS}
+    packages |= {"peft": "--lora_rank"} if args.lora_rank else {}
+    packages |= {"deepspeed": "--deepspeed"} if args.deepspeed else {}
+    for package, flag in packages.items():
+        if importlib.util.find_spec(package) is None:
+            yield f"{flag} needs the package {package}: pip install {package}"
 
 
 def _path_problems(args) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """Training rows: read from JSON and JSONL files, encoded as token ids, padded to batches.
 
-    files -> load_rows -> Arrow table of token ids -> RowDataset -> SPAGCollator -> batch
+    files -> load_rows -> RowDataset, a table of token ids -> SPAGCollator -> batch
 
 data/README.md describes the rows field by field.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -22,31 +23,75 @@ import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 LARGEST = float(np.finfo(np.float32).max)  # of a weight or reward
-ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
+LARGEST_ID = np.iinfo(np.int32).max
+ROWS_AT_ONCE = 1000  # rows that are tokenized, or written to the table, in one call
 
 
-def normalize_row(record: dict) -> dict:
-    """Return a raw record as query, target, weight, reward, is_sft, role, chat_template.
+def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return a raw record as query, target, target_ids, weight, reward, is_sft, role, chat_template.
 
-    Texts are those of `query` and `target`, or else of `prompt` and `answer`, or else of a raw Alpaca row. A missing
-    weight or reward is 1.0. Only a `type` equal to "sft" makes an SFT row. With `chat_template` true the texts already
-    contain special tokens.
+    Texts are those of `query` and `target`, or else of `prompt` and `answer`, or else of a raw Alpaca row, or else of
+    `messages` in the tokenizer's chat template. A missing weight or reward is 1.0. Only a `type` equal to "sft" makes
+    an SFT row. With `chat_template` true the texts already contain special tokens. `target_ids` are the target's
+    token ids without the one that ends it, or None.
 
-    Raises UserError for a missing or non-text query or target, for a weight or reward that is not a finite number, and
-    for a `chat_template` that is neither true nor false.
+    Raises UserError for a missing or non-text query or target, for messages without a reply, for a weight or reward
+    that is not a finite number, for target_ids that are not token ids, and for a `chat_template` that is neither true
+    nor false.
     """
+    if "messages" in record and not {"query", "prompt", "target", "answer", "instruction"} & record.keys():
+        record = record | messages_to_row(record["messages"], tokenizer)
     if not isinstance(record.get("chat_template", False), bool):
         raise utils.UserError(f"'chat_template' must be true or false, got {record['chat_template']!r:.40}")
     query, target, record = utils.row_texts(record)
     return {
         "query": query,
         "target": target,
+        "target_ids": _token_ids(record),
         "weight": _number(record, "weight"),
         "reward": _number(record, "reward"),
         "is_sft": record.get("type") == "sft",
         "role": str(record.get("role", "")),
         "chat_template": record.get("chat_template", False),
     }
+
+
+def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Turn a conversation in the hub's chat format into an SFT row: the last assistant message is the target.
+
+    Both texts are written by the tokenizer's chat template. Raises UserError if there is no assistant message, or if
+    the template is missing or refuses the messages.
+    """
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise utils.UserError("'messages' must be a list of {'role': text, 'content': text}")
+    last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise utils.UserError("'messages' has no assistant message, which would be the target")
+    if not tokenizer.chat_template:
+        raise utils.UserError("'messages' need a chat template, and this tokenizer has none")
+    try:
+        query = tokenizer.apply_chat_template(
+            messages[:last], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        whole = tokenizer.apply_chat_template(messages[: last + 1], tokenize=False)
+    except (TemplateError, ValueError, TypeError, IndexError) as error:  # templates index the first message
+        raise utils.UserError(f"the tokenizer's chat template refuses 'messages' ({error})") from None
+    if not whole.startswith(query):
+        raise utils.UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
+    return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}
+
+
+def _is_message(message) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def _token_ids(record: dict) -> list[int] | None:
+    ids = record.get("target_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each <= LARGEST_ID for each in ids):
+        raise utils.UserError(f"'target_ids' must be a list of token ids, got {ids!r:.40}")
+    return ids
 
 
 def _number(record: dict, name: str) -> float:
@@ -59,7 +104,8 @@ def _number(record: dict, name: str) -> float:
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens. The labels of BOS and query are masked, by
+    Query and target are tokenized separately and without special tokens. `target_ids` replace the tokens of the
+    target's text, except for the token of a chat template that ends it. The labels of BOS and query are masked, by
     their number and not by their ids, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds
     none. A row with `chat_template` is encoded as query + target, since the chat template already wrote BOS and the
     token that ends a message.
@@ -68,7 +114,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     one. Raises UserError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row with
     `chat_template` that does not end in a special token of the tokenizer.
     """
-    (row,) = encode_and_cut([normalize_row(example)], tokenizer)
+    (row,) = encode_and_cut([normalize_row(example, tokenizer)], tokenizer)
     encoded = {name: row[name] for name in ("input_ids", "weight", "reward", "is_sft")}
     encoded["labels"] = _labels(row)
     if "ref_logprob" in example:
@@ -93,12 +139,14 @@ def encode_and_cut(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
     for row, query, target in zip(rows, queries, targets, strict=True):
         bos, end = bos_or_none, [tokenizer.eos_token_id]
         if row["chat_template"]:
-            bos, end = [], []
+            bos = []
             if not target or target[-1] not in special:
                 raise utils.UserError(
                     f"{row.get('where', 'row')}: 'target' ends in {row['target'][-20:]!r}, not in a special token of "
                     "this tokenizer; make rows for it by assign_rewards --chat_template True --tokenizer MODEL"
                 )
+            end = [target.pop()]
+        target = target if row["target_ids"] is None else row["target_ids"]
         ids = bos + query + target + end
         kept = ids[-limit:] if cut_left else ids[:limit]
         prompt_kept = len(bos) + len(query) - (len(ids) - len(kept) if cut_left else 0)
@@ -136,6 +184,7 @@ ENCODED_FEATURES = datasets.Features(
         "scored_length": datasets.Value("int32"),  # labels, without one at position 0, which nothing predicts
     }
 )
+REF_LOGPROB = "ref_logprob"  # a column of float32 that is added later: nats per token under the reference
 
 
 @dataclass(frozen=True)
@@ -155,91 +204,154 @@ def load_rows(
     path: str | Path | None = None,
     *,
     drop_unscored: bool = False,
-) -> tuple[datasets.Dataset, RowCounts]:
-    """Read, check and encode the rows of JSON and JSONL files; return a Dataset of ENCODED_FEATURES.
+    tokenizer_sha256: str | None = None,
+) -> "RowDataset":
+    """Read, check and encode the rows of JSON and JSONL files.
 
     With `path` the rows are memory-mapped from this Arrow file, which is written if it does not exist. The caller
     must delete it when rows, tokenizer or source code change. Without `path` the rows are kept in memory.
 
-    The loss of a row whose whole target is cut off would be 0/0. With `drop_unscored` such rows are left out and
-    counted; otherwise the first one is a UserError.
-    Raises FileNotFoundError, and UserError that names file and line of an invalid row.
+    `target_ids` of rows are used if the record of their file names `tokenizer_sha256`, the fingerprint of this
+    tokenizer; with None, the texts are tokenized instead.
+
+    Raises FileNotFoundError, UserError that names file and line of an invalid row or of `target_ids` of another
+    tokenizer, and UserError as `RowDataset` does.
     """
+    batches = _iter_encoded(paths, tokenizer, tokenizer_sha256)
     if path is None:
-        rows = datasets.Dataset.from_list(list(itertools.chain(*_iter_encoded(paths, tokenizer))), ENCODED_FEATURES)
+        table = datasets.Dataset.from_list(list(itertools.chain(*batches)), ENCODED_FEATURES)
     else:
-        write_encoded(paths, tokenizer, path)
-        rows = datasets.Dataset.from_file(str(path))
-    limit = tokenizer.model_max_length
-    full, scored, is_sft, reward = _columns(rows, "full_length", "scored_length", "is_sft", "reward")
-    kept = scored > 0
-    counts = RowCounts(
-        rows=int(kept.sum()),
-        sft_rows=int(is_sft[kept].sum()),
-        truncated=int((full[kept] > limit).sum()),
-        dropped=int((~kept).sum()),
-        negative=int((~is_sft & (reward < 0))[kept].sum()),
-    )
-    if counts.dropped and not drop_unscored:
-        raise utils.UserError(
-            f"{rows[int(kept.argmin())]['where']}: max_length {limit} cuts off the whole target "
-            f"({counts.dropped} such rows). Use --truncation_side left, a larger --max_length, or "
-            "--drop_unscored_rows True"
-        )
-    if not counts.rows:
-        raise utils.UserError(f"{rows[0]['where']}: max_length {limit} cuts off the targets of all {len(rows)} rows")
-    return rows.select(np.flatnonzero(kept)) if counts.dropped else rows, counts
+        if not Path(path).is_file():
+            schema = ENCODED_FEATURES.arrow_schema
+            _write_table(path, schema, (pa.RecordBatch.from_pylist(batch, schema=schema) for batch in batches))
+        table = datasets.Dataset.from_file(str(path))
+    return RowDataset(table, tokenizer.model_max_length, drop_unscored=drop_unscored, path=path)
 
 
-def write_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Write the encoded rows to an Arrow file unless it exists. The file appears only when it is complete."""
-    if Path(path).is_file():
-        return
-    schema = ENCODED_FEATURES.arrow_schema
+def _write_table(path: str | Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table]) -> None:
+    """Write an Arrow file. It appears only when it is complete."""
     with utils.replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for batch in _iter_encoded(paths, tokenizer):
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+        for batch in batches:
+            writer.write(batch)
 
 
 def _columns(rows: datasets.Dataset, *names: str) -> list[np.ndarray]:
     return [rows.with_format("numpy")[name][:] for name in names]
 
 
-def _iter_encoded(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[dict]]:
+def _iter_encoded(
+    paths: list[str], tokenizer: PreTrainedTokenizerBase, tokenizer_sha256: str | None
+) -> Iterator[list[dict]]:
     """Yield encoded rows in batches, because a fast tokenizer uses all cores for a batch."""
-    rows = _iter_rows(paths)
+    rows = itertools.chain(*(_iter_rows(path, tokenizer, tokenizer_sha256) for path in paths))
+    empty = True
     while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
         yield encode_and_cut(batch, tokenizer)
-
-
-def _iter_rows(paths: list[str]) -> Iterator[dict]:
-    where = None
-    for path in paths:
-        for where, record in utils.iter_records(path):
-            try:
-                yield normalize_row(record) | {"where": where}
-            except utils.UserError as error:
-                raise utils.BadRecordError(f"{where}: {error}") from None
-    if where is None:
+        empty = False
+    if empty:
         raise utils.UserError(f"{', '.join(paths)}: no rows")
 
 
-class RowDataset(torch.utils.data.Dataset):
-    """Encoded rows, each with its log-probability under the reference model after `ref_logprobs` is set."""
+def _iter_rows(path: str, tokenizer: PreTrainedTokenizerBase, tokenizer_sha256: str | None) -> Iterator[dict]:
+    """Yield the normalized rows of a file, each with its place; without `tokenizer_sha256`, without `target_ids`."""
+    checked = False
+    for where, record in utils.iter_records(path):
+        try:
+            row = normalize_row(record, tokenizer) | {"where": where}
+        except utils.UserError as error:
+            raise utils.BadRecordError(f"{where}: {error}") from None
+        if row["target_ids"] is not None and tokenizer_sha256 is None:
+            row["target_ids"] = None
+        elif row["target_ids"] is not None and not checked:
+            _check_tokenizer(path, where, tokenizer_sha256)
+            checked = True
+        yield row
 
-    def __init__(self, rows: datasets.Dataset, counts: RowCounts):
-        self.counts = counts
-        self.lengths, self.is_sft, self.role, scored = _columns(rows, "full_length", "is_sft", "role", "scored_length")
-        self.num_scored_tokens = int(scored.sum())
-        self.rows = rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
+
+def rows_record(path: str | Path) -> dict:
+    """The record that assign_rewards wrote beside a file of rows; {} if there is none."""
+    try:
+        record = utils.read_json(Path(path).with_name(f"{Path(path).stem}_rewards_settings.json"))
+    except (OSError, utils.UserError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _check_tokenizer(path: str, where: str, tokenizer_sha256: str) -> None:
+    made_by = rows_record(path).get("tokenizer_sha256")
+    if made_by != tokenizer_sha256:
+        of = "an unknown tokenizer" if made_by is None else f"another tokenizer (sha256 {str(made_by)[:8]})"
+        raise utils.UserError(
+            f"{where}: 'target_ids' are token ids of {of}; this model's has sha256 {tokenizer_sha256[:8]}. "
+            "--retokenize True trains on the texts instead"
+        )
+
+
+class RowDataset(torch.utils.data.Dataset):
+    """The encoded rows that are trained on, each with its log-probability under the reference once that is known.
+
+    `table` is a Dataset of ENCODED_FEATURES, with a column REF_LOGPROB if an earlier start added it; `path` is its
+    file. The loss of a row whose whole target is cut off would be 0/0. With `drop_unscored` such rows are left out
+    and counted; otherwise the first one is a UserError. UserError too if no row is left.
+    """
+
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        max_length: int,
+        *,
+        drop_unscored: bool = False,
+        path: str | Path | None = None,
+    ):
+        self.table, self.path = table, path
+        full, scored, is_sft, reward = _columns(table, "full_length", "scored_length", "is_sft", "reward")
+        kept = scored > 0
+        self.kept = np.flatnonzero(kept)
+        self.counts = RowCounts(
+            rows=len(self.kept),
+            sft_rows=int(is_sft[kept].sum()),
+            truncated=int((full[kept] > max_length).sum()),
+            dropped=int((~kept).sum()),
+            negative=int((~is_sft & (reward < 0))[kept].sum()),
+        )
+        if self.counts.dropped and not drop_unscored:
+            raise utils.UserError(
+                f"{table[int(kept.argmin())]['where']}: max_length {max_length} cuts off the whole target "
+                f"({self.counts.dropped} such rows). Use --truncation_side left, a larger --max_length, or "
+                "--drop_unscored_rows True"
+            )
+        if not self.counts.rows:
+            where = table[0]["where"]
+            raise utils.UserError(f"{where}: max_length {max_length} cuts off the targets of all {len(table)} rows")
+        self.lengths, self.is_sft, self.num_scored_tokens = full[kept], is_sft[kept], int(scored[kept].sum())
+        (self.role,) = (column[kept] for column in _columns(table, "role"))
+        self.rows = table.select(self.kept) if self.counts.dropped else table
+        self.rows = self.rows.select_columns(["input_ids", "masked_length", "weight", "reward", "is_sft"])
         self.number_roles(sorted({role for role in self.role[~self.is_sft] if role}))
-        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token; NaN if not computed
+        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
+        if REF_LOGPROB in table.column_names:
+            (self.ref_logprobs,) = (column[kept] for column in _columns(table, REF_LOGPROB))
+
+    def check_vocabulary(self, size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise UserError for a row with a token that is not in the model's vocabulary of this size."""
+        largest = _columns(self.table, "largest_id")[0][self.kept]
+        if largest.max() >= size:
+            token = tokenizer.convert_ids_to_tokens(int(largest.max()))
+            row = self.table[int(self.kept[largest.argmax()])]
+            raise utils.UserError(f"{row['where']}: the model's vocabulary of {size} tokens does not hold {token!r}")
 
     def number_roles(self, names: list[str]) -> None:
         """Number the rows' roles in the order of `names`, from 1; other rows get 0."""
         numbers = {name: number for number, name in enumerate(names, start=1)}
         self.role_names = names
         self.roles = np.array([numbers.get(role, 0) for role in self.role])  # (rows,)
+
+    def store_ref_logprobs(self) -> None:
+        """Add the log-probabilities under the reference to the table's file, for the next start of this run."""
+        column = np.zeros(len(self.table), dtype=np.float32)
+        column[self.kept] = self.ref_logprobs
+        table = self.table.add_column(REF_LOGPROB, column)
+        _write_table(self.path, table.features.arrow_schema, table.with_format("arrow").iter(ROWS_AT_ONCE))
 
     def __len__(self) -> int:
         return len(self.rows)

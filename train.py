@@ -6,10 +6,9 @@
 Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so.
 """
 
+import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
-import itertools
+import json
 import logging
 import os
 import shutil
@@ -18,99 +17,66 @@ from pathlib import Path
 
 import utils  # isort: skip  (first: it says in one line what to do where packages are missing)
 import torch
+import transformers
+from huggingface_hub import ModelCardData, metadata_load
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from yaml import YAMLError
 
 import dataloaders
 import trainers
-from arguments import SPAGArguments, parse_arguments
+from arguments import LORA_ARGUMENTS, METHOD_ARGUMENTS, REFERENCE_NAME, SPAGArguments, parse_arguments
 from dataloaders import RowCounts, RowDataset, SPAGCollator, load_rows
 from trainers import TRAIN_METHODS, SPAGTrainer, checkpoints, is_complete
 from utils import TOKENIZER_FILES, UserError
 
-FINISHED = "train_results.json"  # written last
-RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "numpy")
+SETTINGS, FINISHED = "settings.json", "train_results.json"  # of a run, in OUTPUT_DIR
+RESULTS = [FINISHED, "*.safetensors", "checkpoint-*"]
+TAG = "spag"  # of model cards
+MADE_BY = {  # what model cards say of each method
+    "SFT": "Fine-tuned on given answers.",
+    "SFTwithKL": "Trained by imitation of games, as in SPAG (Cheng et al., 2024, arXiv 2404.10642).",
+    "OfflinePO": "Trained by self-play of {games}, as in SPAG (Cheng et al., 2024, arXiv 2404.10642).",
+}
 logger = logging.getLogger(__name__)
 
 
-class Output:
-    """The folder of a run: its settings, its checkpoints, and whether the run is finished."""
+# Checkpoints.
 
-    def __init__(self, args: SPAGArguments):
-        self.args, self.folder = args, Path(args.output_dir)
-        made = ", ".join(path.name for path in self._results())
-        self.settings = utils.RunSettings(
-            self.folder / "settings.json",
-            results=lambda: next(iter(self._results()), None),
-            remedy="different settings, also more epochs, make a different run: choose another --output_dir, or "
-            f"delete this run's results in {self.folder}: {made}",
+
+def check_named_checkpoint(args: SPAGArguments) -> None:
+    """Raise UserError if this start needs the checkpoint given by --resume_from_checkpoint, and it is of no use."""
+    named, folder = args.resume_from_checkpoint, Path(args.output_dir)
+    if not named or (folder / FINISHED).is_file() or any(map(is_complete, checkpoints(folder))):
+        return
+    if not is_complete(named):
+        raise UserError(f"--resume_from_checkpoint {named}: not a complete checkpoint folder")
+    record = Path(named).absolute().with_name(SETTINGS)
+    try:
+        different = utils.differences(utils.read_json(record)["settings"], args.run_settings)
+    except (OSError, UserError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{record}: this file does not say how {named} was made") from None
+    if different:
+        why = "; ".join(different)
+        raise UserError(f"{record}: made with other settings ({why}); start without --resume_from_checkpoint")
+
+
+def choose_checkpoint(args: SPAGArguments) -> str | None:
+    """The furthest complete checkpoint of OUTPUT_DIR; if it has none, the one given by --resume_from_checkpoint.
+
+    Raises UserError if training cannot continue from it in this launch.
+    """
+    own, named = [*filter(is_complete, checkpoints(args.output_dir))], args.resume_from_checkpoint
+    if not own and not named:
+        return None
+    chosen = own[-1] if own else Path(named)
+    if args.deepspeed:
+        check_parts(chosen)
+    elif not any(chosen.glob("optimizer*")):  # the Trainer would go on with a new optimizer
+        raise UserError(
+            f"{chosen}: no optimizer.pt, so training cannot continue from it (it was saved with --deepspeed or with "
+            "--save_only_model); delete it to begin anew"
         )
-
-    def claim(self) -> bool:
-        """Lock the folder and choose the checkpoint to continue from; return False if the run is finished.
-
-        Rank 0 decides for all ranks. Raises UserError, with nothing written, for a run with other settings.
-        """
-        finished, self.args.resume_from_checkpoint = utils.from_rank_0(self._claim)
-        if finished and utils.rank() == 0:
-            print(f"{self.folder}: all is there")
-        return not finished
-
-    def begin(self) -> None:
-        """Delete derived files that other settings, libraries or sources made, then write settings.json."""
-        same_run, derived = self.args.same_run, self.args.derived_folder
-        installed = filter(importlib.util.find_spec, RECORDED_PACKAGES)
-        made_by = {
-            "versions": {package: importlib.metadata.version(package) for package in installed},
-            "sources": utils.file_digest([__file__, dataloaders.__file__, trainers.__file__, utils.__file__]),
-        }
-        try:
-            before = utils.read_json(self.settings.path)
-            same = not utils.differences(before["settings"], same_run)
-            same = same and all(before[name] == made_by[name] for name in made_by)
-        except (OSError, UserError, KeyError, TypeError, AttributeError):  # no settings of a run
-            same = False
-        if not same and derived.exists():
-            shutil.rmtree(derived)
-        self.settings.write(same_run, arguments=self.args.to_dict(), **made_by)
-
-    def _results(self) -> list[Path]:
-        return [*checkpoints(self.folder), *sorted(self.folder.glob("*.safetensors")), *self.folder.glob(FINISHED)]
-
-    def _claim(self) -> tuple[bool, str | None]:
-        """Take the lock unless the run is finished; return what `_look` returns."""
-        finished, _ = self._look()
-        if not finished:
-            utils.lock(self.settings.lock_path)
-        return self._look()  # again, since another launch may have finished in between
-
-    def _look(self) -> tuple[bool, str | None]:
-        """Check the settings; return whether the run is finished, and the checkpoint to continue from."""
-        same_run, finished = self.args.same_run, (self.folder / FINISHED).is_file()
-        if finished and self.settings.path.is_file():  # perhaps on another machine, in another dtype
-            same_run = same_run | {"weights": self.settings.read().get("weights")}
-        self.settings.check(same_run)
-        checkpoint = None if finished else self._checkpoint()
-        if checkpoint and self.args.deepspeed:
-            check_parts(Path(checkpoint))
-        if checkpoint and not self.args.deepspeed and not any(Path(checkpoint).glob("optimizer*")):
-            raise UserError(  # without DeepSpeed the Trainer would go on with a new optimizer
-                f"{checkpoint}: no optimizer.pt, so training cannot continue from it (it was saved with --deepspeed "
-                f"or with --save_only_model); {self.settings.remedy}"
-            )
-        return finished, checkpoint
-
-    def _checkpoint(self) -> str | None:
-        """The last complete checkpoint of this folder; if it has none, the one given by --resume_from_checkpoint."""
-        own = next((str(path) for path in reversed(checkpoints(self.folder)) if is_complete(path)), None)
-        named = self.args.resume_from_checkpoint
-        if own or not named:
-            return own
-        if not is_complete(named):
-            raise UserError(f"--resume_from_checkpoint {named}: not a complete checkpoint folder")
-        path = Path(named).absolute().with_name(self.settings.path.name)
-        remedy = "start without --resume_from_checkpoint"
-        utils.RunSettings(path, results=lambda: Path(named), remedy=remedy).check(self.args.same_run)
-        return named
+    return str(chosen)
 
 
 def check_parts(checkpoint: Path) -> None:
@@ -123,6 +89,9 @@ def check_parts(checkpoint: Path) -> None:
     else:
         return
     raise UserError(f"{checkpoint}: training cannot continue from it, since {why}; or delete it to begin anew")
+
+
+# Rows.
 
 
 def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
@@ -140,10 +109,73 @@ def check_rows(counts: RowCounts, args: SPAGArguments) -> None:
         )
 
 
-def from_pretrained(auto, name: str, args: SPAGArguments, **settings):
+def derived_folder(args: SPAGArguments) -> Path:
+    """The folder of encoded rows with the reference's log-probabilities, until training ends."""
+    return Path(args.output_dir) / "derived"
+
+
+def derived_record(args: SPAGArguments) -> dict:
+    """All that the files in `derived_folder` depend on."""
+    sources = utils.file_digest([dataloaders.__file__, trainers.__file__])
+    record = {"settings": args.run_settings, "deepspeed": args.deepspeed, "made_by": utils.made_by()}
+    return json.loads(json.dumps(record | {"sources": sources}))
+
+
+def load_dataset(args: SPAGArguments, tokenizer, paths: list[str], *, path: Path | None = None) -> RowDataset:
+    """Read, check and encode rows. With `path` they are stored there, or read from there."""
+    fingerprint = None if args.retokenize else utils.tokenizer_fingerprint(utils.model_folder(args.model_name_or_path))
+    rows = load_rows(paths, tokenizer, path, drop_unscored=args.drop_unscored_rows, tokenizer_sha256=fingerprint)
+    counted = [f"{number} {name}" for name, number in dataclasses.asdict(rows.counts).items()]
+    logger.info("%s: %s", ", ".join(paths), ", ".join(counted))
+    return rows
+
+
+def load_datasets(args: SPAGArguments, tokenizer, vocabulary: int) -> tuple[RowDataset, RowDataset | None]:
+    """The rows to train on, and those to evaluate on. Rank 0 encodes them; the other ranks read what it stored.
+
+    Raises UserError for rows of which training would learn nothing, or that this model cannot read.
+    """
+    folder, now = derived_folder(args), derived_record(args)
+    record = folder / "record.json"
+    with args.main_process_first(local=args.save_on_each_node):
+        if args.should_save and not (record.is_file() and utils.read_json(record) == now):
+            shutil.rmtree(folder, ignore_errors=True)  # other settings, libraries or sources made it
+        train_rows = load_dataset(args, tokenizer, args.train_data_path, path=folder / "train.arrow")
+        eval_rows = None
+        if args.eval_data_path:
+            eval_rows = load_dataset(args, tokenizer, args.eval_data_path, path=folder / "eval.arrow")
+        if args.should_save:
+            utils.write_json(record, now)
+    check_rows(train_rows.counts, args)
+    every = [rows for rows in (train_rows, eval_rows) if rows]
+    names = sorted({name for rows in every for name in rows.role_names})
+    for rows in every:
+        rows.check_vocabulary(vocabulary, tokenizer)
+        rows.number_roles(names)
+    return train_rows, eval_rows
+
+
+def show_examples(args: SPAGArguments) -> None:
+    """Print the first rows as the model sees them: [[masked text]], then the target."""
+    tokenizer = load_tokenizer(args)
+    rows = load_dataset(args, tokenizer, args.train_data_path)
+    for row in rows.table.select(rows.kept[: args.show_examples]) if utils.rank() == 0 else ():
+        ids, masked = row["input_ids"], row["masked_length"]
+        print(f"--- {row['where']}: weight {row['weight']:.4g}, reward {row['reward']:.4g}, SFT {row['is_sft']}")
+        print(f"[[{tokenizer.decode(ids[:masked])}]]{tokenizer.decode(ids[masked:])}")
+
+
+# Models.
+
+
+def from_pretrained(auto, name: str, args: SPAGArguments, **options):
     """Call `from_pretrained` of an Auto class of transformers. Raises UserError of one line if that fails."""
+    repository, _ = utils.split_revision(name)
+    commit = utils.hub_commit(utils.model_folder(name))  # the one of the record, though the hub may change
     try:
-        return auto.from_pretrained(name, trust_remote_code=args.trust_remote_code, **settings)
+        return auto.from_pretrained(
+            repository, revision=commit or "main", trust_remote_code=args.trust_remote_code, **options
+        )
     except Exception as error:  # broken files and the model's own code raise errors of all kinds
         lines = str(error).strip().splitlines() or [""]
         why = f"{type(error).__name__}: {lines[0]}"
@@ -154,33 +186,11 @@ def from_pretrained(auto, name: str, args: SPAGArguments, **settings):
 
 def load_tokenizer(args: SPAGArguments):
     """Load the model's tokenizer and set its maximum length, padding side and truncation side."""
-    sides = {"padding_side": args.padding_side, "truncation_side": args.truncation_side}
-    settings = sides | {"model_max_length": args.max_length}
-    tokenizer = from_pretrained(AutoTokenizer, args.model_name_or_path, args, **settings)
+    options = {"padding_side": args.padding_side, "truncation_side": args.truncation_side}
+    options["model_max_length"] = args.max_length
+    tokenizer = from_pretrained(AutoTokenizer, args.model_name_or_path, args, **options)
     dataloaders.ensure_pad_token(tokenizer)
     return tokenizer
-
-
-def load_dataset(
-    paths: list[str], tokenizer, args: SPAGArguments, *, name: str = "train", vocabulary: int | None = None
-) -> RowDataset:
-    """Read, check and encode rows. Rank 0 writes them to a file; the other ranks wait until they see it.
-
-    Raises UserError for a row with a token that is not in the model's vocabulary.
-    """
-    path = args.derived_folder / f"{name}_rows.arrow"
-    if utils.rank() > 0 and args.should_save:  # --save_on_each_node: every machine has a folder of its own
-        dataloaders.write_encoded(paths, tokenizer, path)
-    utils.from_rank_0(lambda: dataloaders.write_encoded(paths, tokenizer, path))
-    rows, counts = load_rows(paths, tokenizer, path, drop_unscored=args.drop_unscored_rows)
-    largest = rows.with_format("numpy")["largest_id"][:]
-    if vocabulary and largest.max() >= vocabulary:
-        token = tokenizer.convert_ids_to_tokens(int(largest.max()))
-        where = rows[int(largest.argmax())]["where"]
-        raise UserError(f"{where}: the model's vocabulary of {vocabulary} tokens does not hold the token {token!r}")
-    counted = [f"{number} {name}" for name, number in dataclasses.asdict(counts).items()]
-    logger.info("%s: %s", ", ".join(paths), ", ".join(counted))
-    return RowDataset(rows, counts)
 
 
 def check_models(args: SPAGArguments, tokenizer) -> int:
@@ -215,6 +225,7 @@ def check_device(args: SPAGArguments) -> None:
 
 def load_model(name_or_path: str, args: SPAGArguments) -> PreTrainedModel:
     """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
+    transformers.utils.logging.disable_progress_bar()  # "Loading weights"; models from the hub are here already
     model, loaded = from_pretrained(
         AutoModelForCausalLM,
         name_or_path,
@@ -275,46 +286,85 @@ def merge_lora(args: SPAGArguments) -> None:
 
     deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
     adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
-    folder = os.path.join(args.output_dir, "merged")
+    folder = Path(args.output_dir) / "merged"
     adapted.merge_and_unload().save_pretrained(folder)
     load_tokenizer(args).save_pretrained(folder)
+    write_model_card(args, folder)
 
 
-def show_examples(args: SPAGArguments) -> None:
-    """Print the first rows as the model sees them: [[masked text]], then the target."""
-    tokenizer = load_tokenizer(args)
-    rows, _ = load_rows(args.train_data_path, tokenizer, drop_unscored=args.drop_unscored_rows)
-    for row in itertools.islice(rows, args.show_examples if utils.rank() == 0 else 0):
-        ids, masked = row["input_ids"], row["masked_length"]
-        print(f"--- {row['where']}: weight {row['weight']:.4g}, reward {row['reward']:.4g}, SFT {row['is_sft']}")
-        print(f"[[{tokenizer.decode(ids[:masked])}]]{tokenizer.decode(ids[masked:])}")
+# The model card.
 
 
-def set_up(argv: list[str]) -> SPAGTrainer | None:
-    """Read the settings, the data and the models, in this order; None if there is nothing to train.
+def write_model_card(args: SPAGArguments, folder: Path) -> None:
+    """Write README.md: the hub's metadata, and how the model was made."""
+    settings = args.run_settings
+    made = MADE_BY[args.train_method].format(games=" and ".join(games_of_rows(args.train_data_path)))
+    length = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
+    taken = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {}) | {"lora_rank": None}
+    lines = {"method": args.train_method, "base": settings["model_name_or_path"]}
+    lines |= {"reference": settings.get(REFERENCE_NAME), "rows": settings["train_data_path"]}
+    lines |= length | {"learning_rate": args.learning_rate, "rows_per_step": settings["rows_per_step"]}
+    lines |= {name: settings[name] for name in taken if name in settings and name != REFERENCE_NAME}
+    lines |= {"commit of SPAG": utils.made_by().get("spag")}
+    table = "\n".join(f"| {name} | {shown(value)} |" for name, value in lines.items() if value is not None)
+    text = f"---\n{card_metadata(args, folder).to_yaml()}\n---\n\n# {Path(args.output_dir).resolve().name}\n\n"
+    with utils.replacing(folder / "README.md") as file:
+        file.write(f"{text}{made}\n\n| | |\n|---|---|\n{table}\n")
+
+
+def shown(setting) -> str:
+    """A setting in the table of the model card; of files and models the path, and the commit or the digest."""
+    if not isinstance(setting, dict):
+        return str(setting)
+    version = f"commit {setting['commit']}" if "commit" in setting else f"sha256 {setting['sha256']}"
+    return f"{setting['path']} ({version})"
+
+
+def card_metadata(args: SPAGArguments, folder: Path) -> ModelCardData:
+    """The metadata of a model card. Licence and base model are those that the base model's own card names."""
+    base = utils.model_folder(args.model_name_or_path)
+    known = {"license": utils.read_json(base / "config.json").get("license")}
+    try:
+        known |= metadata_load(base / "README.md") or {}
+    except (OSError, ValueError, YAMLError):  # no card, or not one of the hub
+        pass
+    licence = {name: known[name] for name in ("license", "license_name", "license_link") if known.get(name)}
+    base_model = None
+    if utils.hub_commit(base):
+        base_model, _ = utils.split_revision(args.model_name_or_path)
+    elif isinstance(known.get("tags"), list) and TAG in known["tags"]:  # a model that was trained here: its base model
+        base_model = known.get("base_model")
+    return ModelCardData(
+        base_model=base_model,
+        library_name="peft" if (folder / "adapter_config.json").is_file() else "transformers",
+        pipeline_tag="text-generation",
+        tags=[TAG, args.train_method],
+        **licence,
+    )
+
+
+def games_of_rows(paths: list[str]) -> list[str]:
+    """The games of these rows, as the records beside the files say; Taboo if there is no record."""
+    names = set()
+    for record in map(dataloaders.rows_record, paths):
+        with contextlib.suppress(KeyError, TypeError):  # other files of rows name no game
+            names.add(str(record["settings"]["game"]["path"]))
+    return sorted("Adversarial Taboo" if name == "taboo" else name for name in names or {"taboo"})
+
+
+# A run.
+
+
+def set_up(args: SPAGArguments) -> SPAGTrainer:
+    """Read the data and the models, in this order.
 
     Raises UserError and OSError for bad input; errors of data and models show before weights are loaded.
     """
-    args = parse_arguments(argv)
-    if args.show_examples:
-        return show_examples(args)
-    output = Output(args)
-    if not output.claim():
-        return None
     set_seed(args.seed)
     check_device(args)
     tokenizer = load_tokenizer(args)
     vocabulary = check_models(args, tokenizer)
-    if args.should_save:
-        output.begin()
-    train_rows = load_dataset(args.train_data_path, tokenizer, args, vocabulary=vocabulary)
-    check_rows(train_rows.counts, args)
-    eval_rows = None
-    if args.eval_data_path:
-        eval_rows = load_dataset(args.eval_data_path, tokenizer, args, name="eval", vocabulary=vocabulary)
-        names = sorted({*train_rows.role_names, *eval_rows.role_names})
-        for rows in (train_rows, eval_rows):
-            rows.number_roles(names)
+    train_rows, eval_rows = load_datasets(args, tokenizer, vocabulary)
     model = load_model(args.model_name_or_path, args)
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
@@ -328,21 +378,34 @@ def set_up(argv: list[str]) -> SPAGTrainer | None:
 
 
 def run(trainer: SPAGTrainer) -> None:
-    """Train, evaluate and save; train_results.json is the last file of a finished run."""
+    """Train, save and evaluate; train_results.json is the last file of a finished run."""
     args = trainer.args
     with utils.naming_full_disk(args.output_dir):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         trainer.check_finite()
-        trainer.save_model()
+        trainer.save_model(_internal_call=True)  # without an upload to the hub, which comes last
         if trainer.eval_dataset is not None:
             trainer.save_metrics("eval", trainer.evaluate())
         trainer.save_state()
-        if args.lora_merge and trainer.is_world_process_zero():
-            merge_lora(args)
+        if trainer.is_world_process_zero():
+            write_model_card(args, Path(args.output_dir))
+            if args.lora_merge:
+                merge_lora(args)
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
-            shutil.rmtree(args.derived_folder)
+            shutil.rmtree(derived_folder(args))
         trainer.save_metrics("train", result.metrics)
+
+
+def push(trainer: SPAGTrainer) -> None:
+    """Upload the finished model to the hub. Raises UserError if that fails; the run stays finished."""
+    try:
+        trainer.push_to_hub()
+    except OSError as error:  # the hub's errors too
+        raise UserError(
+            f"{trainer.args.output_dir}: the model is saved, but it could not be uploaded ({error}); "
+            f"hf upload {trainer.hub_model_id} {trainer.args.output_dir} uploads it"
+        ) from error
 
 
 def leave() -> None:
@@ -361,11 +424,26 @@ def leave() -> None:
         os._exit(0)
 
 
+def train(argv: list[str]) -> None:
+    """Do what the command line says, unless an earlier start has finished it."""
+    args = parse_arguments(argv)
+    if args.show_examples:
+        return show_examples(args)
+    check_named_checkpoint(args)
+    trainer = None
+    with utils.stage(Path(args.output_dir, SETTINGS), args.run_settings, results=RESULTS) as todo:
+        if todo:
+            args.resume_from_checkpoint = utils.from_rank_0(lambda: choose_checkpoint(args))
+            trainer = set_up(args)
+            run(trainer)
+            todo.notes["arguments"] = args.to_dict()
+    if trainer and args.push_to_hub:
+        push(trainer)
+
+
 def main(argv: list[str] | None = None) -> None:
     utils.set_up_logging()
-    argv = sys.argv[1:] if argv is None else argv
-    if trainer := utils.run_program(lambda: set_up(argv)):
-        utils.run_program(lambda: run(trainer))
+    utils.run_program(lambda: train(sys.argv[1:] if argv is None else argv))
     leave()
 
 

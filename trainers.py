@@ -10,7 +10,6 @@ import inspect
 import itertools
 import logging
 import math
-import multiprocessing
 import os
 import re
 import resource
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -288,18 +286,6 @@ def is_complete(folder: str | os.PathLike) -> bool:
     return isinstance(marked, dict) and bool(marked) and marked.items() <= sizes(folder).items()
 
 
-def end_with_trainer(trainer: int, seed_worker: Callable[[int], None] | None, worker: int) -> None:
-    """Let this data-loader worker end when the training process ends, at once if that has ended already.
-
-    Each forked worker calls this first. torch's own watchdog misses a process that is killed while the worker starts.
-    """
-    utils.end_with_parent()
-    if os.getppid() != trainer:
-        os._exit(1)
-    if seed_worker:
-        seed_worker(worker)
-
-
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
@@ -315,8 +301,7 @@ class SPAGTrainer(Trainer):
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
-        # True would mean that the loss is divided by the counts of the whole step already. The Trainer would then not
-        # divide it by the accumulation steps.
+        # If True, the Trainer would not divide the loss by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
         self.metrics = MetricSums(self.train_dataset.role_names)
@@ -327,6 +312,7 @@ class SPAGTrainer(Trainer):
 
     def before_first_step(self) -> None:
         """Called when training starts; the model is wrapped, on its device and, on resume, loaded."""
+        self.check_learning_rate()
         if self.args.should_save:
             self.check_saving()
         if self.state.global_step:
@@ -337,6 +323,16 @@ class SPAGTrainer(Trainer):
         self.prepare_reference()
         gc.collect()  # frees the reference model
         self.metrics.start()
+
+    def check_learning_rate(self) -> None:
+        """Raise UserError if the only step is one of warm-up, whose learning rate is 0: the model would not change."""
+        only_step = self.state.max_steps == 1 and not self.state.global_step
+        if only_step and self.args.learning_rate > 0 and not self._get_learning_rate():
+            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            raise utils.UserError(
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
+                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
+            )
 
     def check_saving(self) -> None:
         """Raise UserError now if transformers would refuse to save the model's configuration after training."""
@@ -370,10 +366,9 @@ class SPAGTrainer(Trainer):
         return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The summed costs of a batch, divided by its share of the counts of the whole dataset.
+        """The loss of a batch, scaled so that the Trainer's mean over rows equals the loss of the whole dataset.
 
-        The Trainer weights each batch by its rows, so its average is the loss over the whole dataset. Several
-        processes fill up the last batch with repeated rows, which then count twice.
+        Several processes fill up the last batch with repeated rows, which then count twice.
         """
         inputs = self._prepare_inputs(inputs)
         rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
@@ -395,17 +390,6 @@ class SPAGTrainer(Trainer):
         # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
         # the average is total cost / total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
-
-    def get_train_dataloader(self):
-        return self._end_workers(super().get_train_dataloader())
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        return self._end_workers(super().get_eval_dataloader(eval_dataset))
-
-    def _end_workers(self, dataloader):
-        if (dataloader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
-            dataloader.worker_init_fn = partial(end_with_trainer, os.getpid(), dataloader.worker_init_fn)
-        return dataloader
 
     def _get_train_sampler(self, train_dataset=None):
         """The Trainer's sampler, except that `batch_rebalance` gets our seed and the lengths of our rows."""
@@ -430,47 +414,24 @@ class SPAGTrainer(Trainer):
     # The reference.
 
     def prepare_reference(self) -> None:
-        """Read or compute the reference's log-probabilities for the rows that this run needs."""
+        """Compute the reference's log-probabilities of all rows, unless an earlier start of this run stored them."""
         if not self.uses_reference:
             return
         missing = []
-        for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
-            if dataset is None:
+        for rows in (self.train_dataset, self.eval_dataset):
+            if rows is None or all(gather_object([rows.ref_logprobs is not None])):
                 continue
-            path = self.args.derived_folder / f"{name}_ref_logprobs.npy"
-            values = np.zeros(len(dataset), dtype=np.float32)
-            values[self.rows_with_reference(dataset)] = np.nan
-            if self.is_world_process_zero() and path.is_file():
-                values = np.load(path)
-            (values,) = broadcast_object_list([values])
-            needed = self.rows_dealt() if name == "train" else np.ones(len(dataset), dtype=bool)
-            missing.append((path, dataset, values, np.flatnonzero(needed & np.isnan(values))))
-        model = None
-        with contextlib.ExitStack() as stack:
-            for path, dataset, values, rows in missing:
-                if len(rows):
-                    model = model or stack.enter_context(self._reference_model())
-                    values[rows] = self._reference_pass(dataset, rows, *model)
-                    if self.is_world_process_zero():
-                        with utils.replacing(path, "wb") as file:
-                            np.save(file, values)
-                dataset.ref_logprobs = values
-
-    def rows_dealt(self) -> np.ndarray:
-        """Which rows training uses, (rows,) of bool: all, unless --max_steps ends within the first epoch.
-
-        The other rows keep NaN as their log-probability: if one were used, `log` would stop training.
-        """
-        args, rows = self.args, len(self.train_dataset)
-        micro_batches = args.max_steps * args.gradient_accumulation_steps
-        part = 0 < micro_batches * args.train_batch_size * args.world_size < rows
-        if not part or args.train_sampling_strategy == "group_by_length":  # which has not drawn its order yet
-            return np.ones(rows, dtype=bool)
-        with torch.random.fork_rng(devices=[]):
-            own = list(itertools.chain(*itertools.islice(self.get_train_dataloader().batch_sampler, micro_batches)))
-        dealt = np.zeros(rows, dtype=bool)
-        dealt[gather_object(own)] = True
-        return dealt
+            rows.ref_logprobs = np.zeros(len(rows), dtype=np.float32)
+            if len(self.rows_with_reference(rows)):
+                missing.append(rows)
+        if not missing:
+            return
+        with self._reference_model() as (model, module):
+            for rows in missing:
+                compared = self.rows_with_reference(rows)
+                rows.ref_logprobs[compared] = self._reference_pass(rows, compared, model, module)
+                if self.args.should_save:
+                    rows.store_ref_logprobs()
 
     def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(batch,) log-probabilities under the reference, from `prepare_reference`."""
@@ -526,12 +487,8 @@ class SPAGTrainer(Trainer):
 
     def _starts_at_reference(self) -> bool:
         """Whether policy and reference start from the same weights, compared by content."""
-
-        def same() -> bool:
-            policy, reference = (self.args.same_run[f"{name}model_name_or_path"] for name in ("", "ref_"))
-            return policy["sha256"] == reference["sha256"]
-
-        return utils.from_rank_0(same)
+        policy, reference = (self.args.run_settings[f"{name}model_name_or_path"] for name in ("", "ref_"))
+        return policy["sha256"] == reference["sha256"]
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
@@ -549,7 +506,7 @@ class SPAGTrainer(Trainer):
         engine.eval()
         return engine
 
-    # Checkpoints and logs.
+    # Checkpoints, the hub, logs.
 
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
@@ -568,6 +525,9 @@ class SPAGTrainer(Trainer):
                 if not is_complete(other):  # left by a killed launch; save_total_limit must not count it
                     shutil.rmtree(other)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Keep the model card that train.py wrote; the Trainer would write its own when it pushes to the hub."""
 
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""

@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,7 +38,7 @@ ON_FULL_DISK = re.compile(
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "README.md")
 MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
 # Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
@@ -322,32 +322,52 @@ def file_digest(paths: Iterable[str | os.PathLike]) -> str:
     return digests.hexdigest()
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, revision: str | None = None) -> Path:
     """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
 
-    Raises UserError if there is no such model, or if the folder has no config.json.
+    `revision` is a commit, branch or tag on the hub; `name` may also be NAME@REVISION.
+    Raises UserError if there is no such model, for a revision of a folder, or if the folder has no config.json.
     """
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name)
+    repository, revision_in_name = split_revision(name)
+    revision = revision or revision_in_name
+    if os.path.isdir(repository):
+        if revision:
+            raise UserError(f"{repository} is a folder, which has no revision {revision}; only models on the hub have")
+        folder = Path(repository)
+    else:
+        folder = _from_hub(repository, revision)
     if not (folder / "config.json").is_file():
         merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
         raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split NAME@REVISION of a model on the hub. The name of a folder stays whole."""
+    repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
+    return repository, revision or None
+
+
 @functools.cache
-def _from_hub(name: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
+def _from_hub(name: str, revision: str | None = None, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         kind = type(error).__name__
         why = {
             "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
             "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
+            "RevisionNotFoundError": f"the hub's model has no revision {revision}",
         }.get(kind, f"no such model on the hub ({kind})")
         raise UserError(f"{name}: no such folder, and {why}") from None
+
+
+def hub_commit(folder: Path) -> str | None:
+    """The commit of a model's local copy that `model_folder` returned; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def refuse_large_model(name: str, request: str) -> None:
@@ -378,10 +398,18 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_fingerprint(name: str) -> str:
+def tokenizer_fingerprint(name: str | os.PathLike) -> str:
     """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
-    folder = Path(name) if os.path.isdir(name) else _from_hub(name, TOKENIZER_FILES)
+    repository, revision = split_revision(str(name))
+    folder = Path(name) if os.path.isdir(name) else _from_hub(repository, revision, TOKENIZER_FILES)
     return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
+
+
+def model_setting(name: str, revision: str | None = None) -> dict[str, str]:
+    """Return a model in the form in which `stage` compares it, by its sha256; from the hub with its commit."""
+    folder = model_folder(name, revision)
+    commit = hub_commit(folder)
+    return {"path": name, "sha256": model_fingerprint(folder)} | ({"commit": commit} if commit else {})
 
 
 # Finished work.
@@ -402,19 +430,16 @@ class Todo:
 
 @contextmanager
 def stage(
-    record: str | os.PathLike,
-    settings: Mapping,
-    *,
-    results: Sequence[str],
-    enough: Callable[[Mapping], bool] = lambda stored: True,
+    record: str | os.PathLike, settings: Mapping, *, results: Sequence[str], may_change: Collection[str] = ()
 ) -> Iterator[Todo]:
     """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
 
     `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
     results, the versions that made them, and whether they are finished, which is noted when the block has ended
-    without an error. `results` are names or patterns of the files of this work in the record's folder; the first is
-    the one without which the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
-    sha256 is compared. `enough` gets the record of finished work, and returns whether this start wants nothing more.
+    without an error. `results` are names or patterns of the files of this work in the record's folder; while one that
+    is a name is missing, the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
+    sha256 is compared. `may_change` names settings in which a later start may differ. Then the record gets the new
+    values, and the work counts as unfinished until it has ended again.
 
     All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
     Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
@@ -425,10 +450,10 @@ def stage(
     settings = json.loads(json.dumps(settings))  # tuples are lists in a file
 
     def begin() -> dict:
-        stored = _stored(record, settings, results, enough)
+        stored = _stored(record, settings, results, may_change)
         if not stored["finished"]:
             lock(lock_path)
-            stored = _stored(record, settings, results, enough)  # again: another launch may have ended in between
+            stored = _stored(record, settings, results, may_change)  # another may have ended since
         if stored["finished"]:
             logger.info("%s: all is there", record)
             return stored
@@ -448,9 +473,10 @@ def stage(
         unlock(lock_path)
 
 
-def _stored(record: Path, settings: Mapping, results: Sequence[str], enough: Callable[[Mapping], bool]) -> dict:
+def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str]) -> dict:
     """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
-    found = [sorted(path.name for path in record.parent.glob(pattern)) for pattern in results]
+    found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
+    whole = all(files for files, pattern in zip(found, results, strict=True) if "*" not in pattern)
     names = list(dict.fromkeys(itertools.chain(*found)))
     if not names:
         return {"finished": False}
@@ -458,11 +484,16 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str], enough: Cal
     try:
         stored = read_json(record)
         different = differences(stored["settings"], settings)
+        refused = differences(*(_without(each, may_change) for each in (stored["settings"], settings)))
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
-    if different:
-        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and found[0] and enough(stored))}
+    if refused:
+        raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
+    return stored | {"finished": bool(stored.get("finished") and whole and not different)}
+
+
+def _without(settings: Mapping, names: Collection[str]) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 @functools.cache
@@ -478,59 +509,6 @@ def made_by() -> dict[str, str]:
     return found
 
 
-class RunSettings:
-    """The settings file of a run, and the lock that keeps a second launch out.
-
-    The file holds {"settings": ...}: everything that the results depend on. A file or a model is stored as
-    {"path", "sha256"}, and only the sha256 is compared. `results()` returns an output that exists, or None. Every
-    refusal ends with `remedy`, which tells the user what to do. A refused start writes nothing.
-    """
-
-    def __init__(self, settings_path: str | os.PathLike, *, results: Callable[[], Path | None], remedy: str):
-        self.path, self.results, self.remedy = Path(settings_path), results, remedy
-        self.lock_path = self.path.with_name(f".{self.path.stem}.lock")
-
-    def claim(self, settings: Mapping) -> None:
-        """Lock the run for this process. Raises UserError as `check` does."""
-        self.check(settings)
-        lock(self.lock_path)
-        self.check(settings)  # another launch may have ended in between
-
-    @contextmanager
-    def claimed(self, settings: Mapping) -> Iterator[None]:
-        """`claim` for as long as the block runs."""
-        self.claim(settings)
-        try:
-            yield
-        finally:
-            unlock(self.lock_path)
-
-    def check(self, settings: Mapping) -> None:
-        """Raise UserError if another launch is writing this run, or if its results were made with other settings."""
-        if is_locked(self.lock_path):
-            raise UserError(LOCKED.format(self.path))
-        if (found := self.results()) is None:
-            return
-        if not self.path.is_file():
-            raise UserError(f"{found}: there is no {self.path.name} that says how it was made; {self.remedy}")
-        if different := differences(self.read(), settings):
-            raise UserError(f"{self.path}: made with other settings ({'; '.join(different)}); {self.remedy}")
-
-    def read(self, name: str = "settings"):
-        """Return one entry of the settings file. Raises UserError if the entry is missing."""
-        try:
-            found = read_json(self.path)[name]
-        except (UserError, KeyError, TypeError):
-            found = None
-        if found is None or name == "settings" and not isinstance(found, dict):
-            raise UserError(f"{self.path}: not the settings file of a run; {self.remedy}")
-        return found
-
-    def write(self, settings: Mapping, **more) -> None:
-        """Write the settings file. `more` adds entries that `check` does not compare."""
-        write_json(self.path, {"settings": settings, **more})
-
-
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """Return a phrase for each setting that differs."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
@@ -542,7 +520,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
 
 def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Return files in the form in which `RunSettings` stores and compares them."""
+    """Return files in the form in which `stage` compares them."""
     return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
 
 

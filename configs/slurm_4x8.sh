@@ -14,14 +14,12 @@
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
-export MODEL=meta-llama/Llama-2-7b-hf OUTPUT=outputs/spag EPOCHS=3
-export IMITATION_DATA=data/train_imitation_gpt4.json SFT_DATA=data/alpaca_train.json
-export WORDS=data/played.txt EVAL_WORDS=data/held_out.txt # made by prepare_data split, as the README shows
-# 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
-export NPROC=8 NNODES=$SLURM_NNODES TRAIN_BATCH=2
-RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
-export RDZV_ENDPOINT RDZV_ID=spag-$SLURM_JOB_ID
+# configs/llama2_7b.sh on all machines: 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
+endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
+settings=(configs/llama2_7b.sh OUTPUT=outputs/spag NPROC=8 "NNODES=$SLURM_NNODES" "RDZV_ENDPOINT=$endpoint"
+  "RDZV_ID=spag-$SLURM_JOB_ID" EVAL_TASKS=) # benchmarks need one machine: run the loop there once more for them
 
 # One task on each machine; if one fails, the others end too. Since Slurm 22.05, srun needs --cpus-per-task again.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'NODE_RANK=$SLURM_NODEID exec tools/run_spag.sh'
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+  bash -c 'exec tools/run_spag.sh "$@" NODE_RANK="$SLURM_NODEID"' spag "${settings[@]}"

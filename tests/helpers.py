@@ -39,6 +39,11 @@ def flags_of(values: Mapping) -> list[str]:
     return words
 
 
+def words_of(settings: Mapping) -> list[str]:
+    """The settings of the loop as words: {"seed": 3} gives SEED=3."""
+    return [f"{name.upper()}={value}" for name, value in settings.items()]
+
+
 def write_place(folder: Path, words: list[str]) -> Path:
     """Write a word list, and short prompts, which make games on a tiny model quick; return the folder."""
     (folder / "words.txt").write_text("\n".join(words) + "\n", encoding="utf-8")

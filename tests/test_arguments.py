@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from test_readme import COMMANDS
 
 import arguments
 import utils
-from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SAME_RUN, parse_arguments
+from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, build_parser, parse_arguments
 from utils import differences
 
 TRAINING = [
@@ -130,6 +131,9 @@ def test_all_problems_are_listed_at_once(given):
         ("SFT", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0; it must be at least 1"),
         ("SFT", "--num_train_epochs 0", "--num_train_epochs must be above 0"),
         ("SFT", "--output_dir M", "is the model's own folder"),
+        ("SFT", "--ref_model_revision main", "--ref_model_revision is not used by SFT"),
+        ("OfflinePO", "--lora_rank 8 --ref_model_revision main", "the reference is the model without its adapters"),
+        ("SFT", "--hub_strategy every_save", "--hub_strategy every_save: a model is uploaded once"),
         ("SFT", "--torch_compile True", "--torch_compile: every batch would be compiled again"),
         ("SFT", "--warmup_ratio 3", "--warmup_ratio 3.0: expected a share of the steps"),
         ("SFT", "--load_best_model_at_end True", "requires the save and eval strategy to match"),
@@ -138,6 +142,32 @@ def test_all_problems_are_listed_at_once(given):
 def test_what_a_method_does_not_use_and_values_that_make_no_sense_are_errors(given, method, flags, message):
     with pytest.raises(utils.UserError, match=message.replace("(", r"\(")):
         parse_arguments(minimal(given, *given(flags), method=method))
+
+
+@pytest.mark.parametrize(
+    ("package", "flags"),
+    [
+        ("peft", "--lora_rank 8"),
+        ("deepspeed", "--deepspeed configs/zero2.json"),
+        ("wandb", "--report_to wandb"),
+        ("tensorboard", "--report_to tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(given, monkeypatch, package, flags):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        utils.UserError, match=f"{flags.split()[0]}.* needs the package {package}: pip install {package}"
+    ):
+        parse_arguments(minimal(given, *given(flags)))
+
+
+def test_the_help_shows_the_flags_of_this_project_first():
+    text = build_parser().format_help()
+    places = [
+        text.index(f"\n  --{name}")
+        for name in ("train_method", "show_examples", "warmup_ratio", "num_train_epochs", "seed")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_method_that_needs_a_reference_says_so(given):
@@ -204,25 +234,26 @@ def test_fifos_and_links_that_lead_nowhere_are_no_inputs(given, tmp_path, flag):
 )
 def test_what_makes_a_run_another_one(given, flags, different):
     normalization = ["--loss_normalization", "step"] if flags.endswith("step") else []
-    then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).same_run
+    then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).run_settings
     words = minimal(given, *flags.split(), method="OfflinePO")
     words = [words[words.index("--train_data_path") + 1] if word == "D" else word for word in words]
-    now = parse_arguments(words).same_run
+    now = parse_arguments(words).run_settings
     assert [phrase.split(":")[0] for phrase in differences(then, now)] == different
 
 
 def test_every_argument_of_a_method_is_a_setting_of_the_run():
     taken = {name for method in METHOD_ARGUMENTS.values() for name in method}
-    assert taken - {*SAME_RUN} == {REFERENCE_NAME, "allow_no_game_rows", "allow_negative_rewards"}
+    apart = {REFERENCE_NAME, "ref_model_revision", "allow_no_game_rows", "allow_negative_rewards"}
+    assert taken - {*COMPARED} == apart
 
 
 def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other_model):
     words = minimal(given)
-    then = parse_arguments(words).same_run
+    then = parse_arguments(words).run_settings
     (tmp_path / "moved.json").write_bytes((tmp_path / "rows.json").read_bytes())
     words[words.index("--train_data_path") + 1] = str(tmp_path / "moved.json")
-    assert differences(then, parse_arguments(words).same_run) == []
+    assert differences(then, parse_arguments(words).run_settings) == []
     (tmp_path / "moved.json").write_text(json.dumps([{"query": "q", "target": "other"}]))
     words[words.index(tiny_model)] = other_model
-    changed = differences(then, parse_arguments(words).same_run)
+    changed = differences(then, parse_arguments(words).run_settings)
     assert [phrase.split(":")[0] for phrase in changed] == ["train_data_path", "model_name_or_path"]

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, build_llama, build_tokenizer
 from helpers import call, flags_of
 
-from dataloaders import RowDataset, encode_example, load_rows
+from dataloaders import encode_example, load_rows
 from tools import assign_rewards, play_llm_game
 from tools.engine.model import LocalModel, ModelTokens
 from tools.games import prompts
@@ -112,7 +112,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
         assert encoded["labels"] == [-100] * len(prompt) + reply
     stored = load_rows([str(tmp_path / "rows.json")], tokenizer, str(tmp_path / "cache"))
     tokens = [prompt + reply for prompt, reply in zip(speaker.prompts, speaker.replies, strict=True)]
-    assert [row["input_ids"] for row in RowDataset(*stored)] == tokens
+    assert [row["input_ids"] for row in stored] == tokens
     _, drawn = rewards(tmp_path, tokenizer=tmp_path / "tok", seed=1)  # of random training prompts
     assert [row["target"] for row in drawn] == [row["target"] for row in rows]
     assert [row["query"] for row in drawn] != [row["query"] for row in rows]

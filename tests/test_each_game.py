@@ -9,6 +9,7 @@ from helpers import call, flags_of
 from scripted import ScriptedPlayer
 
 import train
+from arguments import parse_arguments
 from tools import assign_rewards, evaluate_games, play_llm_game, report
 from tools.games import load_game
 from tools.games.game import Game
@@ -121,7 +122,7 @@ def test_games_that_pay_become_rows_and_a_step_learns_from_them(run, case, tiny_
     settings = {"train_method": "OfflinePO", "model_name_or_path": tiny_model, "ref_model_name_or_path": other_model}
     settings |= {"train_data_path": tmp_path / "rows.json", "output_dir": tmp_path / "out", "max_steps": 1}
     settings |= {"per_device_train_batch_size": len(rows), "logging_steps": 1, "save_strategy": "no"}
-    trainer = train.set_up(flags_of(settings))
+    trainer = train.set_up(parse_arguments(flags_of(settings)))
     train.run(trainer)
     (step,) = [entry for entry in trainer.state.log_history if "policy_loss" in entry]
     assert "reward_attacker" not in step

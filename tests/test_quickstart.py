@@ -83,7 +83,7 @@ def project(tmp_path) -> Project:
 
 @pytest.mark.parametrize("quick", ["0", "1"])
 def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_result(project, quick):
-    project.run("--seed", "3", QUICK=quick)
+    project.run("SEED=3", QUICK=quick)
     out = "outputs/quickstart" + "_quick" * (quick == "1")
     assert project.installed() == [FROM_CPU_INDEX, THE_REST]
     requirements = (project.folder / ".venv/requirements.txt").read_text()
@@ -94,11 +94,31 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert build.startswith(f"-m tools.tiny_world build --output_dir {out}") and ("--facts" in build) == (quick == "1")
     assert rest[-1] == f"-m tools.tiny_world reason --output_dir {out}"
     assert loop.startswith(
-        f"loop {project.folder}/.venv/bin/python --settings configs/tiny.sh --model {out}/base --output {out} "
-        f"--imitation_data {out}/data/imitation.json --sft_data {out}/data/facts.json --words {out}/data/words.txt "
-        f"--eval_words played={out}/data/words.txt held_out={out}/data/held_out.txt"
+        f"loop {project.folder}/.venv/bin/python configs/tiny.sh MODEL={out}/base OUTPUT={out} "
+        f"IMITATION_DATA={out}/data/imitation.json SFT_DATA={out}/data/facts.json WORDS={out}/data/words.txt "
+        f"EVAL_WORDS=played={out}/data/words.txt held_out={out}/data/held_out.txt"
     )
-    assert loop.endswith("--seed 3") and ("--epochs 1" in loop) == (quick == "1")
+    assert loop.endswith("SEED=3") and ("EPOCHS=1" in loop) == (quick == "1")
+
+
+def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loop(project):
+    project.run("SEED=3", WORLD="english")
+    out = "outputs/quickstart_english"
+    model, imitation, rows, loop = [call for call in project.calls() if call.startswith(("loop", "-m tools"))]
+    assert model == "-m tools.prepare_data smollm2 --output_dir models/smollm2"
+    assert (
+        imitation == f"-m tools.prepare_data imitation --output_dir {out}/data --games data/english/plain_games.jsonl"
+    )
+    assert rows.startswith(f"-m tools.assign_rewards --input_data_path {out}/data/games.jsonl ")
+    assert loop.startswith(
+        f"loop {project.folder}/.venv/bin/python configs/english.sh MODEL=models/smollm2 OUTPUT={out} "
+        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=played="
+    )
+    (project.folder / "baber/piqa").mkdir(parents=True)
+    project.run(WORLD="english", FAILING="import gguf")
+    assert project.installed() == ["gguf>=0.19,<0.20", "lm-eval==0.4.13"]
+    assert "EVAL_TASKS= PIQA " in project.calls()[-1]
+    assert "WORLD 'french'" in project.run(WORLD="french", status=2)
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(project):

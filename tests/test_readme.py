@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from helpers import ROOT, call
 
 from tools import assign_rewards, evaluate_games, play_llm_game
+from tools.loop.fit import DEFAULTS
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay.lineup import Lineup
 from utils import read_json_or_jsonl
@@ -29,7 +29,7 @@ TOP = TEXTS["README.md"]
 LOOP = "tools/run_spag.sh"
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
 KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
-KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
+KNOWN_COMMANDS |= {"tools/study/run.sh", "export", "read", "head", "seq", "for", "done", "cd"}
 FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
 
@@ -91,15 +91,12 @@ def program_of(words: list[str]) -> str | None:
 
 def subcommand_of(words: list[str]) -> tuple[str, ...]:
     """("split",) of `prepare_data split --input ...`."""
-    return tuple(word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z]+", word))
+    return tuple(word for word in words[start_of_flags(words) :][:1] if re.fullmatch("[a-z0-9]+", word))
 
 
 @functools.cache
 def accepted_flags(program: str, *subcommand: str) -> set[str]:
-    """The flags in the program's --help, printed in this process; of the loop, the variables in its --help."""
-    if program == LOOP:
-        usage = subprocess.run(["bash", LOOP, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return {f"--{name.lower()}" for name in re.findall(r"^  ([A-Z_]+)=", usage, flags=re.MULTILINE)} | {"--help"}
+    """The flags in the program's --help, printed in this process."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [program, *subcommand, "--help"])
@@ -109,7 +106,7 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))})
+PROGRAMS = sorted({program for words in COMMANDS if (program := program_of(words))} - {LOOP})
 
 
 def test_every_command_is_a_program_that_there_is():
@@ -128,10 +125,18 @@ def test_programs_accept_the_flags_they_are_given(program):
             assert given <= accepted_flags(program, *subcommand_of(words)), words
 
 
+def test_the_loop_knows_the_settings_it_is_given():
+    given = [word for words in COMMANDS if words[0] == LOOP for word in words[1:] if word != "..."]
+    for word in given:
+        name, equals, _ = word.partition("=")
+        assert name in DEFAULTS if equals else word == "--help" or (ROOT / word).is_file(), word
+    assert {"MODEL", "IMITATION_DATA", "WORDS", "OUTPUT"} <= {word.partition("=")[0] for word in given}
+
+
 def test_every_flag_in_the_prose_belongs_to_a_program():
-    known = accepted_flags(LOOP) | FLAGS_OF_OTHERS
+    known = set(FLAGS_OF_OTHERS)
     for words in COMMANDS:
-        if program := program_of(words):
+        if (program := program_of(words)) in PROGRAMS:
             known |= accepted_flags(program) | accepted_flags(program, *subcommand_of(words))
     for name, text in TEXTS.items():
         spans = [span for span in code_spans(text) if not span.startswith("pip ")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, descendants, finish, flags_of, kill_all, start, users_of, wait_for
+from helpers import ENVIRONMENT, ROOT, descendants, finish, kill_all, start, users_of, wait_for, words_of
 from safetensors.torch import load_file
 
 import arguments
@@ -24,9 +24,10 @@ from tools.play_llm_game import Flags as PlayFlags
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
 STAGES = ["imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report"]
 
-# In the place of Python, but for the checks: notes the command, leaves a checkpoint, and does as a test says.
+# In the place of Python, but for the loop's own programs: notes the command, leaves a checkpoint, and does as a test
+# says.
 STUB = """#!/bin/sh
-case "$1" in */check_loop.py) exec {python} "$@" ;; esac
+case "$1 $2" in "-m tools.loop."* | -c*) exec {python} "$@" ;; esac
 {{ printf '%s\\t' "$@"; echo; }} >>{folder}/calls
 for word; do [ "$last" != --output_dir ] || mkdir -p "$word/checkpoint-1"; last=$word; done
 printf '\\033[Agames:  45%%|####      | 9/20\\r'
@@ -44,12 +45,12 @@ COMMANDS = """
   --defender_model_name_or_path {out}/imitation/model --data_path {out}/words.txt --output_dir {out}/epoch1/episodes
   --model_prefix imitation --data_suffix words --game taboo {sampling}
 {root}/tools/assign_rewards.py --input_data_path {out}/epoch1/episodes/imitation_sampling_words_results.json
-  --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --losers 0 --ties 0
-  --min_game_rows 128 --sft_data_path {data}/sft.json
+  --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --losers 0.0 --ties 0.0
+  --role_weights paper --min_game_rows 128 --sft_data_path {data}/sft.json
 {launch} {root}/train.py --output_dir {out}/epoch1/model --model_name_or_path {out}/imitation/model
-  --ref_model_name_or_path {out}/imitation/model {training} --train_method OfflinePO
-  --train_data_path {out}/epoch1/rows/rows.json --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2
-  --detach_kl False --learning_rate 2e-6 --seed 43
+  --ref_model_name_or_path {out}/imitation/model {training} --train_data_path {out}/epoch1/rows/rows.json --seed 43
+  --train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2 --detach_kl False
+  --learning_rate 2e-6
 {launch} {root}/tools/evaluate_games.py --players imitation={out}/imitation/model epoch1={out}/epoch1/model
   --against imitation --words played={data}/words.txt {data}/held_out.txt --seeds 0 --games_per_word 1
   --output_dir {out}/epoch1/eval --game taboo {sampling}
@@ -60,7 +61,7 @@ TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_ac
   --padding_side right --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0
   --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --save_strategy steps
   --save_steps 0.2 --save_total_limit 1 --gradient_checkpointing True"""
-SAMPLING = """--task_type sampling --max_turns 5 --max_length 2048 --max_new_tokens 256 --temperature 1.2 --top_k 50
+SAMPLING = """--task_type sampling --max_length 2048 --max_new_tokens 256 --temperature 1.2 --top_k 50
   --bf16 True --engine auto --tensor_parallel_size 1"""
 
 
@@ -91,7 +92,7 @@ class Loop:
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.environment["PYTHON"] = str(folder / "python")
 
-    def start(self, does: str = "", environment: dict | None = None, cwd: Path = ROOT, **changes) -> subprocess.Popen:
+    def start(self, does: str = "", files: tuple = (), environment: dict | None = None, cwd: Path = ROOT, **changes):
         """Start it with changed settings; `does` are cases of a shell's `case` over the command's words."""
         (self.folder / "calls").write_text("")
         stub = STUB.format(python=sys.executable, folder=shlex.quote(str(self.folder)), does=does)
@@ -99,7 +100,7 @@ class Loop:
         (self.folder / "python").chmod(0o755)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         return subprocess.Popen(
-            [SCRIPT, *flags_of(self.settings | changes)],
+            [SCRIPT, *files, *words_of(self.settings | changes)],
             env=self.environment | (environment or {}),
             cwd=cwd,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
@@ -109,7 +110,7 @@ class Loop:
     def run(self, does: str = "", status: int = 0, **how) -> tuple[str, str]:
         """Run it to its end with this status; (output, errors)."""
         process = self.start(does, **how)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == status, out + err
         return out, err
 
@@ -122,7 +123,7 @@ class Loop:
         return [line.split("\t")[:-1] for line in (self.folder / "calls").read_text().splitlines()]
 
     def stored(self) -> dict[str, str]:
-        return json.loads((self.output / "settings.json").read_text())
+        return json.loads((self.output / "settings.json").read_text())["settings"]
 
 
 @pytest.fixture
@@ -171,8 +172,9 @@ def test_each_epoch_starts_from_the_model_before(loop):
         ({"save_steps": "0.0"}, "imitation", "--save_strategy no ", "--save_steps"),
         ({"lora_rank": 4}, "imitation", "--lora_rank 4 --lora_merge True .* --learning_rate 1e-4 ", "5e-6"),
         ({"lora_rank": 4}, "epoch1_train", "{out}/imitation/model/merged .* --learning_rate 1e-4 ", "2e-6"),
-        ({"rewards": "-m my.rewards coin --x 1"}, "epoch1_rewards", "^-m my.rewards coin --x 1 --input", "assign"),
-        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0 ", "0.5 --ties 0.5"),
+        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0.0 --role_weights paper", "XX"),
+        ({"role_weights": "none"}, "epoch1_rewards", "--role_weights none ", "paper"),
+        ({"max_turns": 4}, "epoch1_eval", "--max_turns 4 ", "--chat_template"),
         ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "--match"),
         ({"eval_args": "--max_words 3 \n --x *", "play_batch": 7}, "epoch1_eval", "7 --max_words 3 --x [*] $", "7 $"),
     ],
@@ -186,10 +188,10 @@ def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
 
 def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
     (tmp_path / "words.txt").write_text("dog\n")
-    commands = loop.commands(game="twenty_questions", eval_words="")
+    commands = loop.commands(game="twenty_questions", eval_words="", max_turns=9)
     for stage in ("epoch1_play", "epoch1_rewards", "report"):
         assert "--game twenty_questions" in " ".join(commands[stage])
-    assert "--max_turns 20 " in " ".join(commands["epoch1_play"])
+    assert "--max_turns 9 " in " ".join(commands["epoch1_play"])
 
 
 def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop, tmp_path):
@@ -201,26 +203,27 @@ def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop
     assert list(commands) == ["imitation"]  # there is nothing to play
 
 
-def test_a_control_takes_model_and_first_games_of_another_run_and_its_rows_from_the_control(loop, tmp_path):
+def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(loop, tmp_path):
     spag = loop.output
     loop.commands(epochs=2)
     first = spag / "epoch1/episodes/imitation_sampling_words_results.json"
     first.write_text("[]")
-    settings = {"epochs": 2, "like": spag, "sft_coeff": 0.25}
-    for control in ("coin", "cloning", "sft"):
-        commands = loop.commands(control=control, **settings, output=tmp_path / control)
+    for control in ("coin", "coin_by_length", "cloning", "sft", "silent"):
+        commands = loop.commands(control=control, epochs=2, like=spag, output=tmp_path / control, sft_coeff=0.25)
+        plays = control not in ("sft", "silent")
         assert "imitation" not in commands and "epoch1_play" not in commands
-        assert ("epoch2_play" in commands) == (control != "sft")
+        assert ("epoch2_play" in commands) == plays
         for epoch in (1, 2):
             rewards = " ".join(commands[f"epoch{epoch}_rewards"]) + " "
-            assert f" --control {control} --sft_coeff 0.25 --rows_at_once 2 " in rewards
-            assert f" --like_rows {spag}/epoch{epoch}/rows/rows.json " in rewards
+            assert f" --control {control} " in rewards
+            assert (f" --like_rows {spag}/epoch{epoch}/rows/rows.json " in rewards) != plays
+            assert (" --sft_coeff 0.25 --rows_at_once 2 " in rewards) == (control == "cloning")
             no_games = "--allow_no_game_rows True" in " ".join(commands[f"epoch{epoch}_train"])
-            assert no_games == (control != "coin")
-        assert str(first) in commands["epoch1_rewards"]
+            assert no_games == (control in ("cloning", "sft"))
+        assert (str(first) in commands["epoch1_rewards"]) == plays
         assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
         assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
-        stored = json.loads((tmp_path / control / "settings.json").read_text())
+        stored = json.loads((tmp_path / control / "settings.json").read_text())["settings"]
         assert (stored["CONTROL"], stored["LIKE"]) == (control, str(spag))
 
 
@@ -238,7 +241,7 @@ def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop)
 def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
     several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
     other = loop.commands(node_rank=1, **several)  # it may come first
-    assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
+    assert sorted(path.name for path in loop.output.glob("[!.]*")) == ["epoch1", "imitation", "logs"]
     first = loop.commands(node_rank=0, **several)
     assert list(first) == STAGES and list(other) == ["imitation", "epoch1_play", "epoch1_train", "epoch1_eval"]
     for stage, words in other.items():
@@ -252,15 +255,17 @@ def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop)
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
-def test_flags_win_over_the_environment_and_both_over_the_settings_file(loop, tmp_path):
+def test_of_files_and_words_the_last_one_wins_and_the_environment_changes_nothing(loop, tmp_path):
     (tmp_path / "my settings.sh").write_text(
-        '# a comment\n: "${TEMPERATURE:=0.9}"  # another\n: "${TOP_K:=7}"\n: "${MAX_TURNS:=3}"\n: "${SEED:=5}"\n'
-        ': "${TRAIN_ARGS:=--max_steps 3\n  --x *}"\n: "${KL:=0.3}"\n: "${REWARD_ARGS:=--training_prompt play}"\n'
+        "# a comment\nTEMPERATURE=0.9  # another\nTOP_K=7\n\nMAX_TURNS=3\nSEED=5\n"
+        "TRAIN_ARGS='--max_steps 3 --x *'\nKL=0.3\nREWARD_ARGS=\"--training_prompt play\"\n"
     )
-    given = {"settings": "my settings.sh", "seed": 7, "reward_args": ""}
-    commands = loop.commands(environment={"TOP_K": "8", "SEED": "6", "ENGINE": "slots"}, cwd=tmp_path, **given)
-    names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "KL", "EPOCHS", "REWARD_ARGS", "ENGINE")
-    assert [loop.stored()[name] for name in names] == ["0.9", "8", "3", "7", "0.3", "1", "", "slots"]
+    (tmp_path / "more.sh").write_text("TOP_K=8\nPROMPTS=$root/configs/prompts.json\n")
+    given = {"files": ("SEED=6", "my settings.sh", "more.sh"), "seed": 7, "reward_args": ""}
+    commands = loop.commands(environment={"TEMPERATURE": "8", "EPOCHS": "6"}, cwd=tmp_path, **given)
+    names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "KL", "EPOCHS", "REWARD_ARGS", "PROMPTS")
+    expected = ["0.9", "8", "3", "7", "0.3", "1", "", f"{ROOT}/configs/prompts.json"]
+    assert [loop.stored()[name] for name in names] == expected
     assert commands["epoch1_train"][-4:] == ["--max_steps", "3", "--x", "*"]
     assert "--max_steps" not in commands["imitation"]
 
@@ -273,40 +278,61 @@ def test_values_are_data_not_shell(loop, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, named",
-    [(["--output"], "--output"), (["a", "b"], "'a'"), (["--path", "x"], "--path"), (["--epocs=2"], "--epocs")],
+    "word, named",
+    [
+        ("--output", "unknown flag --output"),
+        ("none.sh", "none.sh: neither a setting NAME=VALUE nor a file"),
+        ("EPOCS=2", "unknown setting EPOCS; did you mean EPOCHS?"),
+        ("epochs=2", "unknown setting epochs; did you mean EPOCHS?"),
+        ("PATH=/tmp", "unknown setting PATH; did you mean"),
+    ],
 )
-def test_words_that_are_no_settings_are_refused(words, named):
-    done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
-    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+def test_words_that_are_no_settings_are_refused_with_the_nearest_one(loop, word, named):
+    _, err = loop.run(files=[word], status=2)
+    assert named in err and len(err.splitlines()) == 1 and not loop.output.exists()
 
 
 @pytest.mark.parametrize(
-    "line, status, named", [(': "${EPOCS:=2}"', 2, "EPOCS"), ("epochs: 2", 127, "epochs:"), (None, 1, "wrong.sh")]
+    "line, named",
+    [
+        ("EPOCS=2", "wrong.sh: unknown setting EPOCS; did you mean EPOCHS?"),
+        ("epochs: 2", "wrong.sh:2: expected NAME=VALUE, got 'epochs: 2'"),
+        ("rm -r x", "wrong.sh:2: expected NAME=VALUE"),
+    ],
 )
-def test_a_wrong_settings_file_is_refused(loop, tmp_path, line, status, named):
-    if line:
-        (tmp_path / "wrong.sh").write_text(f': "${{KL:=0.2}}"\n{line}\n')
-    _, err = loop.run(status=status, settings=tmp_path / "wrong.sh")
+def test_a_wrong_line_of_a_settings_file_is_refused(loop, tmp_path, line, named):
+    (tmp_path / "wrong.sh").write_text(f"KL=0.2\n{line}\n")
+    _, err = loop.run(files=[tmp_path / "wrong.sh"], status=2)
     assert named in err and loop.calls() == [] and not loop.output.exists()
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama2_7b", "llama3_8b", "qwen3_4b"])
+CONFIGS = sorted(path.stem for path in ROOT.glob("configs/*.sh") if path.stem not in ("defaults", "slurm_4x8"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_settings_files_are_accepted_and_reach_the_commands(loop, name):
     (loop.folder / "peft.py").write_text("")
     del loop.settings["global_batch"], loop.settings["gradient_checkpointing"]
-    changes = {"settings": ROOT / f"configs/{name}.sh", "reasoning_args": "--lm_eval harness", "nproc": 1}
-    commands = loop.commands(environment={"PYTHONPATH": str(loop.folder)}, gradient_checkpointing="False", **changes)
-    assert ("reasoning" in commands) == (name != "tiny")
-    assert (f"{ROOT}/data/tiny/prompts.json" in commands["epoch1_play"]) == (name == "tiny")
+    (loop.folder / "model").symlink_to(loop.settings["model"])
+    Path(loop.settings["model"], "chat_template.jinja").touch()
+    changes = {"reasoning_args": "--lm_eval harness", "gradient_checkpointing": "False"}
+    if not (ROOT / f"data/{name}/prompts.json").is_file():
+        changes["prompts"] = ""
+    commands = loop.commands(
+        files=[ROOT / f"configs/{name}.sh"], environment={"PYTHONPATH": str(loop.folder)}, **changes
+    )
+    Path(loop.settings["model"], "chat_template.jinja").unlink()
+    assert ("reasoning" in commands) == ("EVAL_TASKS" in (ROOT / f"configs/{name}.sh").read_text())
+    assert (f"{ROOT}/data/{name}/prompts.json" in commands["epoch1_play"]) == ("prompts" not in changes)
     for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval"):
-        assert ("--chat_template" in commands[stage]) == (name == "qwen3_4b")
+        assert ("--chat_template" in commands[stage]) == (name in ("qwen3_4b", "english"))
 
 
-def test_help_shows_every_setting(loop):
+def test_help_is_the_file_of_all_settings(loop):
     shown = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     loop.commands()
-    assert re.findall(r"^  ([A-Z_]+)=", shown, flags=re.MULTILINE) == list(loop.stored())
+    assert shown == (ROOT / "configs/defaults.sh").read_text()
+    assert re.findall(r"^([A-Z_]+)=.* # \w", shown, flags=re.MULTILINE) == list(loop.stored())
 
 
 # --- failures, logs, signals -----------------------------------------------------------------------------------------
@@ -314,10 +340,10 @@ def test_help_shows_every_setting(loop):
 
 @pytest.mark.parametrize("stage, program", [("imitation", "train.py"), ("epoch1_train", "train.py*epoch1/")])
 def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage, program):
-    out, err = loop.run(f"*{program}*) echo broken; exit 3 ;;", status=1)
+    _, err = loop.run(f"*{program}*) echo broken; exit 3 ;;", status=1)
     log = loop.output / "logs" / f"{stage}.log"
     assert len(loop.calls()) == STAGES.index(stage) + 1
-    assert "broken" in out and "broken" in log.read_text() and str(log) in err.splitlines()[-1]
+    assert "broken" in err and "broken" in log.read_text() and str(log) in err.splitlines()[-1]
     assert len(list(loop.output.glob("*/model/checkpoint-1"))) == 1  # to go on from
 
 
@@ -330,7 +356,7 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_warnings_are_rep
     warns = "*train.py*) echo 12:00:00 rank 0 WARNING saw something; echo 12:00:01 rank 1 WARNING saw something ;;"
     _, err = loop.run(warns)
     assert err.splitlines()[-3:] == ["Warnings:", "  imitation: saw something", "  epoch1_train: saw something"]
-    out, err = loop.run()
+    out, err = loop.run(verbose=True)
     assert "Warnings:" not in err  # those of this start
     assert out.count("speaks") == out.count("last words") == len(STAGES)
     for stage in STAGES:
@@ -374,6 +400,73 @@ def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path):
     assert users_of(loop.output) == [] and loop.calls() == []
 
 
+def test_after_a_sigkill_of_the_script_the_stage_at_work_keeps_other_starts_out(loop):
+    process = loop.start("*play_llm*) sleep 60; true ;;")
+    assert wait_for(lambda: len(loop.calls()) == 2, process)
+    at_work = [each for each in psutil.Process(process.pid).children() if "play_llm" in " ".join(each.cmdline())]
+    process.kill()
+    process.wait()
+    (stage,) = at_work
+    record = (loop.output / "settings.json").read_bytes()
+    _, err = loop.run(status=2, seed=7)
+    assert f"another process is at work in this folder: pid {stage.pid} (" in err and loop.calls() == []
+    assert (loop.output / "settings.json").read_bytes() == record
+    for each in [*stage.children(), stage]:
+        each.kill()
+    process.communicate()  # all have closed their output
+    assert list(loop.commands()) == STAGES
+
+
+def test_a_second_start_beside_a_loop_is_refused(loop):
+    process = loop.start("*play_llm*) sleep 60; true ;;")
+    assert wait_for(lambda: len(loop.calls()) == 2, process)
+    second = subprocess.run([SCRIPT, *words_of(loop.settings)], env=loop.environment, capture_output=True, text=True)
+    assert second.returncode == 2 and f"pid {process.pid} (" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+
+
+# --- the record of the loop ------------------------------------------------------------------------------------------
+
+TRAINED = "*train.py*epoch1/*) mkdir -p {out}/epoch1/model; echo '{{}}' >{out}/epoch1/model/train_results.json ;;"
+
+
+def test_the_record_is_finished_when_the_loop_has_ended(loop):
+    def finished() -> bool:
+        return json.loads((loop.output / "settings.json").read_text())["finished"]
+
+    trained = TRAINED.format(out=loop.output)
+    loop.run(trained, until="epoch1_train")
+    assert not finished()
+    loop.run(trained)
+    assert finished()
+    record = (loop.output / "settings.json").read_bytes()
+    assert list(loop.commands(trained)) == STAGES and (loop.output / "settings.json").read_bytes() == record
+    loop.run("*epoch2*) exit 3 ;;", epochs=2, status=1)
+    assert not finished() and loop.stored()["EPOCHS"] == "2"
+
+
+@pytest.mark.parametrize("changes", [{"model": "{other}"}, {"train_args": "--max_steps 3"}, {"seed": 7}])
+def test_a_loop_with_results_refuses_other_settings_and_writes_nothing(loop, other_model, changes):
+    loop.run(TRAINED.format(out=loop.output))
+    before = {path: path.read_bytes() for path in loop.output.rglob("*") if path.is_file()}
+    changes = {name: str(value).format(other=other_model) for name, value in changes.items()}
+    _, err = loop.run(status=2, **changes)
+    (name,) = changes
+    assert f"made with other settings ({name.upper()}: " in err and loop.calls() == []
+    assert {path: path.read_bytes() for path in loop.output.rglob("*") if path.is_file()} == before
+
+
+def test_the_machine_may_change_and_so_may_what_is_only_added(loop):
+    loop.run(TRAINED.format(out=loop.output), eval_words="")
+    added = {"epochs": 2, "eval_words": loop.settings["words"], "eval_tasks": "MMLU", "report": "False"}
+    added["reasoning_args"] = "--lm_eval harness"
+    commands = loop.commands(
+        nproc=2, play_batch=3, save_steps=0, train_batch=2, gradient_checkpointing="True", **added
+    )
+    assert "epoch2_eval" in commands and "reasoning" in commands and loop.stored()["NPROC"] == "2"
+
+
 # --- with the real programs ------------------------------------------------------------------------------------------
 
 
@@ -385,7 +478,7 @@ def any_filled(pattern: str) -> bool:
 
 
 def start_loop(settings: dict) -> subprocess.Popen:
-    return start([SCRIPT, *flags_of(settings)], env=ENVIRONMENT | {"PYTHON": sys.executable})
+    return start([SCRIPT, *words_of(settings)], env=ENVIRONMENT | {"PYTHON": sys.executable})
 
 
 @pytest.mark.kills
@@ -435,7 +528,7 @@ def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues
 
 # --- the scripts -----------------------------------------------------------------------------------------------------
 
-SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/environment.sh")
+SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/settings.sh", "loop/environment.sh")
 
 
 def test_shellcheck_finds_nothing():

@@ -11,45 +11,6 @@ from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
 
 import utils
 
-# Settings.
-
-
-def make_run(folder, results=None):
-    return utils.RunSettings(folder / "settings.json", results=lambda: results, remedy="use another folder")
-
-
-def test_settings_are_compared_by_content_and_differences_are_named(tmp_path):
-    (tmp_path / "a").write_text("words")
-    settings = {"seed": 1, "sides": ("left", "right"), "words": utils.files_setting(tmp_path / "a")}
-    run = make_run(tmp_path, results=tmp_path / "a")
-    run.write(settings, launch="x")
-    run.check(settings | {"words": settings["words"] | {"path": "elsewhere"}})
-    (tmp_path / "a").write_text("other words")
-    with pytest.raises(utils.UserError) as refused:
-        run.check({"seed": 2, "sides": ["left", "right"], "words": utils.files_setting(tmp_path / "a"), "new": None})
-    message = str(refused.value)
-    assert str(run.path) in message and "use another folder" in message
-    assert "seed: 1 then, 2 now" in message and f"words: {tmp_path / 'a'}" in message
-    assert "sides" not in message and "new" not in message
-
-
-def test_settings_count_only_where_there_are_results_and_results_need_them(tmp_path):
-    run = make_run(tmp_path)
-    run.write({"seed": 1})
-    run.check({"seed": 2})
-    run.path.unlink()
-    with pytest.raises(utils.UserError, match="rows.json.*settings.json"):
-        make_run(tmp_path, results=tmp_path / "rows.json").check({"seed": 1})
-
-
-@pytest.mark.parametrize("found", ["text", None, {"words": {"sha256": 7}}, {"words": {"sha256": None, "path": []}}])
-def test_damaged_settings_are_refused(found, tmp_path):
-    run = make_run(tmp_path, results=tmp_path / "rows.json")
-    run.write(found)
-    with pytest.raises(utils.UserError, match="settings.json"):
-        run.check({"words": {"path": "a", "sha256": "abc"}})
-
-
 # Locks.
 
 

@@ -15,7 +15,8 @@ import os, signal, sys, time, utils
 def main():
     folder, seed, how = sys.argv[1:]
     with utils.stage(f"{folder}/settings.json", {"seed": int(seed)}, results=["rows.json", "part-*"]) as todo:
-        print("todo" if todo else "done", utils.rank(), flush=True)
+        sys.stdout.write(f"{'todo' if todo else 'done'} {utils.rank()}\n")
+        sys.stdout.flush()
         if todo and utils.rank() == 0:
             open(f"{folder}/part-1", "w").close()
             if how == "kill":
@@ -100,15 +101,6 @@ def test_results_that_were_deleted_are_made_again(tmp_path):
     assert "todo 0" in finish(work(tmp_path)) and (tmp_path / "rows.json").exists()
 
 
-def test_finished_work_goes_on_where_more_is_wanted_than_it_holds(tmp_path):
-    for wanted, todo_then in ((1, True), (1, False), (2, True), (2, False)):
-        how = {"results": ["x"], "enough": lambda stored, wanted=wanted: stored["made"] >= wanted}
-        with utils.stage(tmp_path / "s.json", {}, **how) as todo:
-            assert bool(todo) == todo_then
-            (tmp_path / "x").touch()
-            todo.notes["made"] = wanted
-
-
 def test_an_error_leaves_the_work_unfinished_and_frees_the_lock(tmp_path):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), utils.stage(tmp_path / "s.json", {}, results=["x"]) as todo:
@@ -138,6 +130,20 @@ def test_files_and_models_are_compared_by_content(tmp_path):
     changed = settings | {"words": {"path": "a", "sha256": "0"}}
     with pytest.raises(utils.UserError, match="words: "), utils.stage(tmp_path / "s.json", changed, results=["x"]):
         pytest.fail("refused before the block")
+
+
+def test_settings_that_may_change_are_brought_up_to_date_and_the_work_ends_again(tmp_path):
+    record, how = tmp_path / "s.json", {"results": ["x"], "may_change": ["epochs"]}
+    with utils.stage(record, {"seed": 1, "epochs": 2}, **how):
+        (tmp_path / "x").touch()
+    with utils.stage(record, {"seed": 1, "epochs": 3}, **how) as todo:
+        assert todo and utils.read_json(record)["settings"] == {"seed": 1, "epochs": 3}
+    with utils.stage(record, {"seed": 1, "epochs": 3}, **how) as todo:
+        assert not todo
+    before = record.read_bytes()
+    with pytest.raises(utils.UserError, match="seed: 1 then, 2 now") as refused:
+        utils.stage(record, {"seed": 2, "epochs": 4}, **how).__enter__()
+    assert "epochs" not in str(refused.value) and record.read_bytes() == before
 
 
 def test_rank_0_decides_for_all_ranks(tmp_path):

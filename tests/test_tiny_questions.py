@@ -2,7 +2,6 @@
 
 import json
 import random
-from statistics import mean
 
 import pytest
 import torch
@@ -12,14 +11,28 @@ from tools import tiny_world
 from tools.tiny.build import GAMES, corpus, scripted_games
 from tools.tiny.models import byte_tokenizer, random_llama
 from tools.tiny.players import FACT_QUERY, fact_rows, load_lexicon
-from tools.tiny.questions import KINDS, Question, by_word, choice_logprobs, make_questions
+from tools.tiny.questions import (
+    COLUMNS,
+    HELD_OUT,
+    KINDS,
+    PLAYED,
+    PRACTISED,
+    UNPRACTISED,
+    Question,
+    asked_questions,
+    by_word,
+    choice_logprobs,
+    make_questions,
+    practice_rows,
+    words_of_side,
+)
 
 LEXICON = load_lexicon()
 
 
 @pytest.fixture(scope="module")
 def asked() -> list[Question]:
-    return make_questions()
+    return asked_questions()
 
 
 def words_of(question: Question) -> set[str]:
@@ -27,16 +40,31 @@ def words_of(question: Question) -> set[str]:
     return {question.word} | set(text.split()) & set(LEXICON.words)
 
 
-def test_all_words_of_a_question_are_on_one_side_of_the_split(asked):
-    held_out = set(LEXICON.held_out())
-    for question in asked:
-        assert words_of(question) <= held_out if question.held_out else not words_of(question) & held_out
-    assert 0.1 < mean(question.held_out for question in asked) < 0.3
+def test_all_words_of_a_question_are_on_its_side(asked):
+    for question in asked + make_questions(PRACTISED):
+        assert words_of(question) <= set(words_of_side(LEXICON, question.side))
+    held_out, played = (set(words_of_side(LEXICON, side)) for side in (HELD_OUT, PLAYED))
+    practised, unpractised = (set(words_of_side(LEXICON, side)) for side in (PRACTISED, UNPRACTISED))
+    assert practised | unpractised == played and not practised & unpractised and not held_out & played
+
+
+def test_practice_holds_neither_a_held_out_nor_an_unpractised_word():
+    known = set(words_of_side(LEXICON, HELD_OUT) + words_of_side(LEXICON, UNPRACTISED))
+    made = practice_rows()
+    assert len(made) > 1000
+    assert not any(known & set((row["query"] + row["target"]).split()) for row in made)
+
+
+def test_questions_of_the_first_study_and_those_about_unpractised_words_are_counted_apart(asked):
+    sizes = {column: sum(by_word([1] * len(asked), column)[0]) for column in COLUMNS}
+    assert (sizes["all"], sizes["meet + common, held-out words"]) == (3354, 290)
+    assert sizes["all"] + len(make_questions(UNPRACTISED)) == len(asked)
+    assert sizes["meet + common, unpractised words"] > 500
 
 
 def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
     clues = {word: set(LEXICON.shared[word]) for word in LEXICON.words}
-    for kind, word, _, context, choices in asked:
+    for kind, word, _, context, choices in asked + make_questions(PRACTISED):
         given = context.removeprefix(FACT_QUERY).split()
         said = [choice.split() for choice in choices]
         assert len(set(choices)) == 4
@@ -67,7 +95,7 @@ def test_there_are_hundreds_of_each_kind_and_no_row_of_facts_or_games_asks_so(as
 
 
 def test_a_choice_has_the_sum_of_its_tokens_log_probabilities_after_bos_and_context():
-    tokenizer, questions = byte_tokenizer(), make_questions()[::800]
+    tokenizer, questions = byte_tokenizer(), asked_questions()[::1000]
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = random_llama(len(tokenizer), 0, initializer_range=0.5, **shape).eval()
     sums = choice_logprobs(model, tokenizer, questions)
@@ -85,8 +113,9 @@ def test_a_choice_has_the_sum_of_its_tokens_log_probabilities_after_bos_and_cont
 def test_counts_by_word_are_those_of_the_columns_questions(asked):
     values = [float(question.word == "cat") for question in asked]
     sizes, totals = by_word(values, "meet")
-    assert sum(sizes) == sum(question.kind == "meet" for question in asked)
-    assert sum(totals) == sum(question.kind == "meet" and question.word == "cat" for question in asked)
+    of_meet = [question for question in asked if question.kind == "meet" and question.side != UNPRACTISED]
+    assert sum(sizes) == len(of_meet)
+    assert sum(totals) == sum(question.word == "cat" for question in of_meet)
 
 
 def test_reason_asks_each_model_of_a_loop_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
@@ -114,3 +143,28 @@ def test_reason_asks_each_model_of_a_loop_once_and_again_when_it_has_changed(tmp
     after = json.loads((tmp_path / "questions.json").read_text())["models"]
     assert len(times) == 1
     assert {name for name in before if before[name] != after[name]} == {"epoch2"}
+    assert after["epoch2"]["right"] != before["epoch2"]["right"]
+
+
+def test_the_models_of_a_seed_of_a_study_are_asked_by_arm(tmp_path, monkeypatch):
+    for path in (
+        "base",
+        "released/imitation/model",
+        "released/epoch1/model",
+        "released/epoch2/model",
+        "sft/epoch1/model",
+    ):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    for arm in ("released", "sft"):
+        (tmp_path / arm / "settings.json").write_text("{}")
+    models = {}
+    monkeypatch.setattr("tools.tiny.questions.ask", lambda found, path: models.update(found) or {"imitation": right})
+    right = [place % 2 for place in range(len(asked_questions()))]
+    call(tiny_world.main, "reason", "--output_dir", tmp_path)
+    assert {name: str(path.relative_to(tmp_path)) for name, path in models.items()} == {
+        "base": "base",
+        "imitation": "released/imitation/model",
+        "released": "released/epoch2/model",
+        "sft": "sft/epoch1/model",
+    }

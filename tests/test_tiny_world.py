@@ -30,6 +30,7 @@ from tools.tiny.players import (
     fact_rows,
     load_lexicon,
 )
+from tools.tiny.questions import practice_rows
 from utils import read_json_or_jsonl
 
 GAME = taboo.Taboo()
@@ -168,6 +169,8 @@ def test_build_leaves_what_the_loop_starts_from(world, lexicon):
     assert sum(row.get("type") == "sft" for row in rows) == 30
     assert len(rows) - 30 == sum(game["length"] for game in games)  # every message, of winners and losers
     assert len(read_json_or_jsonl(world / "data" / "facts.json")) == 20
+    practice = read_json_or_jsonl(world / "data" / "practice.json")
+    assert practice[20:1212] == practice[1212:] == practice_rows()
     words = (world / "data" / "words.txt").read_text().split()
     assert words == lexicon.played()
     cities = (world / "data" / "words_guess_my_city.txt").read_text().splitlines()
@@ -195,7 +198,7 @@ def test_prompts_leave_room_for_a_reply_and_words_are_single_tokens(world, lexic
 
 def test_what_is_built_stays_and_other_settings_are_refused(world):
     before = {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}
-    assert "all is there" in call(tiny_world.main, "build", "--output_dir", world, *SIZES).output
+    call(tiny_world.main, "build", "--output_dir", world, *SIZES)
     refused = call(tiny_world.main, "build", "--output_dir", world, *SIZES, "--facts", "21", status=2)
     assert "world.json" in refused.errors and "facts: 20 then, 21 now" in refused.errors
     assert before == {path: path.stat().st_mtime_ns for path in world.rglob("*") if path.is_file()}

@@ -1,25 +1,29 @@
 """train.py as its user sees it: recorded runs, ways to train that must agree, checkpoints, refusals."""
 
+import importlib.metadata
 import json
 import os
 import random
 import re
 import shutil
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
+from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, reset_process, start
+from huggingface_hub import ModelCard
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import arguments
 import dataloaders
 import train
 import trainers
@@ -288,24 +292,6 @@ def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
     assert loaded == [tiny_model] * 2
 
 
-def test_only_rows_that_are_dealt_within_max_steps_pass_the_reference(
-    tmp_path, monkeypatch, mixed_rows, tiny_model, other_model
-):
-    passed, original = [], trainers.SPAGTrainer._reference_pass
-
-    def count(self, dataset, rows, *model):
-        passed.append(len(rows))
-        return original(self, dataset, rows, *model)
-
-    monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", count)
-    settings = offline_po(mixed_rows, tiny_model, other_model, max_steps=2, train_method="SFTwithKL")
-    settings |= {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2}
-    few = run(tmp_path / "few", settings)
-    monkeypatch.setattr(trainers.SPAGTrainer, "rows_dealt", lambda self: np.ones(64, dtype=bool))
-    assert curve(run(tmp_path / "all", settings)) == pytest.approx(np.array(curve(few)), rel=1e-5)
-    assert passed == [32, 64]
-
-
 # --- a run and its folder ------------------------------------------------------------------------------------------
 
 
@@ -355,7 +341,7 @@ def no_second_time(monkeypatch):
 
 def test_encoded_rows_and_logprobs_are_kept_for_the_same_command_and_go_at_the_end(again, no_second_time):
     output, settings = again
-    assert {"train_rows.arrow", "train_ref_logprobs.npy"} == {path.name for path in (output / "derived").iterdir()}
+    assert {"record.json", "train.arrow"} == {path.name for path in (output / "derived").iterdir()}
     steps = run(output, settings)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]  # also where no step was left
     assert not (output / "derived").exists()
@@ -365,7 +351,7 @@ def test_encoded_rows_and_logprobs_are_kept_for_the_same_command_and_go_at_the_e
 def test_other_libraries_sources_or_settings_make_derived_files_again(again, no_second_time, monkeypatch, changed):
     output, settings = again
     if changed == "library":
-        monkeypatch.setattr(train.importlib.metadata, "version", lambda package: "0")
+        monkeypatch.setattr(utils, "made_by", lambda: {"torch": "0"})
     elif changed == "source":
         monkeypatch.setattr(trainers, "__file__", train.__file__)
     else:  # which is no other run as long as there are no results
@@ -383,16 +369,13 @@ def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
     output = tmp_path / "out"
     run(output, settings)
-    monkeypatch.setattr(train.importlib.metadata, "version", lambda package: "0")
-    before, made_with = contents(output), output / "settings.json"
+    monkeypatch.setattr(utils, "made_by", lambda: {"torch": "0"})
+    before = contents(output)
     loaded.clear()
     for resume in (None, True, "lost"):
         more = {"resume_from_checkpoint": resume, "logging_steps": 2, "dataloader_num_workers": 1}
-        assert call(train.main, *flags(output, settings | more)).output == f"{output}: all is there\n"
-    made_with.write_text(made_with.read_text().replace('"weights": "float32"', '"weights": "half"'))  # other GPUs
-    assert "all is there" in call(train.main, *flags(output, settings)).output
-    made_with.write_bytes(before[made_with])
-    files = "delete this run's results in .*out: checkpoint-2, checkpoint-4, model.safetensors, train_results.json"
+        assert "all is there" in call(train.main, *flags(output, settings | more)).errors
+    files = "delete in .*out: train_results.json, model.safetensors, checkpoint-2, checkpoint-4, settings.json"
     message = "settings.json: made with other settings .learning_rate: 0.001 then, 0.002 now; max_steps: 4 then, 5 now"
     refused(output, settings, f"{message}.*{files}", learning_rate=2e-3, max_steps=5)
     assert not loaded and contents(output) == before
@@ -410,9 +393,9 @@ def test_a_checkpoint_of_the_same_run_is_continued_elsewhere_and_any_other_is_re
     utils.write_json(output / "checkpoint-4" / trainers.COMPLETE, trainers.sizes(output / "checkpoint-4"))
     refused(output, settings, "checkpoint-4: no optimizer.pt")
     (output / "settings.json").write_text("{}")
-    refused(output, settings, "settings.json: not the settings file of a run")
+    refused(output, settings, "settings.json: this file does not say how")
     (output / "settings.json").unlink()
-    refused(output, settings, "checkpoint-2: there is no settings.json")
+    refused(output, settings, "settings.json: this file does not say how")
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -424,32 +407,6 @@ def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_poli
     shutil.rmtree(output / "checkpoint-4")
     steps = run(output, settings, resume_from_checkpoint=output / "checkpoint-2")
     assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.kills
-def test_no_worker_of_a_killed_run_lives_on(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(64))
-    command = [PYTHON, "train.py", *flags(tmp_path / "out", sft(path, tiny_model), dataloader_num_workers=2)]
-    process = psutil.Process(start(command).pid)
-    while len(process.children(recursive=True)) < 2:
-        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        time.sleep(0.01)
-    process.suspend()
-    workers = process.children(recursive=True)
-    process.kill()
-    assert not psutil.wait_procs(workers, timeout=10)[1]
-
-
-def test_a_worker_whose_trainer_is_gone_ends_at_once():
-    """The trainer was killed before the worker could ask to be ended with it."""
-    gone = psutil.Popen([PYTHON, "-c", ""])
-    gone.wait()
-    worker = torch.multiprocessing.get_context("fork").Process(
-        target=trainers.end_with_trainer, args=(gone.pid, lambda worker: time.sleep(60), 0)
-    )
-    worker.start()
-    worker.join(timeout=30)
-    assert worker.exitcode == 1
 
 
 def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_ones(again, monkeypatch):
@@ -499,7 +456,7 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     if config:
         steps = launch(tmp_path / "out", 1, settings | {"deepspeed": ROOT / "configs" / config})
     else:
-        trainer = train.set_up(flags(tmp_path / "dtypes", settings))
+        trainer = train.set_up(arguments.parse_arguments(flags(tmp_path / "dtypes", settings)))
         dtypes = {name: weights.dtype for name, weights in trainer.model.named_parameters()}
         assert all(dtypes[name] == (torch.float32 if "lora_" in name else torch.bfloat16) for name in dtypes)
         reset_process()
@@ -543,8 +500,8 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     assert {"eval_log_ratio", "eval_reward_attacker"} <= evaluations[0].keys()
     assert list((tmp_path / "events").rglob("events.out.tfevents*"))
     saved = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert saved["arguments"]["lm_kl_coeff"] == 0.2
-    assert torch.__version__.startswith(saved["versions"]["torch"])  # PyPI adds +cu130 to the latter
+    assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["finished"] is True
+    assert saved["made_by"]["torch"] == importlib.metadata.version("torch")
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
@@ -587,6 +544,98 @@ def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, othe
     assert not (tmp_path / "out").exists()
 
 
+# --- models of the hub, and model cards ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_model(tiny_model, other_model) -> Iterator[str]:
+    """A model in the local copy of the hub. Its first commit is `tiny_model`, its last one `other_model`."""
+    repository = Path(HF_HUB_CACHE) / "models--spag--tiny"
+    for commit, folder in ((FIRST, tiny_model), (LAST, other_model)):
+        snapshot = Path(shutil.copytree(folder, repository / "snapshots" / commit))
+        (snapshot / "README.md").write_text("---\nlicense: other\nlicense_name: tiny\n---\nA tiny model.\n")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(LAST)
+    yield "spag/tiny"
+    shutil.rmtree(repository)
+
+
+FIRST, LAST = "a" * 40, "b" * 40
+
+
+def test_a_revision_of_a_model_on_the_hub_is_trained_and_its_commit_recorded(
+    tmp_path, hub_model, mixed_rows, plain_runs
+):
+    settings = offline_po(mixed_rows, hub_model, hub_model, model_revision=FIRST)
+    (expected, _) = next(iter(plain_runs.values()))
+    assert curve(run(tmp_path / "out", settings)) == curve(expected)
+    recorded = utils.read_json(tmp_path / "out" / "settings.json")["settings"]
+    assert recorded["model_name_or_path"]["commit"] == FIRST and recorded["ref_model_name_or_path"]["commit"] == LAST
+    same = settings | {"model_revision": None, "model_name_or_path": f"{hub_model}@{FIRST}"}
+    assert "all is there" in call(train.main, *flags(tmp_path / "out", same)).errors
+    refused(tmp_path / "out", settings | {"model_revision": None}, "other settings .model_name_or_path")
+    refused(tmp_path / "no", settings | {"model_revision": "v9"}, "spag/tiny: no such folder, and the hub cannot be")
+
+
+def test_a_folder_has_no_revision(tmp_path, mixed_rows, tiny_model):
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model, model_revision="main"), "is a folder, which has no revision")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_card_tells_where_a_model_comes_from_also_of_later_epochs(tmp_path, hub_model, mixed_rows):
+    run(tmp_path / "epoch1", offline_po(mixed_rows, hub_model, hub_model, max_steps=1))
+    start = tmp_path / "epoch1"
+    run(tmp_path / "epoch2", offline_po(mixed_rows, start, start, max_steps=1, train_method="SFTwithKL"))
+    for name in ("epoch1", "epoch2"):
+        card = ModelCard.load(tmp_path / name / "README.md")
+        assert card.data.base_model == hub_model and card.data.license_name == "tiny" and "spag" in card.data.tags
+    first, second = ((tmp_path / name / "README.md").read_text() for name in ("epoch1", "epoch2"))
+    assert "Trained by self-play of Adversarial Taboo" in first and f"| {hub_model} (commit {LAST}) |" in first
+    assert "| lm_kl_coeff | 0.2 |" in first and "| steps | 1 |" in first and f"| rows | {mixed_rows} " in first
+    assert "Trained by imitation" in second and f"| base | {start} (sha256 " in second
+
+
+class Hub:
+    """A stand-in for the hub: it remembers what is uploaded, or fails."""
+
+    def __init__(self):
+        self.uploads: list[tuple[str, set[str]]] = []
+        self.error: Exception | None = None
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, repo_id, folder_path, **_):
+        if self.error:
+            raise self.error
+        self.uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    return hub
+
+
+def test_a_finished_model_is_uploaded_once_with_its_card(tmp_path, hub, mixed_rows, tiny_model):
+    settings = sft(
+        mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model", save_strategy="steps", save_steps=2
+    )
+    run(tmp_path / "out", settings)
+    ((repository, files),) = hub.uploads
+    assert repository == "me/model" and {"README.md", "model.safetensors", "train_results.json"} <= files
+    assert "derived" not in files
+    assert "Fine-tuned" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_upload_that_fails_loses_no_model(tmp_path, hub, mixed_rows, tiny_model):
+    hub.error = OSError("the hub is down")
+    settings = sft(mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model")
+    refused(tmp_path / "out", settings, "out: the model is saved, but .* .the hub is down.; hf upload me/model")
+    assert "all is there" in call(train.main, *flags(tmp_path / "out", settings)).errors
+
+
 # --- models and machines -------------------------------------------------------------------------------------------
 
 
@@ -621,7 +670,8 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
         part.save_pretrained(folder)
     if lora_rank:
         pytest.importorskip("peft")
-    trainer = train.set_up(flags(tmp_path / "out", sft(mixed_rows, folder, max_steps=1, lora_rank=lora_rank)))
+    settings = sft(mixed_rows, folder, max_steps=1, lora_rank=lora_rank)
+    trainer = train.set_up(arguments.parse_arguments(flags(tmp_path / "out", settings)))
     trained = {name for name, weights in trainer.model.named_parameters() if weights.requires_grad}
     train.run(trainer)
     reset_process()
@@ -673,6 +723,39 @@ def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp
     assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
 
 
+def test_a_training_without_a_step_above_learning_rate_0_is_refused(tmp_path, mixed_rows, tiny_model):
+    settings = sft(mixed_rows, tiny_model, max_steps=1, warmup_ratio=0.03)
+    refused(tmp_path / "out", settings, "the learning rate is 0 at every step: 64 rows, 8 a step.*--warmup_steps 0")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert len(run(tmp_path / "more", settings, max_steps=2)) == 2
+    assert len(run(tmp_path / "meant", settings, learning_rate=0)) == 1
+
+
+def test_token_ids_of_another_tokenizer_are_refused_unless_the_texts_are_meant(tmp_path, tiny_model):
+    path = write_rows(tmp_path / "rows.jsonl", [row | {"target_ids": [97, 98]} for row in make_rows(16)])
+    record, settings = tmp_path / "rows_rewards_settings.json", sft(path, tiny_model, max_steps=1)
+    utils.write_json(record, {"tokenizer_sha256": "0" * 64})
+    refused(tmp_path / "out", settings, r"rows.jsonl:1: .* another tokenizer .sha256 00000000.*--retokenize True")
+    (texts,) = run(tmp_path / "texts", settings, retokenize=True)
+    utils.write_json(record, {"tokenizer_sha256": utils.tokenizer_fingerprint(Path(tiny_model))})
+    (ids,) = run(tmp_path / "out", settings)
+    assert ids["loss"] != texts["loss"]
+
+
+def test_a_missing_package_is_one_line_under_torchrun(tmp_path, mixed_rows, tiny_model):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['peft'] = None\n")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [
+        *TORCHRUN,
+        "--nproc_per_node=2",
+        "train.py",
+        *flags(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4)),
+    ]
+    printed = finish(start(command, env=environment), 1)
+    assert "train.py: error: --lora_rank needs the package peft: pip install peft" in printed
+    assert "Traceback" not in printed.partition("train.py: error")[0] and not (tmp_path / "out").exists()
+
+
 def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
     settings = sft(write_rows(tmp_path / "rows.jsonl", [{"query": "a", "target": None}]), tiny_model)
     printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(tmp_path / "out", settings)]), 1)
@@ -712,7 +795,7 @@ def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, 
         refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
     (models["no_tokenizer"] / "tokenizer.json").write_text("[" * 100_000)
     refused(tmp_path / "out", sft(mixed_rows, models["no_tokenizer"]), "no_tokenizer: Tokenizer cannot be loaded")
-    assert not loaded and not (tmp_path / "out" / "settings.json").exists()
+    assert not loaded
     message = "layerless: weights are missing .model.norm.weight."
     refused(tmp_path / "out", sft(mixed_rows, models["layerless"]), message)
     refused(tmp_path / "out", sft(mixed_rows, models["cut_off"]), "cut_off: ModelForCausalLM cannot be loaded")

@@ -9,6 +9,7 @@ from test_train import flags, make_rows, offline_po, sft, write_rows
 from torch.testing import assert_close
 
 import train
+from arguments import parse_arguments
 from dataloaders import SPAGCollator
 
 
@@ -59,9 +60,9 @@ def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_mo
     path = write_rows(tmp_path / "rows.jsonl", make_rows(16))
     settings = sft(path, tiny_model) if method == "SFT" else offline_po(path, tiny_model, tiny_model)
     settings |= {"train_method": method, "padding_side": padding_side}
-    on_cpu = Steps(train.set_up(flags(tmp_path / "cpu", settings)), None)
+    on_cpu = Steps(train.set_up(parse_arguments(flags(tmp_path / "cpu", settings))), None)
     with PretendGPU() as gpu:
-        on_gpu = Steps(train.set_up(flags(tmp_path / "gpu", settings)), gpu)
+        on_gpu = Steps(train.set_up(parse_arguments(flags(tmp_path / "gpu", settings))), gpu)
     assert_close([to_cpu(loss) for loss in on_gpu.losses], on_cpu.losses)
     assert_close(on_gpu.gradients, on_cpu.gradients, rtol=1e-4, atol=1e-6)  # not weights: Adam magnifies rounding
     measured = {"tokens_per_second", "peak_memory_gib"}

@@ -269,7 +269,7 @@ def measure_train(settings: Train, inputs: str, mode: str) -> dict:
             model=train.load_model(inputs, args),
             args=args,
             load_reference=lambda: train.load_model(inputs, args),
-            train_dataset=train.load_dataset(args.train_data_path, tokenizer, args),
+            train_dataset=train.load_dataset(args, tokenizer, args.train_data_path, path=Path(folder, "rows.arrow")),
             data_collator=SPAGCollator(tokenizer),
             processing_class=tokenizer,
         )

@@ -1,10 +1,10 @@
 """Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table beside the published one.
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
-    python -m tools.evaluate_reasoning table OUTPUT ...     what loops of tools/run_spag.sh show, as Markdown
 
-Each model is asked each benchmark by one command of the harness, whose result is kept as DIR/MODEL/TASK.json. The same
-command runs those that are missing. tools/reasoning/README.md describes the files.
+All tasks are checked first. Then each model is asked each benchmark by one command of the harness, whose result is
+kept as DIR/MODEL/TASK.json. The same command runs those that are missing; a task that was stopped starts from its
+first question. The exit status is 1 if a result is missing. tools/reasoning/README.md describes the files.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import logging
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,17 @@ from pathlib import Path
 from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip  (first: it imports utils, see train.py)
 import torch
 
-from tools.reasoning.jobs import Job, folder_digest, result_path, run_jobs, task_folder
-from tools.reasoning.runs import runs_text
-from tools.reasoning.table import BENCHMARKS, Benchmark, write_results
+from tools.reasoning.jobs import (
+    BENCHMARKS,
+    Benchmark,
+    Job,
+    check_jobs,
+    result_path,
+    run_jobs,
+    task_digest,
+    write_task_files,
+)
+from tools.reasoning.table import write_results
 from utils import (
     UserError,
     lock,
@@ -32,7 +41,8 @@ from utils import (
     too_small,
 )
 
-LOCK = ".evaluate_reasoning.lock"
+LOCK, CHECKS, TASK_FILES = ".evaluate_reasoning.lock", ".checks", ".tasks"  # in --output_dir
+STOPPED = 130  # exit status after Ctrl-C
 METRIC = "acc"  # of tasks outside the eight benchmarks
 CPU_BATCH = "8"  # on a CPU the harness's search for a batch size takes longer than it saves
 logger = logging.getLogger(__name__)
@@ -97,43 +107,48 @@ class Flags:
             folder = model_folder(model).resolve()
             of_model = {"path": str(folder), "sha256": model_fingerprint(folder)}
             for benchmark in self.tasks:
-                own = folder_digest(task_folder(benchmark.task, self.include_path))
                 asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
-                settings = asked | {"model": of_model, "backend": self.backend, "own_tasks": own}
+                settings = asked | {"model": of_model, "backend": self.backend, "batch_size": self.batches()}
+                settings["own_tasks"] = task_digest(benchmark.task, self.include_path)
                 path = result_path(Path(self.output_dir), name, benchmark.task)
                 jobs.append(Job(name, benchmark, settings, path))
         return jobs
 
-    def command(self) -> list[str]:
-        """The harness's command with the words that are the same for all models and tasks."""
+    def batches(self) -> str:
+        """The harness's --batch_size. In bfloat16 it changes some answers, because sums are rounded differently."""
+        return self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)
+
+    def ask(self, jobs: Sequence[Job]) -> dict[Path, str]:
+        """Check the tasks of these jobs; if all are right, ask the models. Returns reasons of failures by job.path."""
+        folder = Path(self.output_dir)
         program = shlex.split(self.lm_eval) if self.lm_eval else [sys.executable, "-m", "lm_eval"]
-        words = [*program, "run", "--model", self.backend]
-        words += ["--batch_size", self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)]
-        words += [] if self.limit is None else ["--limit", str(self.limit)]
-        return words + (["--trust_remote_code"] if self.trust_remote_code else [])
-
-
-def print_table() -> None:
-    """The command `table`."""
-    parser = argparse.ArgumentParser(description="Tables of finished loops; several seeds of one arm are pooled.")
-    parser.add_argument("command", choices=["table"])
-    parser.add_argument("folders", type=Path, nargs="+", metavar="OUTPUT", help="folder of a loop (tools/run_spag.sh)")
-    print(runs_text(parser.parse_args().folders), end="")
+        program += ["run", "--include_path", str(write_task_files(folder / TASK_FILES, self.include_path).resolve())]
+        program += ["--trust_remote_code"] if self.trust_remote_code else []
+        if problems := check_jobs(jobs, [*program, "--model", "dummy", "--limit", "1"], folder / CHECKS):
+            return {job.path: "not asked, because another task failed its check" for job in jobs} | problems
+        limit = [] if self.limit is None else ["--limit", str(self.limit)]
+        return run_jobs(jobs, [*program, "--model", self.backend, "--batch_size", self.batches(), *limit])
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["table"]:
-        return print_table()
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
     set_up_logging()
     flags.check()
     jobs, folder = flags.jobs(), Path(flags.output_dir)
     lock(folder / LOCK)
     missing = [job for job in jobs if not job.is_finished()]
-    if missing:
-        logger.info("%d of %d results are there", len(jobs) - len(missing), len(jobs))
-        run_jobs(missing, flags.command(), flags.include_path)
-    print(write_results(folder, jobs, flags.dtype, flags.limit), end="")
+    logger.info("%d of %d results are there", len(jobs) - len(missing), len(jobs))
+    try:
+        problems = flags.ask(missing) if missing else {}
+    except KeyboardInterrupt:
+        logger.error("stopped; the same command runs what is missing, the stopped task from its first question")
+        sys.exit(STOPPED)
+    if len(problems) == len(jobs):
+        raise UserError("; ".join(dict.fromkeys(problems.values())))
+    print(write_results(folder, jobs, problems, flags.dtype, flags.limit), end="")
+    if problems:
+        logger.error("%d of %d results are missing; the same command asks for them", len(problems), len(jobs))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
     python -m tools.tiny_world build --output_dir outputs/quickstart      the data and the base model
     python -m tools.tiny_world show --output_dir outputs/quickstart       the results of a loop, and some games
     python -m tools.tiny_world reason --output_dir outputs/quickstart     its models on questions outside the game
-    python -m tools.tiny_world reproduce --seeds 0 1 2 3 4                the study, with its tables
-    python -m tools.tiny_world tables --results data/tiny/results/*.json  the tables of tools/tiny/README.md
-    python -m tools.tiny_world tictactoe --seeds 0 1 2                    the loop learns a game with a known answer
+    python -m tools.tiny_world tictactoe --output_dir outputs/tictactoe   the data of a game with a known answer
 
 A small Llama, pre-trained here on facts about the words, stands in for Llama-2, scripted players for GPT-4, and the
 facts for Alpaca, so that the whole method runs where there is no GPU and no model hub. The results say something about
@@ -17,15 +15,14 @@ from pathlib import Path
 
 from tools.flags import flag, parse_command
 from tools.games.taboo import ATTACKER, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
-from tools.matches.stats import ALL, BOTH
+from tools.matches.stats import ALL, BOTH, pooled_rows
 from tools.matches.text import with_interval
 from tools.selfplay.files import Episode
 from tools.selfplay.play import describe
 from tools.tiny.build import Build
-from tools.tiny.questions import Reason
-from tools.tiny.reproduce import Reproduce, Tables
+from tools.tiny.questions import IMITATION, Reason
 from tools.tiny.tictactoe import TicTacToe
-from utils import UserError, iter_records, read_json, run_program
+from utils import UserError, iter_records, read_json, run_program, set_up_logging
 
 
 @dataclass(kw_only=True)
@@ -56,9 +53,8 @@ def points_cells(path: Path) -> list[str]:
     """One epoch's points, of both roles, each role, and on the held-out words; UserError for other results."""
     player = path.parts[-3]
     try:
-        rows = read_json(path)["results"]
-        chosen = {(row["words"], row["role"]): row for row in rows if row["player"] == player and row["seed"] is None}
-        shown = [chosen[key] for key in ((ALL, BOTH), (ALL, ATTACKER), (ALL, DEFENDER), ("held_out", BOTH))]
+        rows = pooled_rows(read_json(path)["results"], player, IMITATION)
+        shown = [rows[ALL][BOTH], rows[ALL][ATTACKER], rows[ALL][DEFENDER], rows["held_out"][BOTH]]
         points = [with_interval(row["points"], row["points_interval"]) for row in shown]
         return [player, str(shown[0]["games"]), *points]
     except (ValueError, KeyError, TypeError) as error:
@@ -69,13 +65,12 @@ COMMANDS = {
     "build": Build,
     "show": Show,
     "reason": Reason,
-    "reproduce": Reproduce,
-    "tables": Tables,
     "tictactoe": TicTacToe,
 }
 
 
 def main() -> None:
+    set_up_logging()
     parse_command(COMMANDS, description=__doc__).run()
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for, words_of
 from safetensors.torch import load_file
 from trials import scratch
 
@@ -245,7 +245,7 @@ def test_a_killed_loop_ends_with_what_an_undisturbed_one_leaves(folder, tiny_mod
 
     def begin(output: Path) -> subprocess.Popen:
         environment = ENVIRONMENT | {"PYTHON": sys.executable}
-        return start([ROOT / "tools" / "run_spag.sh", *flags_of(settings | {"output": output})], env=environment)
+        return start([ROOT / "tools" / "run_spag.sh", *words_of(settings | {"output": output})], env=environment)
 
     def results(output: Path) -> dict:
         epoch = output / "epoch1"

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -129,9 +130,14 @@ class Game:
     def scripted(self, name: str) -> Callable[[Any], str]:
         """The function by which `scripted:NAME`, a player without a model, turns a players.player.Turn into a message.
 
-        Raises UserError if the game has no player of this name.
+        A game may have players of its own. Those of all games are FILE.py:FUNCTION and module:FUNCTION. Raises
+        UserError if there is no such player.
         """
-        raise UserError(f"{self.title} has no scripted player {name!r}")
+        place, colon, function = name.rpartition(":")
+        found = getattr(_import(place), function, None) if colon else None
+        if not callable(found):
+            raise UserError(f"{self.title} has no scripted player {name!r}; name your own FILE.py:FUNCTION")
+        return found
 
     # Everything below follows from the above.
 
@@ -287,7 +293,7 @@ def _import(place: str) -> ModuleType:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise UserError(f"--game {place}: {error}") from None
+            raise UserError(f"{place}: {error}") from None
     name = f"game_of_{Path(place).stem}"
     spec = importlib.util.spec_from_file_location(name, place)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -296,9 +302,10 @@ def _import(place: str) -> ModuleType:
 
 
 def game_setting(game: Game) -> dict[str, Any]:
-    """A game's name, options and digest of its source files, as `utils.stage` compares them between starts."""
+    """A game's name, options and digest of its sources and of files among its options, as two starts compare them."""
     kinds = [kind for kind in type(game).__mro__ if issubclass(kind, Game) and kind is not Game]
-    source = b"".join(Path(inspect.getfile(kind)).read_bytes() for kind in kinds)
     options = {name: getattr(game, name, None) for name in inspect.signature(type(game)).parameters}
+    files = [value for value in options.values() if isinstance(value, str) and os.path.isfile(value)]
+    source = b"".join(Path(path).read_bytes() for path in [*map(inspect.getfile, kinds), *files])
     digest = hashlib.sha256(source + json.dumps(options, sort_keys=True, default=str).encode())
     return {"path": game.name, "options": options, "sha256": digest.hexdigest()}

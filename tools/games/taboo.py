@@ -1,11 +1,16 @@
 """Adversarial Taboo (arXiv 2404.10642): the attacker knows a word and makes the defender say it or guess wrongly."""
 
 import importlib.util
+import random
 import re
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome
+from utils import UserError, read_json_or_jsonl
 
 ATTACKER, DEFENDER = "attacker", "defender"
 ATTACKER_WINS, DEFENDER_WINS = "attacker wins", "defender wins"
@@ -17,10 +22,16 @@ PREDICTION = re.compile(r"i know the word! it(?=.)")  # in lower-cased text
 SENTENCE = re.compile(PREDICTION.pattern + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 MAX_GAP = 8  # largest number of characters between the prediction's "it" and the word
 PREDICTION_BEGINNING = "i know the word"  # when the defender says this, play stops, whether the guess is right or not
+HINTS = "hints"  # the scripted player, and the option that names its file
+HARMLESS = ("Hm.", "Oh?", "Ah, ok.", "Is it so?", "Hm, so it is.", "Oh, go on.")  # no part of a longer target word
 
 
 class Taboo(Game):
-    """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not."""
+    """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not.
+
+    `hints` is a file of games (episodes, as in data/README.md), of which the player `scripted:hints` gives the
+    attacker's messages in their order. As defender it never guesses and says nothing of the word.
+    """
 
     name, title, max_turns = "taboo", "Adversarial Taboo", 5
     prompt_file = ROOT / "configs" / "prompts.json"
@@ -33,10 +44,14 @@ class Taboo(Game):
     )
     example_task = "word"
 
-    def __init__(self, match: str = SUBSTRING):
+    def __init__(self, match: str = SUBSTRING, hints: str | None = None):
         if match not in MATCHES:
             raise ValueError(f"match is {match!r}; it must be one of {', '.join(MATCHES)}")
-        self.match = match
+        self.match, self.hints = match, hints
+
+    def check_task(self, task: str) -> None:
+        if self.hints and task.strip().lower() not in self._told:
+            raise ValueError(f"{self.hints} has no game about {task!r}, whose hints scripted:{HINTS} would give")
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ATTACKER else {}
@@ -64,6 +79,13 @@ class Taboo(Game):
             return "the guess was wrong" if predicts else "the defender said the target word or a form of it"
         return super().explain(task, history, outcome)
 
+    def scripted(self, name: str) -> Callable[[Any], str]:
+        if name != HINTS:
+            return super().scripted(name)
+        if not self.hints:
+            raise UserError(f"scripted:{HINTS} needs --game_options {HINTS}=FILE, a file of games")
+        return self._hint_or_nothing
+
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         said = [
             (SECRET, *match.span())
@@ -75,6 +97,23 @@ class Taboo(Game):
     def facts(self, task: str, history: History, outcome: str) -> dict[str, bool]:
         guessed = bool(history) and history[-1]["role"] == DEFENDER and _predicts(history[-1]["content"])
         return {"right_guesses": outcome == DEFENDER_WINS, "first_turn_guesses": guessed and len(history) == 2}
+
+    @cached_property
+    def _told(self) -> dict[str, list[str]]:
+        """The hints for each word: what the attackers of its games say, without messages that break the rules."""
+        told = defaultdict(list)
+        for game in read_json_or_jsonl(self.hints):
+            word = game["target_word"].strip().lower()
+            own = [message for message in game["history"] if message["role"] == ATTACKER]
+            told[word] += [message["content"] for message in own if self.decide(word, [message]) is None]
+        return {word: hints for word, hints in told.items() if hints}
+
+    def _hint_or_nothing(self, turn) -> str:
+        """The message of scripted:hints. After the last hint, the attacker begins again."""
+        if turn.role == ATTACKER:
+            hints = self._told[turn.secrets["target_word"].strip().lower()]
+            return hints[len(turn.history) // 2 % len(hints)]
+        return random.Random(f"{turn.index}/{len(turn.history)}").choice(HARMLESS)
 
     def _predicts_right(self, text: str, word: str) -> bool:
         """Whether a derivative follows a prediction's "it" on the same line, after one to MAX_GAP characters."""

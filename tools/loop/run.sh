@@ -2,7 +2,7 @@
 # Shared by the three scripts: messages, stages, and signals. Programs that a script starts end when it ends.
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-child='' stage='' warnings='' # the process group at work, the stage's name, warnings from the logs of all stages
+child='' bar='' stage='' warnings='' # process groups: the program at work, its bar; its stage; warnings of all stages
 set -m # a background job is a process group of its own
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -15,30 +15,65 @@ in_foreground() { # in_foreground COMMAND...: run it and wait; a signal to this 
   wait "$child"
 }
 
-run() { # run STAGE COMMAND...: print its output and append it to OUTPUT/logs/STAGE.log; end the script if it fails
-  local status=0 start lines log=$OUTPUT/logs/$1.log
-  stage=$1
+open_lock() { # open OUTPUT's lock file, of which each machine has its own, as descriptor 9
+  local node=''
+  [ -n "$OUTPUT" ] || fail "OUTPUT=... is missing"
+  [ "$NODE_RANK" = 0 ] || node=.node$NODE_RANK
+  { mkdir -p "$OUTPUT" && exec 9>>"$OUTPUT/.loop$node.lock"; } || exit 2
+}
+
+run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end the script if it fails
+  local status=0 before size lines log=$OUTPUT/logs/$1.log
+  stage=$1 before=$SECONDS
   shift
   [ "$NODE_RANK" -eq 0 ] || log=${log%.log}.node$NODE_RANK.log
   mkdir -p "$OUTPUT/logs"
   say "$stage; its log: $log"
   printf '\n=== %s: %s\n' "$(date)" "$*" >>"$log"
-  start=$(($(wc -c <"$log")))
-  ("$@" 2>&1 </dev/null | (trap '' TERM; exec tee -ai "$log")) & # tee goes on until the program has ended
+  size=$(($(wc -c <"$log")))
+  if [ "$VERBOSE" = True ]; then
+    ("$@" 2>&1 </dev/null | (trap '' TERM; exec tee -ai "$log")) & # tee goes on until the program has ended
+  else
+    "$@" >>"$log" 2>&1 </dev/null &
+  fi
   child=$!
+  show_bar "$log"
   wait "$child" || status=$?
   child=''
-  lines=$(tail -c "+$start" "$log" | LC_ALL=C sed -n "s/^.* WARNING /  $stage: /p" | LC_ALL=C sort -u)
+  hide_bar
+  lines=$(tail -c "+$size" "$log" | LC_ALL=C sed -n "s/^.* WARNING /  $stage: /p" | LC_ALL=C sort -u)
   warnings+=${lines:+$lines$'\n'}
   if [ "$status" -ne 0 ]; then
+    [ "$VERBOSE" = True ] || tail -c "+$size" "$log" | tr '\r' '\n' | tail -n 20 >&2
     warn "$stage failed (exit $status); its log: $log"
     [ "$stage" = report ] || exit 1 # a missing report loses no results
+  else
+    lines=$("$PYTHON" -m tools.loop.numbers "$OUTPUT" "$stage" 2>/dev/null) || true
+    say "$stage took $(((SECONDS - before) / 60)) min $(((SECONDS - before) % 60)) s${lines:+: $lines}"
   fi
+}
+
+show_bar() { # show_bar LOG: keep the last progress bar of a log on the terminal
+  local line escape=$'\033'
+  [ -t 1 ] && [ "$VERBOSE" = False ] || return 0
+  while sleep 1 && kill -0 $$ 2>/dev/null; do
+    line=$(tail -c 4000 "$1" | LC_ALL=C sed "s/$escape\[[0-9;]*[A-Za-z]//g" | tr '\r' '\n' | grep '[0-9]%|' | tail -n 1)
+    printf '\r\033[K%.*s' "$(($(tput cols 2>/dev/null || echo 80) - 1))" "$(LC_ALL=C tr -d '\000-\037\177' <<<"$line")"
+  done 9>&- 2>/dev/null & # it does not hold the loop's lock
+  bar=$!
+}
+
+hide_bar() {
+  [ -n "$bar" ] || return 0
+  { kill -- "-$bar"; wait "$bar"; } 2>/dev/null || true
+  bar=''
+  printf '\r\033[K'
 }
 
 # shellcheck disable=SC2317  # called by traps
 stop() { # stop STATUS: end what this script has started, within 10 s, and then the script
   trap '' INT TERM HUP USR1
+  hide_bar
   if [ -n "$child" ] && kill -TERM -- "-$child" 2>/dev/null; then
     for _ in {1..70}; do
       kill -0 -- "-$child" 2>/dev/null || break
@@ -50,6 +85,6 @@ stop() { # stop STATUS: end what this script has started, within 10 s, and then 
   exit "$1"
 }
 
-trap '[ -z "$warnings" ] || printf "Warnings:\n%s" "$warnings" >&2' EXIT
+trap 'hide_bar; [ -z "$warnings" ] || printf "Warnings:\n%s" "$warnings" >&2' EXIT
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP USR1 # Slurm may send USR1 before it ends a job

@@ -168,6 +168,15 @@ def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
                     yield head | summarise(of_seed)
 
 
+def pooled_rows(results: Iterable[Mapping], player: str, opponent: str) -> dict[str, dict[str, dict]]:
+    """The rows of a player against an opponent that pool seeds, by word list and role. A single list is also ALL."""
+    found: dict[str, dict[str, dict]] = defaultdict(dict)
+    for row in results:
+        if (row["player"], row["opponent"], row["seed"]) == (player, opponent, None):
+            found[row["words"]][row["role"]] = dict(row)
+    return {ALL: next(iter(found.values()), {})} | dict(found)
+
+
 def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
     """The numbers of a row, from the player's sums by word in each match of the row."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)

@@ -4,6 +4,7 @@ An unknown standard error is nan, and so is every error computed from it. Rows h
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from scipy import stats
 from utils import UserError
 
 MEAN = "geometric mean"
+NORMAL = 1.96  # standard errors on either side of a value, in a 95% interval
 MATCHING = 1e-4  # in percent: how far the mean of the questions' scores may be from the harness's value
 
 
@@ -64,14 +66,14 @@ def geometric_mean(scores: Sequence[Score]) -> tuple[float, float, np.ndarray]:
 def difference(own: Sequence[Score], other: Sequence[Score]) -> dict:
     """Difference of two geometric means over the same benchmarks, which count as independent.
 
-    `stderr` is to first order. `paired`: whether it was computed question by question. `within_stderr`: whether the
-    difference is at most its standard error.
+    `stderr` is to first order. `paired`: whether it was computed question by question. `unclear`: whether 0 lies in
+    the difference's 95% interval.
     """
     (mean, _, slopes), (other_mean, _, other_slopes) = geometric_mean(own), geometric_mean(other)
     value = mean - other_mean
     stderr = known(math.hypot(*map(_weighted_stderr, own, slopes, other, other_slopes)))
-    within = None if stderr is None else abs(value) <= stderr
-    return {"value": value, "stderr": stderr, "paired": all(map(_paired, own, other)), "within_stderr": within}
+    unclear = None if stderr is None else abs(value) <= NORMAL * stderr
+    return {"value": value, "stderr": stderr, "paired": all(map(_paired, own, other)), "unclear": unclear}
 
 
 def _paired(own: Score, other: Score) -> bool:
@@ -85,15 +87,23 @@ def _weighted_stderr(own: Score, weight: float, other: Score, other_weight: floa
     Where the questions' scores are unknown, the two errors add as those of independent draws.
     """
     if _paired(own, other):
-        gaps = [weight * own.scores[question] - other_weight * other.scores[question] for question in own.scores]
-        return float(stats.sem(gaps))
+        gaps = {key: weight * score - other_weight * other.scores[key] for key, score in own.scores.items()}
+        return stderr_over_parts(gaps)
     return math.hypot(weight * own.stderr, other_weight * other.stderr)
 
 
-def student_interval(values: Sequence[float]) -> tuple[float, list[float]]:
-    """The mean of at least two values and its 95% interval by Student's t."""
-    mean, half = float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-    return mean, [mean - half, mean + half]
+def stderr_over_parts(values: Mapping[str, float]) -> float:
+    """Standard error of the mean of values by "PART/QUESTION", whose number in each part is fixed.
+
+    sqrt(pooled variance within the parts / questions), as the harness's `pooled_sample_stderr`; nan if each part has
+    one question. With one part it is the usual standard error of a mean.
+    """
+    parts = defaultdict(list)
+    for question, value in values.items():
+        parts[question.rpartition("/")[0]].append(value)
+    freedom = len(values) - len(parts)
+    squares = sum(float(np.var(part)) * len(part) for part in parts.values())
+    return math.sqrt(squares / freedom / len(values)) if freedom else math.nan
 
 
 def known(error: float) -> float | None:
@@ -101,16 +111,21 @@ def known(error: float) -> float | None:
     return None if math.isnan(error) else error
 
 
-def result_rows(table: Mapping[str, Mapping[str, Score]], against: str) -> list[dict]:
-    """A row for each model and benchmark, and for each model's geometric mean, with the difference from `against`."""
+def result_rows(table: Mapping[str, Mapping[str, Score]], against: str, benchmarks: Sequence[str]) -> list[dict]:
+    """A row for each model and benchmark, and for each model's geometric mean, with the difference from `against`.
+
+    What was not asked has no row, and a model that lacks a benchmark has no mean.
+    """
     rows = []
-    for model, scores in table.items():
-        for name, benchmarks in [*((name, [name]) for name in scores), (MEAN, list(scores))]:
-            own, other = ([table[side][benchmark] for benchmark in benchmarks] for side in (model, against))
+    for model in table:
+        for name, columns in [*((name, [name]) for name in benchmarks), (MEAN, list(benchmarks))]:
+            own, other = ([table.get(side, {}).get(column) for column in columns] for side in (model, against))
+            if not all(own):
+                continue
             value, stderr, _ = geometric_mean(own)
             row = {"model": model, "benchmark": name, "value": value, "stderr": known(stderr)}
             if name != MEAN:
                 row |= {key: getattr(own[0], key) for key in ("questions", "shots", "metric")}
-            away = None if model == against else {"from": against} | difference(own, other)
+            away = {"from": against} | difference(own, other) if model != against and all(other) else None
             rows.append(row | {"difference": away})
     return rows

@@ -1,43 +1,15 @@
-"""The benchmarks, the published scores, and the table of all models on all benchmarks."""
+"""The table of all models on all benchmarks, beside the published scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from tools.reasoning.scores import MEAN, Score, read_score, result_rows
+from tools.reasoning.jobs import BENCHMARKS, Job
+from tools.reasoning.scores import MEAN, NORMAL, Score, read_score, result_rows
 from utils import UserError, read_json, replacing, write_json
-
-if TYPE_CHECKING:
-    from tools.reasoning.jobs import Job
 
 MARK, UNKNOWN = "≈", "-"
 RESULTS, TABLE = "results.json", "table.md"
 ERRORS = "Percentages ± one standard error over draws of the questions; it does not cover the randomness of training."
-
-
-class Benchmark(NamedTuple):
-    """A column of the table."""
-
-    name: str
-    task: str  # as the harness calls it
-    shots: int | None  # None: as many as the task itself says
-    metric: str  # "metric" or "metric,filter" of the harness
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.shots}"
-
-
-# The paper does not state its tasks, shots and metrics: these are this project's choice.
-BENCHMARKS = (
-    Benchmark("MMLU", "mmlu", 5, "acc"),
-    Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
-    Benchmark("MuTual", "mutual", 0, "r@1"),
-    Benchmark("ARC-e", "arc_easy", 0, "acc"),
-    Benchmark("ARC-c", "arc_challenge", 0, "acc"),
-    Benchmark("LogiQA2", "logiqa2", 0, "acc"),
-    Benchmark("WinoGrande", "winogrande", 0, "acc"),
-    Benchmark("PIQA", "piqa", 0, "acc"),
-)
 
 # Accuracies as texts, with the digits that are known, and last the geometric mean of all eight. Base rows and values
 # with one decimal were read off a figure, or checked only through the mean.
@@ -58,39 +30,63 @@ PUBLISHED = {
 }
 
 
-def write_results(folder: Path, jobs: Sequence["Job"], dtype: str, limit: int | None) -> str:
-    """Write table.md and results.json of finished jobs; return the table and a line with the geometric means."""
-    table: dict[str, dict[str, Score]] = {}
-    made = [read_json(job.path) for job in jobs]
-    for job, result in zip(jobs, made, strict=True):
-        table.setdefault(job.model, {})[job.benchmark.name] = read_score(result, job.benchmark.metric)
-    if len(versions := sorted({each["harness"] for each in made})) > 1:
-        raise UserError(f"{folder}: results of the harness versions {', '.join(versions)} cannot be compared")
+def write_results(
+    folder: Path, jobs: Sequence[Job], problems: Mapping[Path, str], dtype: str, limit: int | None
+) -> str:
+    """Write table.md and results.json; return the table and a line with the geometric means.
+
+    `problems`: why a job has no result, by job.path. UserError if results cannot be compared.
+    """
+    made = {job.path: read_json(job.path) for job in jobs if job.path not in problems}
+    table: dict[str, dict[str, Score]] = {job.model: {} for job in jobs}
+    for job in jobs:
+        if job.path in made:
+            table[job.model][job.benchmark.name] = read_score(made[job.path], job.benchmark.metric)
     settings = {
-        "harness": versions[0],
+        "harness": _same(folder, "the harness", (each["harness"] for each in made.values())),
         "dtype": dtype,
         "limit": limit,
         "against": jobs[0].model,
         "models": {job.model: job.settings["model"] for job in jobs},
         "benchmarks": [job.benchmark._asdict() for job in jobs if job.model == jobs[0].model],
-        "data_revisions": {path: sha for each in made for path, sha in each["data_revisions"].items()},
+        "data_revisions": {
+            name: _same(folder, name, (each["data_revisions"].get(name) for each in made.values()))
+            for name in dict.fromkeys(name for each in made.values() for name in each["data_revisions"])
+        },
     }
-    rows = result_rows(table, settings["against"])
-    text = table_text(rows, settings)
+    missing = [
+        {"model": job.model, "benchmark": job.benchmark.name, "reason": problems[job.path]}
+        for job in jobs
+        if job.path in problems
+    ]
+    rows = result_rows(table, settings["against"], [benchmark["name"] for benchmark in settings["benchmarks"]])
+    text = table_text(rows, settings, missing)
     with replacing(folder / TABLE) as file:
         file.write(text)
     published = {"source": PUBLISHED_SOURCE, "rows": PUBLISHED}
-    write_json(folder / RESULTS, {"settings": settings, "results": rows, "published": published})
+    found = {"settings": settings, "results": rows, "missing": missing, "published": published}
+    write_json(folder / RESULTS, found)
     means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
-    return f"{text}\nreasoning, {MEAN}: {means}\n"
+    return f"{text}\nreasoning, {MEAN}: {means or UNKNOWN}\n"
 
 
-def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
+def _same(folder: Path, what: str, versions: Iterable[str | None]) -> str | None:
+    """The one version that is known; None if none is."""
+    found = sorted(set(filter(None, versions)))
+    if len(found) > 1:
+        raise UserError(f"{folder}: results of {what} in the versions {', '.join(found)} cannot be compared")
+    return found[0] if found else None
+
+
+def table_text(rows: Sequence[Mapping], settings: Mapping, missing: Sequence[Mapping]) -> str:
     """The table in Markdown with the published rows below, and the tasks, shots and metrics behind it."""
     columns = [benchmark["name"] for benchmark in settings["benchmarks"]]
-    lines = [["", *columns, MEAN]]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        lines.append([model, *(cell_text(row) for row in rows if row["model"] == model)])
+    cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
+    head = ["", *columns, MEAN]
+    lines = [
+        head,
+        *([model, *(cells.get((model, name), UNKNOWN) for name in head[1:])] for model in settings["models"]),
+    ]
     mean = MEAN if set(columns) == set(PUBLISHED_NAMES) else None  # published only of all eight
     for name, published in PUBLISHED.items():
         values = [published.get(column, UNKNOWN) for column in [*columns, mean]]
@@ -98,15 +94,17 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
             lines.append([f"{name}, published", *values])
     how = f"lm-evaluation-harness {settings['harness']}, {settings['dtype']}:"
     used = [["benchmark", "task", "shots", "metric", "questions"]]
-    for benchmark, row in zip(settings["benchmarks"], rows, strict=False):  # the first model's
-        used.append([benchmark["name"], benchmark["task"], row["shots"], row["metric"], row["questions"]])
-    return "\n\n".join([markdown(lines), _notes(rows, settings), how, markdown(used)]) + "\n"
+    first = {row["benchmark"]: row for row in reversed(rows)}
+    for benchmark in settings["benchmarks"]:
+        row = first.get(benchmark["name"], {})
+        used.append([benchmark["name"], benchmark["task"], *(row.get(key, UNKNOWN) for key in used[0][2:])])
+    return "\n\n".join([markdown(lines), *_notes(rows, settings, missing), how, markdown(used)]) + "\n"
 
 
 def cell_text(row: Mapping) -> str:
-    """Value, standard error, and a mark if the difference from the first model is within one standard error."""
+    """Value, standard error, and a mark if the difference from the first model may be 0."""
     text = f"{row['value']:.2f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.2f}")
-    return text + (f" {MARK}" if row["difference"] and row["difference"]["within_stderr"] else "")
+    return text + (f" {MARK}" if row["difference"] and row["difference"]["unclear"] else "")
 
 
 def markdown(lines: Sequence[Sequence]) -> str:
@@ -115,14 +113,21 @@ def markdown(lines: Sequence[Sequence]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))
 
 
-def _notes(rows: Sequence[Mapping], settings: Mapping) -> str:
+def _notes(rows: Sequence[Mapping], settings: Mapping, missing: Sequence[Mapping]) -> list[str]:
+    """Paragraphs below the table."""
     notes = [ERRORS]
     if differences := [row["difference"] for row in rows if row["difference"]]:
         paired = all(away["paired"] for away in differences)
         how = "question by question" if paired else "as of independent draws where results.json says `paired` false"
-        what = f"the difference from {settings['against']} is within one standard error of the difference"
+        what = f"the difference from {settings['against']} is at most {NORMAL} of its standard errors"
         notes.append(f"{MARK}: {what} ({how}).")
     notes.append(f"Published rows: {PUBLISHED_SOURCE}; their tasks, shots and metrics are not known.")
     if settings["limit"] is not None:
         notes.append(f"A trial: only the first {settings['limit']} questions of each task were asked.")
-    return " ".join(notes)
+    lines = [
+        f"The {MEAN} of {row['model']} is 0 because its {row['benchmark']} is 0."
+        for row in rows
+        if row["value"] == 0 and row["benchmark"] != MEAN
+    ]
+    lines += [f"No result of {each['model']} on {each['benchmark']}: {each['reason']}" for each in missing]
+    return [" ".join(notes), *lines]

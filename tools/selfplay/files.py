@@ -115,19 +115,15 @@ class EpisodeFiles:
         stem = glob.escape(self.stem)
         results = [f"{stem}_results.json", f"{stem}_rank[0-9]*.jsonl", f"{stem}_summary.json", *made_of_games]
 
-        def enough(stored: Mapping) -> bool:
-            names = (self.results_path.name, self.summary_path.name, *made_of_games)
-            return stored.get("games") == len(self.words) and all((self.folder / name).is_file() for name in names)
-
         utils.from_rank_0(self._refuse_living_ranks)
-        with utils.stage(self.record_path, settings, results=results, enough=enough) as todo:
+        settings = {**settings, "games": len(self.words)}
+        with utils.stage(self.record_path, settings, results=results, may_change=["games"]) as todo:
             try:
                 if todo:
                     _refuse_odd_file(self.own_path)
                     utils.lock(self._lock_path(rank()))
                     utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach the end
                 yield todo
-                todo.notes["games"] = len(self.words)
             finally:
                 utils.unlock(self._lock_path(rank()))
 

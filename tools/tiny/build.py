@@ -21,7 +21,7 @@ from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
 from tools.tiny import players
 from tools.tiny.models import SHAPE, random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
-from utils import RunSettings, UserError, files_setting, read_json, read_json_or_jsonl, read_words, write_records
+from utils import UserError, files_setting, read_json, read_json_or_jsonl, read_words, stage, write_records
 
 TINY = LEXICON.parent
 
@@ -46,6 +46,7 @@ GAMES = {
     ),
 }
 TABOO = GAMES[DEFAULT_GAME]
+PRACTICE_PASSES = 2  # over the questions in practice.json, whose rows then are about as many as those of an epoch
 
 
 @dataclass(kw_only=True)
@@ -65,29 +66,20 @@ class Build:
             raise UserError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
 
     def run(self) -> None:
-        """Write all that is missing."""
+        """Make all that is missing."""
         folder = Path(self.output_dir)
-        data, trained = folder / "data", folder / "base" / "train_results.json"
-        rows = data / "imitation.json"
-        prompts = [GAMES[game].prompts for game in self.games]
-        settings = asdict(self) | {"texts": files_setting(LEXICON, *prompts)}
+        data, base = folder / "data", folder / "base" / "train_results.json"
+        settings = asdict(self) | {"texts": files_setting(LEXICON, *(GAMES[game].prompts for game in self.games))}
         del settings["output_dir"]
-        made_with = RunSettings(
-            folder / "world.json", results=lambda: data if data.is_dir() else None, remedy="use another --output_dir"
-        )
-        with made_with.claimed(settings):
-            if rows.is_file() and trained.is_file():
-                print(f"{folder}: all is there")
-                return
-            made_with.write(settings)
-            if not rows.is_file():
+        with stage(folder / "world.json", settings, results=["base/train_results.json", "data", "random"]) as todo:
+            if todo:
                 write_data(folder, self)
-            pretrain(folder, self)
+                pretrain(folder, self)
         words, held_out = (len(read_words(data / name)) for name in ("words.txt", "held_out.txt"))
-        loss = read_json(trained)["train_loss"]
+        rows, loss = len(read_json_or_jsonl(data / "imitation.json")), read_json(base)["train_loss"]
         print(
-            f"{folder}: {words} words and {held_out} held out, {len(read_json_or_jsonl(rows)):,} rows to imitate, "
-            f"base model trained on {self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
+            f"{folder}: {words} words and {held_out} held out, {rows:,} rows to imitate, base model trained on "
+            f"{self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
         )
 
 
@@ -121,7 +113,9 @@ def corpus(rows: Iterable[dict], episodes: Mapping[str, Iterable[Episode]]) -> I
 
 
 def write_data(folder: Path, world: Build) -> None:
-    """Facts, word lists, imitation games with their rows, tokenizer and random model; imitation.json comes last."""
+    """Facts, word lists, imitation games with their rows, tokenizer and random model."""
+    from tools.tiny.questions import practice_rows  # which needs transformers, as all of the rest
+
     lexicon, rng = load_lexicon(), random.Random(world.seed)
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -131,7 +125,9 @@ def write_data(folder: Path, world: Build) -> None:
             (data / f"{part}{suffix(name)}.txt").write_text(tasks, encoding="utf-8")
     pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
-    write_records(data / "facts.json", fact_rows(lexicon, rng, world.facts))
+    facts = list(fact_rows(lexicon, rng, world.facts))
+    write_records(data / "facts.json", facts)
+    write_records(data / "practice.json", facts + practice_rows() * PRACTICE_PASSES)
     write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, world.imitation_facts))
     episodes = {
         name: scripted_games(GAMES[name], lexicon, rounds=world.imitation_rounds, rng=rng) for name in world.games

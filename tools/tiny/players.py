@@ -6,6 +6,7 @@ clue for the country, its second one for the region. All are of imperfect skill 
 and guess too early, at the rates of `Skill`, so that a model that imitates them has something to learn.
 """
 
+import functools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from tools.games.game import History
 from tools.games.guess_my_city import GUESSER
+from tools.games.taboo import ATTACKER
 from tools.players.player import STOP, Reply, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +72,7 @@ class Lexicon:
         return [word for word, number in matches.items() if number == most]
 
 
+@functools.cache
 def load_lexicon(path: Path = LEXICON) -> Lexicon:
     """Read `word: six own clues | three shared clues` lines. Raises ValueError naming the line that is none."""
     own, shared = {}, {}
@@ -149,6 +152,12 @@ class LexiconDefender(LexiconPlayer):
         if rng.random() < skill.slip:
             return NAME.format(word)
         return CHAT.format(rng.choice(self.lexicon.shared[word]))
+
+
+def lexicon(turn: Turn) -> str:
+    """The player `scripted:tools.tiny.players:lexicon` of Taboo, whose draws follow from the game and the message."""
+    player = LexiconAttacker if turn.role == ATTACKER else LexiconDefender
+    return player(load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}")).say(turn)
 
 
 # Partners: a guesser asks, an answerer answers.
@@ -255,9 +264,9 @@ def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
 
 
 def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
-    """Shared clues of the word, each before one that it lacks and a word with the same clue has; the word behind both.
+    """For each shared clue c, "c not d WORD"; d is a clue that the word lacks and another word with c has.
 
-    Any other clue that it lacks would tell nothing, and nothing was learned of what "not" means.
+    With any other d the line would tell nothing, and models learned nothing of what "not" means.
     """
     said = ""
     for clue in lexicon.shared[word]:

@@ -1,8 +1,11 @@
 """Questions outside the game: which of four choices follows from the facts of the embedded world?
 
-No row of facts or games asks in these forms. All words of a question are on one side of the split into played and
-held-out words, so that "held-out words are seldom the answer", which a model learns from its games, helps nowhere. A
-model answers by log-probability: its answer is the choice with the highest sum over the tokens after the context.
+No row of facts or games asks in these forms. All words of a question are on one side: all are played words or all are
+held out, so that "held-out words are seldom the answer", which a model learns from its games, helps nowhere. A model
+answers by log-probability: its answer is the choice with the highest sum over the tokens after the context.
+
+The positive control practises questions about one half of the played words. Further questions, all of whose words are
+in the other half, ask for what it has learned besides the answers themselves.
 """
 
 import functools
@@ -23,14 +26,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.flags import flag
 from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
-from tools.tiny.arms import BASE, IMITATION
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
 from utils import UserError, model_fingerprint, read_json, write_json
 
+BASE, IMITATION = "base", "imitation"
+PLAYED, HELD_OUT, PRACTISED, UNPRACTISED = SIDES = ("played", "held_out", "practised", "unpractised")
 DRAWS = 2  # questions about the same clues of a word, with other wrong choices
 ROWS_AT_ONCE = 1024
 UNSCORED = -100
-Asked = tuple[str, list[str]]  # what stands between FACT_QUERY and the choice; the choices, the right one first
+Asked = tuple[str, list[str]]  # the context, without FACT_QUERY, and the choices, the right one first
 
 
 class Question(NamedTuple):
@@ -38,7 +42,7 @@ class Question(NamedTuple):
 
     kind: str
     word: str
-    held_out: bool
+    side: str  # of all its words; PRACTISED and UNPRACTISED are halves of the PLAYED words
     context: str
     choices: tuple[str, ...]
 
@@ -91,26 +95,50 @@ def odd(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) 
 
 
 KINDS: dict[str, Callable[..., Iterator[Asked]]] = {"meet": meet, "common": common, "shared": shared, "odd": odd}
+MEET_COMMON = "meet + common"
 COLUMNS: dict[str, Callable[[Question], bool]] = {  # of tables of answers: the questions that count
-    **{name: lambda question, name=name: question.kind == name for name in KINDS},
-    "all": lambda question: True,
-    "meet + common": lambda question: question.kind in ("meet", "common"),
-    "meet + common, held-out words": lambda question: question.kind in ("meet", "common") and question.held_out,
+    **{name: lambda question, name=name: question.kind == name and question.side != UNPRACTISED for name in KINDS},
+    "all": lambda question: question.side != UNPRACTISED,
+    MEET_COMMON: lambda question: question.kind in ("meet", "common") and question.side != UNPRACTISED,
+    f"{MEET_COMMON}, unpractised words": lambda question: (
+        question.kind in ("meet", "common") and question.side == UNPRACTISED
+    ),
+    f"{MEET_COMMON}, held-out words": lambda question: (
+        question.kind in ("meet", "common") and question.side == HELD_OUT
+    ),
 }
-ALL_KINDS, PRIMARY, PRIMARY_HELD_OUT = list(COLUMNS)[-3:]
+
+
+def words_of_side(lexicon: Lexicon, side: str) -> list[str]:
+    """The words that questions of a side are about."""
+    played = lexicon.played()
+    of_side = {PLAYED: played, HELD_OUT: lexicon.held_out(), PRACTISED: played[::2], UNPRACTISED: played[1::2]}
+    return of_side[side]
 
 
 @functools.cache
-def make_questions() -> list[Question]:
-    """All questions about the lexicon, in the order of its words; always the same."""
-    lexicon = load_lexicon()
-    held_out, made = set(lexicon.held_out()), []
-    for word, draw, kind in itertools.product(lexicon.words, range(DRAWS), KINDS):
-        others = [other for other in lexicon.words if (other in held_out) == (word in held_out) and other != word]
-        for text, choices in KINDS[kind](lexicon, word, others, random.Random(f"{kind} {draw} {word}")):
-            choices = tuple(f" {choice}" for choice in choices)
-            made.append(Question(kind, word, word in held_out, f"{FACT_QUERY} {text}", choices))
+def make_questions(*sides: str) -> list[Question]:
+    """All questions of these sides, in the order of the lexicon's words; always the same."""
+    lexicon, made = load_lexicon(), []
+    for word, draw, kind, side in itertools.product(lexicon.words, range(DRAWS), KINDS, sides):
+        words = words_of_side(lexicon, side)
+        if word in words:
+            others, rng = [other for other in words if other != word], random.Random(f"{kind} {draw} {word}")
+            for text, choices in KINDS[kind](lexicon, word, others, rng):
+                choices = tuple(f" {choice}" for choice in choices)
+                made.append(Question(kind, word, side, f"{FACT_QUERY} {text}", choices))
     return made
+
+
+def asked_questions() -> list[Question]:
+    """The questions that models are asked: those of the first study, and those about unpractised words."""
+    return make_questions(PLAYED, HELD_OUT) + make_questions(UNPRACTISED)
+
+
+def practice_rows() -> list[dict]:
+    """The questions of the practised side with their answers, as SFT rows."""
+    asked = make_questions(PRACTISED)
+    return [{"query": each.context, "target": each.choices[0], "type": "sft", "weight": 1.0} for each in asked]
 
 
 @torch.inference_mode()
@@ -135,11 +163,12 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
 
 
 def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
-    """Whether each model, by name, answers each question right (1 or 0), in the order of `make_questions`.
+    """Whether each model, by name, answers each question right (1 or 0), in the order of `asked_questions`.
 
-    Answers are kept in `path`. A model is asked again if it or the questions have changed.
+    Answers are kept in `path`, with the share of right answers by column. A model is asked again if it or the
+    questions have changed.
     """
-    questions = make_questions()
+    questions = asked_questions()
     asked = hashlib.sha256(str(questions).encode()).hexdigest()
     known = read_json(path) if path.is_file() else {}
     answers = known["models"] if known.get("questions") == asked else {}
@@ -149,46 +178,73 @@ def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
             model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
             right = choice_logprobs(model.eval(), tokenizer, questions).argmax(1) == 0
             answers[name] = {"model": fingerprint, "right": right.int().tolist()}
-            write_json(path, {"questions": asked, "models": answers})
+            shares = {each: column_shares(answers[each]["right"]) for each in answers}
+            write_json(path, {"questions": asked, "models": answers, "shares": shares})
     return {name: answers[name]["right"] for name in models}
+
+
+def column_shares(right: Sequence[int]) -> dict[str, float]:
+    """The share of right answers by column."""
+    counts = {column: by_word(right, column) for column in COLUMNS}
+    return {column: sum(totals) / sum(sizes) for column, (sizes, totals) in counts.items()}
 
 
 def by_word(values: Sequence[float], column: str) -> tuple[list[int], list[float]]:
     """The number of a column's questions about each word, and the sum of their values (one for each question)."""
     sizes, totals = Counter(), Counter()
-    for question, value in zip(make_questions(), values, strict=True):
+    for question, value in zip(asked_questions(), values, strict=True):
         if COLUMNS[column](question):
             sizes[question.word] += 1
             totals[question.word] += value
     return list(sizes.values()), [totals[word] for word in sizes]
 
 
+def models_of_loop(folder: Path) -> dict[str, Path]:
+    """The models of a loop: base, imitation, and each epoch's."""
+    epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
+    return {BASE: folder / "base", IMITATION: folder / "imitation" / "model"} | {
+        path.parent.name: path for path in epochs
+    }
+
+
+def models_of_seed(folder: Path) -> dict[str, Path]:
+    """The models of a seed of a study: base, imitation, and the last one of each arm."""
+    loops = {path.parent.name: models_of_loop(path.parent) for path in sorted(folder.glob("*/settings.json"))}
+    found = {BASE: folder / "base"}
+    for arm, models in loops.items():
+        trained = [name for name, path in models.items() if name.startswith("epoch") and is_model(path)]
+        found |= {IMITATION: models[IMITATION]} if is_model(models[IMITATION]) else {}
+        found |= {arm: models[trained[-1]]} if trained else {}
+    return found
+
+
+def is_model(path: Path) -> bool:
+    return (path / "config.json").is_file() or (path / "merged").is_dir()
+
+
 @dataclass(kw_only=True)
 class Reason:
-    """Ask the models of a loop the questions outside the game, and print the shares of right answers."""
+    """Ask the models of a loop or of a study's seed the questions outside the game; print shares of right answers."""
 
-    output_dir: str = flag("OUTPUT of tools/run_spag.sh")
+    output_dir: str = flag("OUTPUT of tools/run_spag.sh, or a folder seedN of tools/study/run.sh")
 
     def run(self) -> None:
         """Ask those models that are there; answers are kept in OUTPUT_DIR/questions.json."""
         folder = Path(self.output_dir)
-        epochs = sorted(folder.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
-        models = {BASE: folder / "base", IMITATION: folder / "imitation" / "model"}
-        models |= {path.parent.name: path for path in epochs}
+        models = models_of_loop(folder) if (folder / "imitation").is_dir() else models_of_seed(folder)
         models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
-        models = {name: path for name, path in models.items() if (path / "config.json").is_file()}
+        models = {name: path for name, path in models.items() if is_model(path)}
         if IMITATION not in models:
-            raise UserError(f"{folder}: no imitation/model; run tools/run_spag.sh with this --output first")
+            raise UserError(f"{folder}: no imitation/model; run tools/run_spag.sh with this OUTPUT first")
         answers = ask(models, folder / "questions.json")
         print("\nQuestions outside the game: share of right answers among four choices (chance 0.25), with 95%")
         print("intervals over words for these single models:\n")
-        lines = [["model", *COLUMNS, f"{PRIMARY} minus imitation"]]
+        lines = [["model", *COLUMNS, f"{MEET_COMMON} minus imitation"]]
         for name, right in answers.items():
             shares = [estimate(*by_word(right, column)) for column in COLUMNS]
             minus = [one - other for one, other in zip(right, answers[IMITATION], strict=True)]
-            cells = [f"{share:.3f}" for share, _ in shares[:-2]] + [with_interval(*share) for share in shares[-2:]]
-            cells.append(with_interval(*mean_difference(*by_word(minus, PRIMARY)), "+.3f"))
-            lines.append([name, *cells])
+            cells = [f"{share:.3f}" for share, _ in shares[:5]] + [with_interval(*share) for share in shares[5:]]
+            lines.append([name, *cells, with_interval(*mean_difference(*by_word(minus, MEET_COMMON)), "+.3f")])
+        widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
         for line in lines:
-            widths = (11, *[8] * (len(COLUMNS) - 2), 22, 31, 0)
             print("".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

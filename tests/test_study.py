@@ -1,0 +1,358 @@
+"""Studies: files of arms, what is kept of finished loops, tables over seeds, matches, the shell loop."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ENVIRONMENT, ROOT, call
+from study_loops import add_benchmarks, game_of, make_loop, write_match
+
+from tools.study import keep, table
+from tools.study.arms import read_plan
+from tools.study.matches import commands
+from tools.study.seeds import holm, mean_interval, p_value
+from utils import UserError, read_json, write_json
+
+T = 12.7062  # Student's 97.5% quantile with one degree of freedom
+MEAN = "geometric mean"
+ARMS = """# two arms
+all: WORDS=words.txt EVAL_WORDS=w=words.txt
+gate: "attacker wins" 0.1
+released MODEL=base IMITATION_DATA=rows.json # SPAG
+detached DETACH_KL=True TRAIN_ARGS="--num_train_epochs 2"
+earlier: old # no longer run
+match: last hints=scripted:hints --game_options hints=games.jsonl
+match: detached released
+minus: points detached released
+primary: points released
+primary: points detached released
+"""
+
+
+@pytest.fixture
+def arms(tmp_path) -> Path:
+    (tmp_path / "arms.txt").write_text(ARMS)
+    return tmp_path / "arms.txt"
+
+
+@pytest.fixture
+def seeds(tmp_path) -> list[Path]:
+    """The folders of two seeds of the study of ARMS."""
+    wins = {1: ((50, 55, 60), (50, 60, 70)), 2: ((52, 56, 64), (52, 62, 66))}
+    for seed, (released, detached) in wins.items():
+        folder = tmp_path / f"seed{seed}"
+        shared = {"WORDS": f"{folder}/words.txt"}
+        make_loop(folder / "released", seed, released, **shared)
+        make_loop(folder / "detached", seed, detached, imitation=False, LIKE="x", DETACH_KL="True", **shared)
+    return [tmp_path / f"seed{seed}" for seed in wins]
+
+
+def kept(folder: Path, arms: Path) -> Path:
+    path = folder.with_suffix(".json")
+    path.write_text(call(keep.main, "--folder", folder, "--arms", arms).output)
+    return path
+
+
+def rows_of(block: str) -> list[dict[str, str]]:
+    """The lines of a table in Markdown, cells by column."""
+    head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def tables(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
+    """The tables of a text by title: lines by their first two cells."""
+    found = re.findall(r"^## (.*)\n\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    return {title: {tuple(row.values())[:2]: row for row in rows_of(block)} for title, block in found}
+
+
+def table_of(*results, status: int = 0, **flags):
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    return call(table.main, "--results", *results, *words, status=status)
+
+
+def over_two(one: float, other: float, form: str) -> str:
+    mean, half = (one + other) / 2, T * abs(one - other) / 2
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
+
+
+# --- files of arms -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_arms_says_what_is_run_and_compared(arms):
+    plan = read_plan(arms)
+    assert plan.first == "released" and plan.titles == {"released": "SPAG", "detached": "", "old": "no longer run"}
+    assert plan.words["detached"] == {"DETACH_KL": "True", "TRAIN_ARGS": "--num_train_epochs 2"}
+    assert plan.gate == ("attacker wins", 0.1)
+    assert plan.primaries == [("points", "released", None), ("points", "detached", "released")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/arms").glob("*.txt")), ids=lambda path: path.stem)
+def test_every_file_of_arms_that_comes_along_is_right(path):
+    known = set(re.findall(r"^([A-Z_]+)=", (ROOT / "configs/defaults.sh").read_text(), re.MULTILINE))
+    plan = read_plan(path)
+    assert {name for words in plan.words.values() for name in words} <= known
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("released KL=0.1", "arms.txt:12: .*released"),
+        ("coin CONTROL", "arms.txt:12: 'CONTROL': expected NAME=VALUE"),
+        ("coin CONTROL='coin", "arms.txt:12: "),
+        ("minus: points", "arms.txt:12: minus: points"),
+        ("primary: points coin", "coin, which is no arm"),
+    ],
+)
+def test_a_wrong_line_of_a_file_of_arms_is_named(arms, line, complaint):
+    arms.write_text(f"{ARMS}{line}\n")
+    with pytest.raises(UserError, match=complaint):
+        read_plan(arms)
+
+
+# --- what is kept, and its tables ----------------------------------------------------------------------------------
+
+
+def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds, arms):
+    (seeds[0] / "questions.json").write_text(
+        json.dumps({"shares": {"imitation": {"all": 0.5}, "detached": {"all": 0.75}}})
+    )
+    found = tables(table_of(*(kept(folder, arms) for folder in seeds), arms=arms).output)
+    # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
+    points = found["Points against imitation"]
+    assert points["released", "2"]["as attacker"] == over_two(0.6, 0.64, ".3f")
+    assert points["released", "2"]["as defender"] == over_two(0.4, 0.36, ".3f")
+    assert points["detached", "1"]["points"] == "0.500 [0.500, 0.500]" and points["detached", "1"]["tie"] == "0.000"
+    assert (points["released", "2"]["steps"], points["released", "2"]["rows"]) == ("32", "2000")
+    assert points["released", "2"]["own breaches as attacker"] == "0.380"
+    assert found["Differences, paired by seed"]["points", "detached"]["difference"] == "+0.000 [+0.000, +0.000]"
+    assert found["Primary comparisons"]["points", "released"]["minus"] == "0.5"
+    own = found["Self-play"]
+    assert own["imitation", "0"]["attacker wins"] == "0.510" and own["detached", "1"]["attacker wins"] == "0.610"
+    assert own["imitation", "0"]["word_dependence attacker"] == "1.000"
+    assert (
+        found["Questions"]["detached", "2"]["all"] == "0.750" and found["Questions"]["detached", "2"]["seeds"] == "1"
+    )
+    made = found["Runs"]["1", "released"]
+    assert (made["commit"], made["hours of training"], made["of play"]) == ("abc123", "1.50", "4.00")
+    assert found["Arms"]["detached", ""]["settings"] == "DETACH_KL=True; TRAIN_ARGS=--num_train_epochs 2"
+    assert "word1, it is the " in found["Games"]["released", "1"]["games of the last model"]
+
+
+def test_runs_that_differ_in_more_than_seed_and_words_are_refused_by_name(seeds, arms):
+    good = [kept(folder, arms) for folder in seeds]
+    make_loop(seeds[1] / "detached", 2, imitation=False, LIKE="x", DETACH_KL="True", WORDS=f"{seeds[1]}/w.txt")
+    refused = table_of(good[0], kept(seeds[1], arms), arms=arms, status=2).errors
+    assert "detached with seed 2 differs from detached with seed 1: WORDS" in refused
+    make_loop(seeds[0] / "detached", 1, imitation=False, DETACH_KL="True", WORDS=f"{seeds[0]}/words.txt", KL="0.1")
+    refused = table_of(kept(seeds[0], arms), arms=arms, status=2).errors
+    assert "detached with seed 1 differs from released in more than its words say: KL: 0.2 then, 0.1 now" in refused
+    assert "two runs of released with seed 1" in table_of(good[0], good[0], status=2).errors
+
+
+def test_a_seed_whose_imitation_model_cannot_play_is_left_out_and_named(seeds, arms):
+    path = kept(seeds[0], arms)
+    stored = read_json(path)
+    stored["arms"]["imitation"]["epochs"]["0"]["self_play"]["attacker wins"] = 0.05
+    write_json(path, stored)
+    printed = table_of(path, kept(seeds[1], arms), arms=arms).output
+    assert "Seed 1 is left out: 5.0%" in printed
+    assert tables(printed)["Points against imitation"]["released", "2"]["points of each seed"] == "0.500"
+
+
+def test_loops_are_compared_without_a_file_of_arms_and_have_their_benchmarks(tmp_path):
+    right = {("spag", 1): (50, 55, 60), ("spag", 2): (52, 56, 64), ("sft", 1): (50, 51, 52), ("sft", 2): (52, 53, 56)}
+    loops = {}
+    for (arm, seed), numbers in right.items():
+        loops[arm, seed] = make_loop(tmp_path / f"{arm}{seed}", seed, CONTROL="sft" * (arm == "sft"))
+        names = ("base", "imitation", "epoch1", "epoch2")
+        add_benchmarks(loops[arm, seed], dict(zip(names, (40, *numbers), strict=True)))
+    named = [f"{arm}={folder}" for (arm, _), folder in loops.items()]
+    found = tables(table_of(*named).output)
+    benchmarks = found["Reasoning benchmarks"]
+    assert benchmarks["spag", "2"]["PIQA"] == benchmarks["spag", "2"][MEAN] == over_two(60, 64, ".2f")
+    assert benchmarks["spag", "2"][f"{MEAN} minus imitation"] == over_two(10, 12, "+.2f")
+    assert found["Differences, paired by seed"][MEAN, "sft"]["difference"] == over_two(-8, -8, "+.2f")
+    # With one seed, the error of a difference is over questions: 10 of 100 answers differ, in each of two benchmarks.
+    alone = tables(table_of(named[0]).output)["Reasoning benchmarks"]["spag", "2"]
+    assert alone[f"{MEAN} minus imitation"] == f"+10.00 ± {100 * math.sqrt(0.1 * 0.9 / 99 / 2):.2f}"
+    add_benchmarks(loops["sft", 1], {"base": 40, "epoch1": 51}, commit="def456")
+    assert "data_revisions" in table_of(named[0], named[2], status=2).errors
+
+
+def test_a_folder_that_is_no_loop_and_a_file_that_is_no_seed_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    assert "no settings.json of a loop" in table_of(f"spag={tmp_path}", status=2).errors
+    assert "x.json" in table_of(tmp_path / "x.json", status=2).errors
+
+
+def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_holm():
+    # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303; t = 10.39, p = 0.00913.
+    mean, (low, high) = mean_interval([0.5, 0.6, 0.7])
+    assert (mean, low, high) == (pytest.approx(0.6), pytest.approx(0.3516, abs=1e-4), pytest.approx(0.8484, abs=1e-4))
+    assert p_value([0.5, 0.6, 0.7]) == pytest.approx(0.00913, abs=1e-5)
+    assert mean_interval([0.5]) == (0.5, None) and p_value([0.5]) is p_value([0.5, 0.5]) is None
+    assert holm([0.04, 0.01, 0.03]) == [pytest.approx(0.06), pytest.approx(0.03), pytest.approx(0.06)]
+    assert holm([0.04, None]) == [pytest.approx(0.08), None]
+
+
+# --- the embedded world's stored results ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    results = sorted((ROOT / "data/tiny/results").glob("*.json"))
+    return table_of(*results, arms=ROOT / "configs/arms/tiny.txt").output
+
+
+def test_results_of_the_first_study_are_still_read(printed):
+    found = tables(printed)
+    line = found["Points against imitation"]["losers", "3"]
+    assert line["points"] == "0.799 [0.760, 0.837]" and line["points of each seed"] == "0.824, 0.768, 0.793, 0.810"
+    assert (line["win"], line["tie"], line["loss"]) == ("0.712", "0.173", "0.115")
+    assert found["Points against released"]["losers", "3"]["points"] == "0.675 [0.543, 0.807]"
+    assert found["Self-play"]["losers", "3"]["tied game"] == "0.729 (0.980, 0.029, 0.949, 0.958)"
+    assert found["Self-play"]["released", "3"]["word_dependence defender"] == "0.778"
+    assert "Seed 2 is left out: 0.8%" in printed and "Seed 8 is left out: 0.8%" in printed
+
+
+def test_numbers_of_the_readme_are_those_of_the_tables(printed):
+    """Each table of its results is a part of a printed one; the numbers of its text stand in the tables too."""
+    known = [row for block in re.findall(r"(?:^\|.*\n)+", printed, flags=re.MULTILINE) for row in rows_of(block)]
+    readme = (ROOT / "tools/tiny/README.md").read_text()
+    results = re.search(r"^### Results\n(.*?)^## A known answer", readme, re.MULTILINE | re.DOTALL)[1]
+    shown = [row for block in re.findall(r"(?:^\|.*\n)+", results, flags=re.MULTILINE) for row in rows_of(block)]
+    of_arms = [row for row in shown if "arm" in row]
+    assert len(of_arms) > 30
+    for row in of_arms:
+        assert any(row.items() <= each.items() for each in known), row
+    for number in re.findall(r"\d\.\d{3}\b", re.sub(r"(?:^\|.*\n)+", "", results, flags=re.MULTILINE)):
+        assert number in printed, number
+
+
+# --- matches of last models ----------------------------------------------------------------------------------------
+
+
+def test_the_last_models_meet_each_other_and_a_scripted_player_as_in_the_loops_matches(seeds, arms):
+    shared = {
+        "EVAL_WORDS": "a=x.txt b=y.txt",
+        "EVAL_SEEDS": "3",
+        "EVAL_GAMES_PER_WORD": "5",
+        "EVAL_ARGS": "--tf32 True",
+    }
+    shared |= dict.fromkeys(("MAX_TURNS", "MAX_LENGTH", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_K"), "7")
+    shared |= {"ENGINE": "auto", "PRECISION": "bf16", "PLAY_BATCH": ""}
+    make_loop(seeds[0] / "released", 1, **shared)
+    make_loop(seeds[0] / "detached", 1, imitation=False, **shared)
+    made = [" ".join(command) for command in commands(seeds[0], read_plan(arms))]
+    names = ["imitation/against_hints", "released/epoch2/against_hints", "detached/epoch2/against_hints"]
+    assert [re.search(r"--output_dir (\S+)", each)[1].endswith(name) for each, name in zip(made, names, strict=False)]
+    assert f"--players imitation={seeds[0]}/released/imitation/model hints=scripted:hints --against hints" in made[0]
+    assert made[1].endswith("--bf16 True --tf32 True --game_options hints=games.jsonl")
+    assert "--words a=x.txt b=y.txt --seeds 3 --games_per_word 5" in made[1] and "--temperature 7" in made[1]
+    players = f"detached={seeds[0]}/detached/epoch2/model released={seeds[0]}/released/epoch2/model --against released"
+    assert len(made) == 4 and players in made[3] and "epoch2/against_released" in made[3]
+    games = [game_of(number, wins=40, attacker="detached", defender="released") for number in range(100)]
+    games += [game_of(number, wins=20, attacker="released", defender="detached") for number in range(100)]
+    write_match(seeds[0] / "detached/epoch2/against_released", games, ["detached", "released"], "released")
+    found = tables(table_of(kept(seeds[0], arms), arms=arms).output)
+    assert found["Points against released"]["detached", "2"]["points of each seed"] == "0.600"
+
+
+# --- the shell loop ------------------------------------------------------------------------------------------------
+
+LOOP = """#!/usr/bin/env bash
+# Stands in for tools/run_spag.sh: notes its words, and leaves what a loop leaves.
+for word; do case $word in OUTPUT=*) output=${word#*=} ;; SLOW=*) slow=1 ;; esac; done
+printf '%s\\n' "$*" >>"$CALLS"
+[ -z "$FAIL" ] || case $output in *"$FAIL") exit 1 ;; esac
+[ -z "$slow" ] || { trap 'echo ended >>"$CALLS"; exit 143' TERM; sleep 30 & wait; }
+mkdir -p "$output"
+cp -r "$LOOPS/$(basename "$output" | sed s/reader/detached/)/." "$output"
+"""
+
+
+READER = 'reader DETACH_KL=True REWARD_ARGS="--repeat_to {folder}/detached/rows.json" # reads files of another arm'
+THREE = f"""before: -c print({{seed}})
+all: WORDS="a b"
+released MODEL={{folder}}/base
+detached DETACH_KL=True
+{READER}
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A function that starts run.sh of a copy of tools/, in which the loop has a stand-in."""
+    tools = tmp_path / "place/tools"
+    shutil.copytree(ROOT / "tools", tools, ignore=shutil.ignore_patterns("__pycache__"))
+    (tools / "run_spag.sh").write_text(LOOP)
+    (tmp_path / "arms.txt").write_text(THREE)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    environment |= {"CALLS": str(tmp_path / "calls"), "LOOPS": str(tmp_path / "loops"), "FAIL": ""}
+    make_loop(tmp_path / "loops/released", 1)
+    make_loop(tmp_path / "loops/detached", 1, imitation=False, DETACH_KL="True")
+
+    def start(*words: str, **more: str) -> subprocess.Popen:
+        command = ["bash", tools / "study/run.sh", tmp_path / "arms.txt", *words, f"OUTPUT={tmp_path}/out"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=environment | more, cwd=ROOT, **pipes)
+
+    return start
+
+
+def calls(tmp_path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+def test_the_first_arm_comes_first_then_the_others_then_those_that_read_their_files(study, tmp_path):
+    run = study("settings.sh", "SEEDS=1 2", "JOBS=2", "EPOCHS=1")
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, output
+    made, out = calls(tmp_path), tmp_path / "out"
+    assert sorted(made[:2]) == [
+        f"settings.sh SEED={seed}00 WORDS=a b EPOCHS=1 OUTPUT={out}/seed{seed}/released MODEL={out}/seed{seed}/base"
+        for seed in (1, 2)
+    ]
+    like = f"OUTPUT={out}/seed1/detached LIKE={out}/seed1/released DETACH_KL=True"
+    assert any(call.endswith(like) for call in made[2:4])
+    assert all(f"REWARD_ARGS=--repeat_to {out}/seed" in call for call in made[4:]) and len(made) == 6
+    assert read_json(out / "seed2.json")["arms"].keys() == {"imitation", "released", "detached", "reader"}
+    assert "## Points against imitation" in (out / "table.md").read_text()
+    assert (out / "seed1/before.log").read_text() == "1\n"
+
+
+def test_what_is_finished_is_kept_and_the_same_command_continues(study, tmp_path):
+    run = study("SEEDS=1", FAIL="detached")
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 1 and "seed1/detached.log" in output
+    assert len(calls(tmp_path)) == 2
+    again = study("SEEDS=1")
+    assert again.communicate(timeout=300) and again.returncode == 0
+    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[2:]] == ["detached", "reader"]
+
+
+def test_a_signal_ends_the_loops_at_work(study, tmp_path):
+    run = study("SEEDS=1 2", "JOBS=2", "SLOW=1")
+    while not (tmp_path / "calls").exists() or len(calls(tmp_path)) < 2:
+        assert run.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.5)
+    os.kill(run.pid, signal.SIGTERM)
+    output, _ = run.communicate(timeout=100)
+    assert run.returncode == 143 and "the same command continues" in output
+    assert calls(tmp_path).count("ended") == 2
+
+
+@pytest.mark.parametrize("words", [("SEEDS=one",), ("JOBS=0",)])
+def test_wrong_words_of_a_study_are_refused(study, words):
+    run = study(*words)
+    output, _ = run.communicate(timeout=100)
+    assert run.returncode == 2 and words[0] in output
