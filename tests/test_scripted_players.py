@@ -12,7 +12,7 @@ from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, DEFENDER, HARMLESS, TIE
 from tools.players.player import ScriptedPlayer, Turn
 from tools.selfplay.play import play_game
 from tools.tiny.players import load_lexicon
-from utils import UserError, read_json, read_json_or_jsonl, read_words, write_records
+from utils import UserError, file_digest, read_json, read_json_or_jsonl, read_words, write_records
 
 LEXICON = "tools.tiny.players:lexicon"
 
@@ -97,4 +97,6 @@ def test_a_match_is_played_against_hints_and_against_the_lexicon(hints, tmp_path
             assert game["history"][0]["content"] in ("It purrs.", "It moos.")
         else:
             assert game["outcome"] in (TIED, ATTACKER_BREAKS)  # this defender neither guesses nor says the word
-    assert read_json(tmp_path / "match/matches.json")["results"]
+    settings = read_json(tmp_path / "match/matches.json")["settings"]
+    assert settings["player hints"] == "scripted:hints"
+    assert settings["player lexicon"]["sha256"] == file_digest([ROOT / "tools/tiny/players.py"])

@@ -15,8 +15,7 @@ import os, signal, sys, time, utils
 def main():
     folder, seed, how = sys.argv[1:]
     with utils.stage(f"{folder}/settings.json", {"seed": int(seed)}, results=["rows.json", "part-*"]) as todo:
-        sys.stdout.write(f"{'todo' if todo else 'done'} {utils.rank()}\n")
-        sys.stdout.flush()
+        print(f"{'todo' if todo else 'done'} {utils.rank()}", flush=True)
         if todo and utils.rank() == 0:
             open(f"{folder}/part-1", "w").close()
             if how == "kill":

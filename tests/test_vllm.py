@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from conftest import build_llama, build_tokenizer
 from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, users_of, wait_for, write_place
 
@@ -135,7 +136,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(stand_in, plac
     launcher = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"}
     for name, value in (launcher | {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(vllm.torch.cuda, "is_available", lambda: pytest.fail("starts CUDA with all GPUs"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("starts CUDA with all GPUs"))
     how = {"max_games": 8, "max_length": 110, "min_new_tokens": 2, "top_k": 0}
     games = play(place, tiny_model, tmp_path, QUICK, **how)
     (engine,) = stand_in
@@ -202,7 +203,7 @@ def test_what_vllm_refuses_is_said_in_a_line(stand_in, place, tiny_model, tmp_pa
 
 
 def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
-    monkeypatch.setattr(vllm.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     for number, rank, own in ((1, 0, ["0"]), (1, 4, ["4"]), (2, 1, ["2", "3"])):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -220,7 +221,7 @@ def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_a_run_keeps_it(
 ):
     play(place, tiny_model, tmp_path / "slots", engine=None, max_games=2)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
         play(place, tiny_model, tmp_path / "slots", engine=None, max_games=3)
         assert stand_in == []
         play(place, tiny_model, tmp_path / "vllm", engine=None, max_games=2)
@@ -236,8 +237,6 @@ def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_a_run_keeps_it(
 
 def build_model(folder, seed=0) -> Path:
     """A tiny model that ends replies often."""
-    import torch
-
     tokenizer = build_tokenizer()
     model = build_llama(seed, len(tokenizer), num_hidden_layers=1, hidden_size=128)  # vLLM knows no heads of 16
     with torch.no_grad():  # the end token about as likely as the likeliest others, wherever a reply stands

@@ -1,5 +1,6 @@
 """Who speaks in a game: the base class Player, its input (Turn) and its output (Reply). No torch."""
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from tools.games import prompts
 from tools.games.game import Game, History
+from utils import file_digest
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -150,6 +152,14 @@ class ScriptedPlayer(Player):
     def make(cls, name: str, lineup, seed: int | str) -> "ScriptedPlayer":
         """The game's own player. Raises UserError if the game has none of this name."""
         return cls(lineup.game.scripted(name.removeprefix(SCRIPTED)))
+
+    @classmethod
+    def setting(cls, name: str, flags) -> dict | str:
+        """A player of the game is a part of the game's entry. A function of one's own has the digest of its file."""
+        if ":" not in name.removeprefix(SCRIPTED):
+            return name
+        choose = flags.load_game().scripted(name.removeprefix(SCRIPTED))
+        return {"path": name, "sha256": file_digest([inspect.getfile(choose)])}
 
     async def reply(self, turn: Turn) -> Reply:
         """The chosen message, with 0 tokens."""

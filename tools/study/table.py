@@ -203,7 +203,8 @@ def tables(results: Sequence[dict], plan: Plan) -> str:
     refusals = [f"{text}\n" for result in results if (text := refusal(result, plan))]
     results = [result for result in results if not refusal(result, plan)]
     matched = [result for result in results if any("matches" in each for each in all_numbers(result))]
-    met = dict.fromkeys(name for result in results for each in all_numbers(result) for name in each.get("matches", ()))
+    found = (name for result in results for each in all_numbers(result) for name in each.get("matches", ()))
+    met = dict.fromkeys([IMITATION, *found])
     parts = {"Arms": arm_lines(results, plan)}
     parts["Primary comparisons"] = difference_lines(results, plan.primaries, primary=True)
     parts |= {f"Points against {opponent}": point_lines(results, plan, opponent) for opponent in met}
