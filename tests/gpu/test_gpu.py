@@ -6,13 +6,12 @@ Prints the tables of the benchmark. Without a GPU all of it is skipped. Nobody h
 import importlib.util
 import json
 import operator
-import os
 import sys
 
 import pytest
 import torch
 from conftest import ROOT, build_llama, build_tokenizer
-from helpers import finish, flags_of, start
+from helpers import finish, flags_of, start, words_of
 from test_engine import answer, conversation
 
 from tools.engine import vllm
@@ -115,9 +114,9 @@ def test_a_loop_with_a_model_of_100_million_parameters(engine, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(words))
     sft = [{"query": f"Question {number}?", "target": "An answer."} for number in range(64)]
     write_records(tmp_path / "sft.jsonl", sft)
-    flags = {"model": tmp_path / "model", "words": tmp_path / "words.txt", "sft_data": tmp_path / "sft.jsonl"}
-    flags |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
-    finish(start([ROOT / "tools/run_spag.sh", *flags_of(flags)], env=os.environ | {"NPROC": "1"}))
+    settings = {"model": tmp_path / "model", "words": tmp_path / "words.txt", "sft_data": tmp_path / "sft.jsonl"}
+    settings |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
+    finish(start([ROOT / "tools/run_spag.sh", *words_of(settings | {"nproc": 1})]))
     (episodes,) = (tmp_path / "out/epoch1/episodes").glob("*_results.json")
     assert len(read_json_or_jsonl(episodes)) == 81
     assert json.loads((tmp_path / "out/epoch1/model/trainer_state.json").read_text())["log_history"]
