@@ -112,7 +112,7 @@ def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loo
     assert rows.startswith(f"-m tools.assign_rewards --input_data_path {out}/data/games.jsonl ")
     assert loop.startswith(
         f"loop {project.folder}/.venv/bin/python configs/english.sh MODEL=models/smollm2 OUTPUT={out} "
-        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=played="
+        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=held_out="
     )
     (project.folder / "baber/piqa").mkdir(parents=True)
     project.run(WORLD="english", FAILING="import gguf")
