@@ -130,7 +130,7 @@ def test_all_wrong_settings_are_named_at_once_and_nothing_is_written(start, tmp_
         ({"CONTROL": "sft"}, "--control sft needs"),
         ({"CONTROL": "coin", "GAME": "twenty_questions"}, "20 Questions pays both roles alike"),
         ({"CONTROL": "cloning", "SFT_COEFF": "0"}, "--control cloning needs a --sft_coeff"),
-        ({"LIKE": "none"}, "LIKE=none"),
+        ({"LIKE": "none"}, "none: no settings.json of a run of the loop"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(start, tmp_path, changes, named):
@@ -234,10 +234,9 @@ def test_a_model_without_safetensors_is_refused(start, pretend_gpus, tmp_path):
     assert "pickled: no weights as safetensors" in start(status=2, **AUTO, MODEL=str(tmp_path / "pickled"))
 
 
-def test_a_training_that_was_begun_keeps_its_deepspeed_file(fill, pretend_gpus, tmp_path):
-    (tmp_path / "out/epoch1/model/checkpoint-3").mkdir(parents=True)
-    begun = {"arguments": {"deepspeed": str(ROOT / "configs/zero3.json")}}
-    (tmp_path / "out/epoch1/model/settings.json").write_text(json.dumps(begun))
+def test_a_training_that_was_begun_keeps_its_deepspeed_file(fill, start, pretend_gpus, tmp_path):
+    start(DEEPSPEED=str(ROOT / "configs/zero3.json"))
+    make(tmp_path / "out", "epoch1/model/checkpoint-3/complete.json")
     pretend_gpus(8)
     assert fill(**AUTO)["DEEPSPEED"] == str(ROOT / "configs/zero3.json")
 

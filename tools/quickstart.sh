@@ -49,7 +49,8 @@ english() { # SmolLM2-135M-Instruct, the plain games in data/english, and the be
     smaller=(EPOCHS=1 FIRST_EPISODES="$data/games.jsonl" "EVAL_ARGS=--max_words 4"
       "IMITATION_ARGS=--use_cpu True --max_steps 2" "TRAIN_ARGS=--use_cpu True --max_steps 2")
   fi
-  "$venv" -c 'import gguf' 2>/dev/null || pip_install 'gguf>=0.19,<0.20' || fail "pip could not install gguf; log: $log"
+  "$venv" -c 'import gguf' 2>/dev/null || pip_install 'gguf>=0.19,<0.20' ||
+    fail "pip could not install gguf; log: $log"
   in_foreground "$venv" -m tools.prepare_data smollm2 --output_dir "$model"
   in_foreground "$venv" -m tools.prepare_data imitation --output_dir "$data" --games data/english/plain_games.jsonl
   in_foreground "$venv" -m tools.assign_rewards --input_data_path "$data/games.jsonl" \

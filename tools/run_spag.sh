@@ -67,7 +67,8 @@ sampling=("${prompts[@]}" --task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TU
   --engine "$ENGINE" --tensor_parallel_size "$TENSOR_PARALLEL_SIZE"
   ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
 rewards=("${prompts[@]}" --decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" --ties "$TIES"
-  --role_weights "$ROLE_WEIGHTS" --min_game_rows "$GLOBAL_BATCH" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} ${CONTROL:+--control "$CONTROL"})
+  --role_weights "$ROLE_WEIGHTS" --min_game_rows "$GLOBAL_BATCH" ${SFT_DATA:+--sft_data_path "$SFT_DATA"}
+  ${CONTROL:+--control "$CONTROL"})
 self_play=(--train_method OfflinePO --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE"
   --detach_kl "$DETACH_KL" --learning_rate "$LEARNING_RATE")
 if [ "$CHAT_TEMPLATE" = True ]; then

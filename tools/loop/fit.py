@@ -60,9 +60,8 @@ def gpu_bytes(way: str, settings: Mapping[str, str], parameters: float) -> float
 
 def way_of_training(settings: Mapping[str, str], memory: int) -> str:
     """The value of DEEPSPEED for GPUs of `memory` bytes each."""
-    for checkpoint in Path(settings["OUTPUT"]).glob("*/model/checkpoint-*"):  # a training that was begun goes on
-        begun = read_json(checkpoint.parent / "settings.json")["arguments"]["deepspeed"]
-        return begun or "none"
+    if any(Path(settings["OUTPUT"]).glob("*/model/checkpoint-*/complete.json")):
+        return recorded(settings["OUTPUT"])["DEEPSPEED"]  # checkpoints of one way fit no other
     parameters = count_parameters(model_folder(settings["MODEL"]))
     fitting = (way for way in WAYS if gpu_bytes(way, settings, parameters) <= (1 - FREE) * memory)
     way = WAYS[next(fitting, "offload")]
@@ -150,11 +149,11 @@ def follow(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def recorded(run: str) -> dict[str, str]:
-    """The settings of another run of the loop. UserError if there is none."""
+    """The settings of a run of the loop, from its record. UserError if there is none."""
     try:
         return DEFAULTS | read_json(Path(run, "settings.json"))["settings"]
     except (OSError, UserError, KeyError, TypeError):
-        raise UserError(f"LIKE={run}: not the OUTPUT of another run of the loop") from None
+        raise UserError(f"{run}: no settings.json of a run of the loop, which LIKE and checkpoints need") from None
 
 
 def shell_lines(settings: Mapping[str, str], filled: Mapping[str, str]) -> list[str]:
