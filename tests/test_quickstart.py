@@ -117,7 +117,7 @@ def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loo
     (project.folder / "baber/piqa").mkdir(parents=True)
     project.run(WORLD="english", FAILING="import gguf")
     assert project.installed() == ["gguf>=0.19,<0.20", "lm-eval==0.4.13"]
-    assert "EVAL_TASKS= PIQA " in project.calls()[-1]
+    assert "EVAL_TASKS= PIQA:acc_norm " in project.calls()[-1]
     assert "WORLD 'french'" in project.run(WORLD="french", status=2)
 
 
