@@ -205,7 +205,7 @@ def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
     assert rows == rows_of(EPISODES, seed=7, decay_weight=0.9, templates=templates)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
-    assert saved["settings"]["game"]["options"] == {"match": "word"}
+    assert saved["settings"]["game"]["options"]["match"] == "word"
     assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
     assert printed == {name: saved[name] for name in ("games", "rows", "weights")}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)

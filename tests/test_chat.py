@@ -105,7 +105,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
     write_records(tmp_path / "games.json", games)
     tokenizer = speaker.tokens.tokenizer
     tokenizer.save_pretrained(tmp_path / "tok")
-    _, rows = rewards(tmp_path, tokenizer=tmp_path / "tok", training_prompt="play")
+    _, rows = rewards(tmp_path, tokenizer=tmp_path / "tok", training_prompt="play", retokenize=True)
     for row, prompt, reply in zip(rows, speaker.prompts, speaker.replies, strict=True):
         encoded = encode_example(row, tokenizer)
         assert encoded["input_ids"] == prompt + reply
@@ -113,7 +113,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
     stored = load_rows([str(tmp_path / "rows.json")], tokenizer, str(tmp_path / "cache"))
     tokens = [prompt + reply for prompt, reply in zip(speaker.prompts, speaker.replies, strict=True)]
     assert [row["input_ids"] for row in stored] == tokens
-    _, drawn = rewards(tmp_path, tokenizer=tmp_path / "tok", seed=1)  # of random training prompts
+    _, drawn = rewards(tmp_path, tokenizer=tmp_path / "tok", seed=1, retokenize=True)  # of random training prompts
     assert [row["target"] for row in drawn] == [row["target"] for row in rows]
     assert [row["query"] for row in drawn] != [row["query"] for row in rows]
     assert all(row["chat_template"] is True for row in drawn)

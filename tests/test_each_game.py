@@ -136,7 +136,7 @@ def test_a_person_is_told_the_secret_and_why_the_game_has_ended(case, monkeypatc
     person, lines = HumanPlayer(case.game), iter(case.messages[1][0])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     (episode,) = play(case.game, case.tasks[:1], {first: ScriptedPlayer(case.messages[0]), second: person})
-    person.end(episode)
+    person.game_over(episode)
     shown = capsys.readouterr().out
     why = case.game.explain(episode["target_word"], episode["history"], episode["outcome"])
     for text in (f"you are the {second}", case.game.hint(second), f"--- {case.outcomes[0]} (", why):

@@ -112,12 +112,12 @@ def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loo
     assert rows.startswith(f"-m tools.assign_rewards --input_data_path {out}/data/games.jsonl ")
     assert loop.startswith(
         f"loop {project.folder}/.venv/bin/python configs/english.sh MODEL=models/smollm2 OUTPUT={out} "
-        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=played="
+        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=held_out="
     )
     (project.folder / "baber/piqa").mkdir(parents=True)
     project.run(WORLD="english", FAILING="import gguf")
     assert project.installed() == ["gguf>=0.19,<0.20", "lm-eval==0.4.13"]
-    assert "EVAL_TASKS= PIQA " in project.calls()[-1]
+    assert "EVAL_TASKS= PIQA:acc_norm " in project.calls()[-1]
     assert "WORLD 'french'" in project.run(WORLD="french", status=2)
 
 
