@@ -92,13 +92,13 @@ class Loop:
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.environment["PYTHON"] = str(folder / "python")
 
-    def start(self, does: str = "", files: tuple = (), environment: dict | None = None, cwd: Path = ROOT, **changes):
+    def start(self, does: str = "", files: tuple = (), environment=None, cwd=ROOT, stdout=subprocess.PIPE, **changes):
         """Start it with changed settings; `does` are cases of a shell's `case` over the command's words."""
         (self.folder / "calls").write_text("")
         stub = STUB.format(python=sys.executable, folder=shlex.quote(str(self.folder)), does=does)
         (self.folder / "python").write_text(stub)
         (self.folder / "python").chmod(0o755)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         return subprocess.Popen(
             [SCRIPT, *files, *words_of(self.settings | changes)],
             env=self.environment | (environment or {}),
@@ -363,6 +363,20 @@ def test_logs_hold_the_command_and_all_output_of_each_start_and_warnings_are_rep
         starts = (loop.output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:]
         assert len(starts) == 2 and all("speaks\n" in text and "last words\n" in text for text in starts)
         assert all(str(loop.output) in text.splitlines()[0] for text in starts)
+
+
+def test_a_terminal_shows_the_bar_of_the_stage_at_work(loop):
+    terminal, end = os.openpty()
+    process = loop.start("*play_llm*) sleep 4 ;;", stdout=end, until="epoch1_play")
+    os.close(end)
+    shown = b""
+    with contextlib.suppress(OSError):  # at the end Linux raises EIO
+        while part := os.read(terminal, 10_000):
+            shown += part
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert b"\r\x1b[Kgames:  45%|####      | 9/20" in shown and b"\x1b[A" not in shown
+    assert b"speaks" not in shown and b"epoch1_play took" in shown
 
 
 @pytest.mark.parametrize(
