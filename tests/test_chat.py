@@ -19,7 +19,7 @@ from tools.games.taboo import Taboo
 from tools.players.player import STOP, Sampling
 from tools.selfplay.layout import layout_of
 from tools.selfplay.play import play_game
-from utils import UserError, read_json_or_jsonl, write_records
+from utils import UserError, read_json_or_jsonl, tokenizer_fingerprint, write_json, write_records
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 SPECIAL = {  # the tokens of a family; the last one ends a reply
@@ -105,14 +105,19 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
     write_records(tmp_path / "games.json", games)
     tokenizer = speaker.tokens.tokenizer
     tokenizer.save_pretrained(tmp_path / "tok")
-    _, rows = rewards(tmp_path, tokenizer=tmp_path / "tok", training_prompt="play", retokenize=True)
+    fingerprint = tokenizer_fingerprint(tmp_path / "tok")
+    write_json(tmp_path / "games_settings.json", {"tokenizer_sha256": dict.fromkeys(GAME.roles, fingerprint)})
+    _, rows = rewards(tmp_path, tokenizer=tmp_path / "tok", training_prompt="play")
+    assert [row["target_ids"] for row in rows] == [reply[:-1] for reply in speaker.replies]
     for row, prompt, reply in zip(rows, speaker.prompts, speaker.replies, strict=True):
         encoded = encode_example(row, tokenizer)
         assert encoded["input_ids"] == prompt + reply
         assert encoded["labels"] == [-100] * len(prompt) + reply
-    stored = load_rows([str(tmp_path / "rows.json")], tokenizer, str(tmp_path / "cache"))
     tokens = [prompt + reply for prompt, reply in zip(speaker.prompts, speaker.replies, strict=True)]
-    assert [row["input_ids"] for row in stored] == tokens
+    for number, sha256 in enumerate((fingerprint, None)):  # the ids of play, and the texts, which have the same ids
+        cache = tmp_path / f"cache{number}"
+        stored = load_rows([str(tmp_path / "rows.json")], tokenizer, cache, tokenizer_sha256=sha256)
+        assert [row["input_ids"] for row in stored] == tokens
     _, drawn = rewards(tmp_path, tokenizer=tmp_path / "tok", seed=1, retokenize=True)  # of random training prompts
     assert [row["target"] for row in drawn] == [row["target"] for row in rows]
     assert [row["query"] for row in drawn] != [row["query"] for row in rows]
