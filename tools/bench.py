@@ -258,7 +258,7 @@ def measure_train(settings: Train, inputs: str, mode: str) -> dict:
             learning_rate=2e-6,  # the paper's
             seed=settings.seed,
             bf16=settings.bf16,
-            gradient_checkpointing=settings.gradient_checkpointing,
+            gradient_checkpointing=settings.gradient_checkpointing or None,  # False would warn of its old name
             deepspeed=settings.deepspeed,
             logging_steps=settings.steps,
             save_strategy="no",
