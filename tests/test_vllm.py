@@ -20,6 +20,7 @@ from conftest import build_llama, build_tokenizer
 from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, users_of, wait_for, write_place
 
 from tools import evaluate_games, play_llm_game
+from tools.engine import model as engine_model
 from tools.engine import vllm
 from tools.engine.model import load_local_model, load_tokens
 from tools.engine.slots import SlotEngine
@@ -222,6 +223,7 @@ def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_a_run_keeps_it(
     play(place, tiny_model, tmp_path / "slots", engine=None, max_games=2)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(engine_model, "own_device", lambda: torch.device("cpu"))  # PyTorch's CUDA build would start a GPU
         play(place, tiny_model, tmp_path / "slots", engine=None, max_games=3)
         assert stand_in == []
         play(place, tiny_model, tmp_path / "vllm", engine=None, max_games=2)
