@@ -296,3 +296,17 @@ def test_complete_texts_need_a_mark_that_is_true_or_false_and_a_token_of_the_tok
             encode_example(plain | {"chat_template": mark}, tokenizer)
     assert encode_example(plain | {"chat_template": False}, tokenizer) == encode_example(plain, tokenizer)
     assert tokenizer.decode(encode_example(plain, tokenizer)["input_ids"]) == "<s>qt</s>"
+
+
+def test_sft_rows_that_are_in_a_chat_template_already_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat_tokenizer("chatml").save_pretrained("model")
+    told = {"query": "<|im_start|>user\nA bird?<|im_end|>\n<|im_start|>assistant\n", "target": "No.<|im_end|>"}
+    write_records("sft.json", [told | {"chat_template": True}, {"query": "A bird?", "target": "No."}])
+    write_records("games.json", [])
+    flags = {"input_data_path": "games.json", "output_data_path": "rows.json", "sft_data_path": "sft.json"}
+    flags |= {"tokenizer": "model", "chat_template": True, "min_game_rows": 0}
+    call(assign_rewards.main, *flags_of(flags))
+    rows = read_json_or_jsonl("rows.json")
+    assert [{name: row[name] for name in told} for row in rows] == [told, told]
+    assert all(row["chat_template"] is True and row["type"] == "sft" for row in rows)

@@ -104,7 +104,7 @@ class Imitation:
     def run(self) -> None:
         folder, games = Path(self.output_dir), read_json_or_jsonl(self.games)
         for split in ("played", "tuning", "held_out"):
-            listed = (*read_json_or_jsonl(GAMES), *games)
+            listed = (*games, *read_json_or_jsonl(GAMES))
             words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
             write_words(folder / f"{split}.txt", words)
         write_records(folder / "games.jsonl", (game for game in games if game["split"] == "played"))

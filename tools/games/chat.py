@@ -108,8 +108,14 @@ class ChatTemplate:
         return row | {"prompt": "\n\n".join(filter(None, (example["instruction"], example.get("input"))))}
 
     def rows(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Rows with complete texts. Queries of game rows are complete already; those of SFT rows are rendered here."""
+        """Rows with complete texts. Queries of game rows are complete already; those of SFT rows are rendered here.
+
+        Rows with `chat_template` have been through this and stay as they are.
+        """
         for row in rows:
+            if row.get("chat_template"):
+                yield row
+                continue
             query = row["query"]
             if row.get("type") == "sft":
                 query = self._render([{"role": USER, "content": query}])

@@ -180,13 +180,17 @@ def read_files(paths: Iterable[str]) -> Iterator[tuple[str, dict]]:
 
 
 def read_sft_rows(path: str, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> Iterator[dict]:
-    """Yield SFT rows from a file of records with query and target, prompt and answer, or Alpaca's fields."""
+    """Yield SFT rows from a file of records with query and target, prompt and answer, or Alpaca's fields.
+
+    Rows that an earlier call wrote in a chat template stay as they are.
+    """
     for where, record in iter_records(path):
         try:
             query, target, _ = row_texts(record, from_alpaca)
         except ValueError as error:
             raise BadRecordError(f"{where}: {error}") from None
-        yield {"query": query, "target": target, "type": SFT, "weight": 1.0}
+        layout = {"chat_template": True} if record.get("chat_template") is True else {}
+        yield {"query": query, "target": target, "type": SFT, "weight": 1.0} | layout
 
 
 def make_rows(flags: RowFlags, inputs: list[str], output: str, *, sft: str | None = None) -> dict:
