@@ -317,16 +317,16 @@ def test_the_first_arm_comes_first_then_the_others_then_those_that_read_their_fi
 
 
 def test_the_same_command_continues_and_each_arm_is_kept_when_it_has_ended(study, tmp_path):
-    run = study("--seeds", "1", FAIL="detached")
+    run = study("--seeds", "1", FAIL="reader")
     output, _ = run.communicate(timeout=300)
-    assert run.returncode == 2 and "seed1/detached.log" in output and len(calls(tmp_path)) == 2
+    assert run.returncode == 2 and "seed1/reader.log" in output and len(calls(tmp_path)) == 3
     stored = read_json(tmp_path / "out/seed1.json")["arms"]
-    assert stored.keys() == {"imitation", "released"}
-    assert stored["released"]["made"].keys() >= {"spag", "cpu", "precision"}
+    assert stored.keys() == {"imitation", "released", "detached"}
+    assert stored["detached"]["made"].keys() >= {"spag", "cpu", "precision"}
     again = study("--seeds", "1")
     assert again.communicate(timeout=300) and again.returncode == 0
-    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[2:]] == ["detached", "reader"]
-    assert read_json(tmp_path / "out/seed1.json")["arms"].keys() == {*stored, "detached", "reader"}
+    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[3:]] == ["reader"]
+    assert read_json(tmp_path / "out/seed1.json")["arms"].keys() == {*stored, "reader"}
 
 
 def test_a_signal_ends_the_loops_at_work(study, tmp_path):

@@ -137,10 +137,11 @@ def matches(folder: Path, plan: Plan) -> Iterator[Job]:
         if not equals:
             player = weights(trained_epochs(folder / opponent)[-1])
         for arm in plan.arms if which in (LAST, EVERY) else [which]:
-            epochs = trained_epochs(folder / arm)
-            models = {epoch.name: epoch for epoch in epochs} if which == EVERY else {arm: epochs[-1]}
-            if arm == plan.first and which != arm:
-                models[IMITATION] = folder / arm / IMITATION
+            models = {IMITATION: folder / arm / IMITATION} if arm == plan.first and which != arm else {}
+            if which == EVERY:
+                models |= {epoch.name: epoch for epoch in trained_epochs(folder / arm)}
+            else:
+                models[arm] = trained_epochs(folder / arm)[-1]
             for name, model in models.items() if loop_record(folder / arm)[0]["EVAL_WORDS"] else ():
                 players = [f"{name}={weights(model)}", f"{opponent}={player}", "--against", opponent]
                 command = match_command(model, opponent, players)
@@ -159,7 +160,10 @@ def match_command(model: Path, opponent: str, players: Sequence[str]) -> list[st
 
 
 def trained_epochs(loop: Path) -> list[Path]:
-    return [epoch for epoch in epoch_folders(loop) if (epoch / "model/train_results.json").is_file()]
+    """The folders of the epochs that have a model. UserError if there is none."""
+    if not (found := [epoch for epoch in epoch_folders(loop) if (epoch / "model/train_results.json").is_file()]):
+        raise UserError(f"{loop}: no epoch has been trained, so there is no model for a match")
+    return found
 
 
 def weights(model: Path) -> str:
