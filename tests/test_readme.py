@@ -29,7 +29,7 @@ TOP = TEXTS["README.md"]
 LOOP = "tools/run_spag.sh"
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
 KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
-KNOWN_COMMANDS |= {"tools/study/run.sh", "export", "read", "head", "seq", "for", "done", "cd"}
+KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
 FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
 

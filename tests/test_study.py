@@ -1,10 +1,9 @@
-"""Studies: files of arms, what is kept of finished loops, tables over seeds, matches, the shell loop."""
+"""Studies: files of arms, what is kept of finished loops, tables over seeds, matches, the program that runs all."""
 
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +14,11 @@ import pytest
 from helpers import ENVIRONMENT, ROOT, call
 from study_loops import add_benchmarks, game_of, make_loop, write_match
 
-from tools.study import keep, table
-from tools.study.arms import read_plan
-from tools.study.matches import commands
-from tools.study.seeds import holm, mean_interval, p_value
+from tools.study import table
+from tools.study.loops import seed_results
+from tools.study.plan import read_plan
+from tools.study.results import holm, student
+from tools.study.run import matches
 from utils import UserError, read_json, write_json
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
@@ -56,8 +56,9 @@ def seeds(tmp_path) -> list[Path]:
 
 
 def kept(folder: Path, arms: Path) -> Path:
-    path = folder.with_suffix(".json")
-    path.write_text(call(keep.main, "--folder", folder, "--arms", arms).output)
+    path, plan = folder.with_suffix(".json"), read_plan(arms)
+    found = seed_results(folder, plan, list(plan.arms))
+    write_json(path, {"seed": int(folder.name.removeprefix("seed")), "arms": found})
     return path
 
 
@@ -89,8 +90,8 @@ def over_two(one: float, other: float, form: str) -> str:
 def test_a_file_of_arms_says_what_is_run_and_compared(arms):
     plan = read_plan(arms)
     assert plan.first == "released" and plan.titles == {"released": "SPAG", "detached": "", "old": "no longer run"}
-    assert plan.words["detached"] == {"DETACH_KL": "True", "TRAIN_ARGS": "--num_train_epochs 2"}
-    assert plan.gate == ("attacker wins", 0.1)
+    assert plan.arms["detached"] == {"DETACH_KL": "True", "TRAIN_ARGS": "--num_train_epochs 2"}
+    assert plan.all == ["WORDS=words.txt", "EVAL_WORDS=w=words.txt"] and plan.gate == ("attacker wins", 0.1)
     assert plan.primaries == [("points", "released", None), ("points", "detached", "released")]
 
 
@@ -98,7 +99,7 @@ def test_a_file_of_arms_says_what_is_run_and_compared(arms):
 def test_every_file_of_arms_that_comes_along_is_right(path):
     known = set(re.findall(r"^([A-Z_]+)=", (ROOT / "configs/defaults.sh").read_text(), re.MULTILINE))
     plan = read_plan(path)
-    assert {name for words in plan.words.values() for name in words} <= known
+    assert {name for words in plan.arms.values() for name in words} <= known
 
 
 @pytest.mark.parametrize(
@@ -154,13 +155,13 @@ def test_runs_that_differ_in_more_than_seed_and_words_are_refused_by_name(seeds,
     make_loop(seeds[0] / "detached", 1, imitation=False, DETACH_KL="True", WORDS=f"{seeds[0]}/words.txt", KL="0.1")
     refused = table_of(kept(seeds[0], arms), arms=arms, status=2).errors
     assert "detached with seed 1 differs from released in more than its words say: KL: 0.2 then, 0.1 now" in refused
-    assert "two runs of released with seed 1" in table_of(good[0], good[0], status=2).errors
+    assert "two runs of detached, released with seed 1" in table_of(good[0], good[0], status=2).errors
 
 
 def test_a_seed_whose_imitation_model_cannot_play_is_left_out_and_named(seeds, arms):
     path = kept(seeds[0], arms)
     stored = read_json(path)
-    stored["arms"]["imitation"]["epochs"]["0"]["self_play"]["attacker wins"] = 0.05
+    stored["arms"]["imitation"]["epochs"]["0"]["Self-play"]["attacker wins"] = 0.05
     write_json(path, stored)
     printed = table_of(path, kept(seeds[1], arms), arms=arms).output
     assert "Seed 1 is left out: 5.0%" in printed
@@ -195,10 +196,10 @@ def test_a_folder_that_is_no_loop_and_a_file_that_is_no_seed_are_refused(tmp_pat
 
 def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_holm():
     # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303; t = 10.39, p = 0.00913.
-    mean, (low, high) = mean_interval([0.5, 0.6, 0.7])
+    mean, (low, high), p = student([0.5, 0.6, 0.7])
     assert (mean, low, high) == (pytest.approx(0.6), pytest.approx(0.3516, abs=1e-4), pytest.approx(0.8484, abs=1e-4))
-    assert p_value([0.5, 0.6, 0.7]) == pytest.approx(0.00913, abs=1e-5)
-    assert mean_interval([0.5]) == (0.5, None) and p_value([0.5]) is p_value([0.5, 0.5]) is None
+    assert p == pytest.approx(0.00913, abs=1e-5)
+    assert student([0.5]) == (0.5, None, None) and student([0.5, 0.5]) == (0.5, [0.5, 0.5], None)
     assert holm([0.04, 0.01, 0.03]) == [pytest.approx(0.06), pytest.approx(0.03), pytest.approx(0.06)]
     assert holm([0.04, None]) == [pytest.approx(0.08), None]
 
@@ -206,25 +207,11 @@ def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_ho
 # --- the embedded world's stored results ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def printed() -> str:
-    results = sorted((ROOT / "data/tiny/results").glob("*.json"))
-    return table_of(*results, arms=ROOT / "configs/arms/tiny.txt").output
-
-
-def test_results_of_the_first_study_are_still_read(printed):
-    found = tables(printed)
-    line = found["Points against imitation"]["losers", "3"]
-    assert line["points"] == "0.799 [0.760, 0.837]" and line["points of each seed"] == "0.824, 0.768, 0.793, 0.810"
-    assert (line["win"], line["tie"], line["loss"]) == ("0.712", "0.173", "0.115")
-    assert found["Points against released"]["losers", "3"]["points"] == "0.675 [0.543, 0.807]"
-    assert found["Self-play"]["losers", "3"]["tied game"] == "0.729 (0.980, 0.029, 0.949, 0.958)"
-    assert found["Self-play"]["released", "3"]["word_dependence defender"] == "0.778"
-    assert "Seed 2 is left out: 0.8%" in printed and "Seed 8 is left out: 0.8%" in printed
-
-
-def test_numbers_of_the_readme_are_those_of_the_tables(printed):
+def test_numbers_of_the_readme_are_those_of_the_tables_of_stored_results():
     """Each table of its results is a part of a printed one; the numbers of its text stand in the tables too."""
+    stored = sorted((ROOT / "data/tiny/results").glob("*.json"))
+    printed = table_of(*stored, arms=ROOT / "configs/arms/tiny.txt").output
+    assert "Seed 2 is left out: 0.8%" in printed and "Seed 8 is left out: 0.8%" in printed
     known = [row for block in re.findall(r"(?:^\|.*\n)+", printed, flags=re.MULTILINE) for row in rows_of(block)]
     readme = (ROOT / "tools/tiny/README.md").read_text()
     results = re.search(r"^### Results\n(.*?)^## A known answer", readme, re.MULTILINE | re.DOTALL)[1]
@@ -251,14 +238,17 @@ def test_the_last_models_meet_each_other_and_a_scripted_player_as_in_the_loops_m
     shared |= {"ENGINE": "auto", "PRECISION": "bf16", "PLAY_BATCH": ""}
     make_loop(seeds[0] / "released", 1, **shared)
     make_loop(seeds[0] / "detached", 1, imitation=False, **shared)
-    made = [" ".join(command) for command in commands(seeds[0], read_plan(arms))]
-    names = ["imitation/against_hints", "released/epoch2/against_hints", "detached/epoch2/against_hints"]
-    assert [re.search(r"--output_dir (\S+)", each)[1].endswith(name) for each, name in zip(made, names, strict=False)]
-    assert f"--players imitation={seeds[0]}/released/imitation/model hints=scripted:hints --against hints" in made[0]
-    assert made[1].endswith("--bf16 True --tf32 True --game_options hints=games.jsonl")
-    assert "--words a=x.txt b=y.txt --seeds 3 --games_per_word 5" in made[1] and "--temperature 7" in made[1]
+    made = {job.name: " ".join(job.command) for job in matches(seeds[0], read_plan(arms))}
+    of_hints = ("released_imitation", "released_epoch2", "detached_epoch2")
+    assert {*made} == {*(f"{name}_against_hints" for name in of_hints), "detached_epoch2_against_released"}
+    imitation = made["released_imitation_against_hints"]
+    assert f"--players imitation={seeds[0]}/released/imitation/model hints=scripted:hints --against hints" in imitation
+    last = made["released_epoch2_against_hints"]
+    assert last.endswith("--bf16 True --tf32 True --game_options hints=games.jsonl")
+    assert "--words a=x.txt b=y.txt --seeds 3 --games_per_word 5" in last and "--temperature 7" in last
     players = f"detached={seeds[0]}/detached/epoch2/model released={seeds[0]}/released/epoch2/model --against released"
-    assert len(made) == 4 and players in made[3] and "epoch2/against_released" in made[3]
+    assert players in made["detached_epoch2_against_released"]
+    assert f"--output_dir {seeds[0]}/detached/epoch2/against_released" in made["detached_epoch2_against_released"]
     games = [game_of(number, wins=40, attacker="detached", defender="released") for number in range(100)]
     games += [game_of(number, wins=20, attacker="released", defender="detached") for number in range(100)]
     write_match(seeds[0] / "detached/epoch2/against_released", games, ["detached", "released"], "released")
@@ -266,7 +256,7 @@ def test_the_last_models_meet_each_other_and_a_scripted_player_as_in_the_loops_m
     assert found["Points against released"]["detached", "2"]["points of each seed"] == "0.600"
 
 
-# --- the shell loop ------------------------------------------------------------------------------------------------
+# --- the program that runs a study ---------------------------------------------------------------------------------
 
 LOOP = """#!/usr/bin/env bash
 # Stands in for tools/run_spag.sh: notes its words, and leaves what a loop leaves.
@@ -277,32 +267,30 @@ printf '%s\\n' "$*" >>"$CALLS"
 mkdir -p "$output"
 cp -r "$LOOPS/$(basename "$output" | sed s/reader/detached/)/." "$output"
 """
-
-
-READER = 'reader DETACH_KL=True REWARD_ARGS="--repeat_to {folder}/detached/rows.json" # reads files of another arm'
-THREE = f"""before: -c print({{seed}})
+THREE = """before: -c print({seed})
 all: WORDS="a b"
-released MODEL={{folder}}/base
+released MODEL={folder}/base
+reader DETACH_KL=True REWARD_ARGS="--repeat_to {folder}/detached/rows.json" # reads files of another arm
 detached DETACH_KL=True
-{READER}
 """
 
 
 @pytest.fixture
 def study(tmp_path):
-    """A function that starts run.sh of a copy of tools/, in which the loop has a stand-in."""
-    tools = tmp_path / "place/tools"
-    shutil.copytree(ROOT / "tools", tools, ignore=shutil.ignore_patterns("__pycache__"))
-    (tools / "run_spag.sh").write_text(LOOP)
+    """A function that starts a study in which the loop has a stand-in."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/run_spag.sh").write_text(LOOP)
+    (tmp_path / "tools/run_spag.sh").chmod(0o755)
     (tmp_path / "arms.txt").write_text(THREE)
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-    environment |= {"CALLS": str(tmp_path / "calls"), "LOOPS": str(tmp_path / "loops"), "FAIL": ""}
+    environment = ENVIRONMENT | {"CALLS": str(tmp_path / "calls"), "LOOPS": str(tmp_path / "loops"), "FAIL": ""}
     make_loop(tmp_path / "loops/released", 1)
     make_loop(tmp_path / "loops/detached", 1, imitation=False, DETACH_KL="True")
+    program = "import sys; from tools.study import run; run.ROOT = sys.argv.pop(1); run.run_program(run.main)"
 
-    def start(*words: str, **more: str) -> subprocess.Popen:
-        command = ["bash", tools / "study/run.sh", tmp_path / "arms.txt", *words, f"OUTPUT={tmp_path}/out"]
+    def start(*flags: str, **more: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", program, tmp_path, "--arms", tmp_path / "arms.txt", *flags]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command += ["--output_dir", tmp_path / "out"]
         return subprocess.Popen(command, env=environment | more, cwd=ROOT, **pipes)
 
     return start
@@ -313,7 +301,7 @@ def calls(tmp_path) -> list[str]:
 
 
 def test_the_first_arm_comes_first_then_the_others_then_those_that_read_their_files(study, tmp_path):
-    run = study("settings.sh", "SEEDS=1 2", "JOBS=2", "EPOCHS=1")
+    run = study("--settings", "settings.sh", "EPOCHS=1", "--seeds", "1", "2", "--jobs", "2")
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     made, out = calls(tmp_path), tmp_path / "out"
@@ -324,23 +312,25 @@ def test_the_first_arm_comes_first_then_the_others_then_those_that_read_their_fi
     like = f"OUTPUT={out}/seed1/detached LIKE={out}/seed1/released DETACH_KL=True"
     assert any(call.endswith(like) for call in made[2:4])
     assert all(f"REWARD_ARGS=--repeat_to {out}/seed" in call for call in made[4:]) and len(made) == 6
-    assert read_json(out / "seed2.json")["arms"].keys() == {"imitation", "released", "detached", "reader"}
     assert "## Points against imitation" in (out / "table.md").read_text()
     assert (out / "seed1/before.log").read_text() == "1\n"
 
 
-def test_what_is_finished_is_kept_and_the_same_command_continues(study, tmp_path):
-    run = study("SEEDS=1", FAIL="detached")
+def test_the_same_command_continues_and_each_arm_is_kept_when_it_has_ended(study, tmp_path):
+    run = study("--seeds", "1", FAIL="reader")
     output, _ = run.communicate(timeout=300)
-    assert run.returncode == 1 and "seed1/detached.log" in output
-    assert len(calls(tmp_path)) == 2
-    again = study("SEEDS=1")
+    assert run.returncode == 2 and "seed1/reader.log" in output and len(calls(tmp_path)) == 3
+    stored = read_json(tmp_path / "out/seed1.json")["arms"]
+    assert stored.keys() == {"imitation", "released", "detached"}
+    assert stored["detached"]["made"].keys() >= {"spag", "cpu", "precision"}
+    again = study("--seeds", "1")
     assert again.communicate(timeout=300) and again.returncode == 0
-    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[2:]] == ["detached", "reader"]
+    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[3:]] == ["reader"]
+    assert read_json(tmp_path / "out/seed1.json")["arms"].keys() == {*stored, "reader"}
 
 
 def test_a_signal_ends_the_loops_at_work(study, tmp_path):
-    run = study("SEEDS=1 2", "JOBS=2", "SLOW=1")
+    run = study("--seeds", "1", "2", "--jobs", "2", "--settings", "SLOW=1")
     while not (tmp_path / "calls").exists() or len(calls(tmp_path)) < 2:
         assert run.poll() is None
         time.sleep(0.1)
@@ -349,10 +339,3 @@ def test_a_signal_ends_the_loops_at_work(study, tmp_path):
     output, _ = run.communicate(timeout=100)
     assert run.returncode == 143 and "the same command continues" in output
     assert calls(tmp_path).count("ended") == 2
-
-
-@pytest.mark.parametrize("words", [("SEEDS=one",), ("JOBS=0",)])
-def test_wrong_words_of_a_study_are_refused(study, words):
-    run = study(*words)
-    output, _ = run.communicate(timeout=100)
-    assert run.returncode == 2 and words[0] in output

@@ -6,29 +6,26 @@
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.matches.stats import ALL, BOTH
 from tools.matches.text import with_interval
 from tools.reasoning.scores import MEAN
-from tools.study.arms import BASE, IMITATION, Plan, read_plan
-from tools.study.loops import MESSAGES
-from tools.study.seeds import (
+from tools.study.loops import BENCHMARKS, IN_TRAINING, MESSAGES, POINTS, QUESTIONS, SELF_PLAY, TRAINING
+from tools.study.plan import BASE, IMITATION, Plan, read_plan
+from tools.study.results import (
+    EACH_SEED,
     FREE,
+    SEEDS,
+    Number,
     all_numbers,
-    at,
     check_comparable,
     holm,
-    mean_interval,
-    models,
-    p_value,
     paired,
     read_results,
     refusal,
-    values_at,
+    student,
 )
 from utils import run_program
 
@@ -41,142 +38,95 @@ Lines = Iterable[Sequence[str]]
 class Flags:
     """The flags of this program."""
 
-    results: list[str] = flag("files of seeds that tools.study.keep made, or loops as ARM=OUTPUT", metavar="FILE")
+    results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
     arms: str | None = flag("file of arms, which says what is compared", default=None, metavar="FILE")
+
+
+def cell(table: str, column: str, values: Sequence) -> str:
+    """The cell of a model in a column, from one value for each seed."""
+    if column == SEEDS:
+        return str(len(values))
+    if not values:
+        return UNKNOWN
+    if column == EACH_SEED:
+        return each_seed(values)
+    if table == BENCHMARKS:
+        return score_text(values, "+.2f" if " minus " in column else ".2f")
+    if table.startswith(POINTS) and (column == "points" or column.startswith("as ") or column.endswith(" words")):
+        return over_seeds(values)
+    mean = sum(values) / len(values)
+    if column in IN_TRAINING:
+        return f"{mean:.0f}"
+    far = column != MESSAGES and max(values) - min(values) > APART
+    return f"{mean:.3f} ({each_seed(values)})" if far else f"{mean:.3f}"
 
 
 def over_seeds(values: Sequence[float], form: str = ".3f") -> str:
     """The mean with its interval."""
-    return with_interval(*mean_interval(values), form) if values else UNKNOWN
+    return with_interval(*student(values)[:2], form)
 
 
-def mean_text(values: Sequence[float], form: str = ".3f", *, apart: float = APART) -> str:
-    """The mean; where it hides values that lie further apart than this, these too."""
-    if not values:
-        return UNKNOWN
-    text = format(sum(values) / len(values), form)
-    return f"{text} ({each_seed(values, form)})" if max(values) - min(values) > apart else text
-
-
-def each_seed(values: Iterable[float], form: str = ".3f") -> str:
+def each_seed(values: Sequence[float], form: str = ".3f") -> str:
     return ", ".join(format(value, form) for value in values)
 
 
-def markdown(title: str, lines: Lines) -> str:
-    """A table under its title; nothing for a head alone."""
-    head, *body = lines
-    rows = [f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body)]
-    return f"## {title}\n\n" + "\n".join(rows) + "\n" if body else ""
-
-
-def arm_lines(results: Sequence[dict], plan: Plan) -> Iterator[list[str]]:
-    """A line for each arm: what it is, in how many seeds, and its rows and optimizer steps until the last epoch."""
-    yield ["arm", "what it is", "settings", "seeds", "epochs", "steps", "rows"]
-    for name in dict.fromkeys([*plan.titles, *(arm for result in results for arm in result["arms"])]):
-        runs = [result for result in results if name in result["arms"]]
-        if runs and name not in (BASE, IMITATION):
-            last = max(int(epoch) for result in runs for epoch in result["arms"][name]["epochs"] or {"0": {}})
-            words = plan.words.get(name, {})
-            said = [f"{key}={value}" for key, value in words.items() if key not in FREE and "{" not in value]
-            about = [plan.titles.get(name, ""), "; ".join(said), str(len(runs)), str(last)]
-            yield [name, *about, *effort_cells(runs, name, last)]
-
-
-def effort_cells(results: Sequence[dict], arm: str, last: int) -> list[str]:
-    """Optimizer steps and rows of an arm up to an epoch, where they are known for all its epochs."""
-    cells = []
-    for what in ("steps", "rows"):
-        known = [[at(each, arm, str(epoch), "training", what) for epoch in range(1, last + 1)] for each in results]
-        cells.append(mean_text([sum(each) for each in known if each and None not in each], ".0f", apart=math.inf))
-    return cells
-
-
-def point_lines(results: Sequence[dict], plan: Plan, opponent: str) -> Iterator[list[str]]:
-    """A line for each model that has met this opponent: points by role and word list, and how the games ended."""
-    place = ("matches", opponent)
-    found = models(results, plan, *place)
-    rows = [row for result in results for model in found if (row := at(result, *model, *place))]
-    roles = dict.fromkeys(role for row in rows for role in row[ALL] if role != BOTH)
-    lists = dict.fromkeys(words for row in rows for words in row if words != ALL)
-    with_interval = {f"as {role}": (ALL, role, "points") for role in roles}
-    with_interval |= {f"{words} words": (words, BOTH, "points") for words in lists} if len(lists) > 1 else {}
-    shares = {share: (ALL, BOTH, share) for share in ("win", "tie", "loss")}
-    rates = {"clean games": (ALL, BOTH, "clean")}
-    rates |= {f"own breaches as {role}": (ALL, role, "breach") for role in roles}
-    yield ["arm", "epoch", "points", *shares, *with_interval, *rates, "steps", "rows", "points of each seed"]
-    for arm, epoch in found:
-
-        def values(where: tuple[str, str, str], model: tuple[str, str] = (arm, epoch)) -> list[float]:
-            return values_at(results, *model, *place, *where)
-
-        points = values((ALL, BOTH, "points"))
-        cells = [over_seeds(points), *(mean_text(values(where)) for where in shares.values())]
-        cells += [over_seeds(values(where)) for where in with_interval.values()]
-        cells += [mean_text(values(where)) for where in rates.values()]
-        yield [arm, epoch, *cells, *effort_cells(results, arm, int(epoch)), each_seed(points)]
-
-
-def difference_lines(
-    results: Sequence[dict], pairs: Sequence[tuple[str, str, str | None]], *, primary: bool = False
-) -> Iterator[list[str]]:
-    """A line for each difference, of those that can be had. p values of primary ones are adjusted for their number."""
-    yield ["measure", "arm", "minus", "epoch", "difference", "p", *(["p by Holm"] if primary else []), "of each seed"]
-    found = [paired(results, *pair) for pair in pairs]
-    p_values = [p_value(list(each[1].values())) if each else None for each in found]
-    for (measure, arm, other), each, p, adjusted in zip(pairs, found, p_values, holm(p_values), strict=True):
-        if each:
-            epoch, values = each[0], list(each[1].values())
-            form = "+.3f" if max(map(abs, values)) <= 1 else "+.2f"
-            shown = [p_text(p), *([p_text(adjusted)] if primary else []), each_seed(values, form)]
-            yield [measure, arm, other or "0.5", str(epoch), over_seeds(values, form), *shown]
-
-
-def default_pairs(results: Sequence[dict]) -> list[tuple[str, str, str]]:
-    """The differences that are shown without a file of arms: the other arms minus the first one."""
-    first, *others = [name for name in results[0]["arms"] if name not in (BASE, IMITATION)]
-    return [(measure, other, first) for measure in ("points", MEAN) for other in others]
-
-
-def share_lines(results: Sequence[dict], plan: Plan, part: str) -> Iterator[list[str]]:
-    """A line for each model with this part of the numbers: means over its seeds."""
-    found = models(results, plan, part)
-    columns = dict.fromkeys(name for result in results for model in found for name in at(result, *model, part) or ())
-    yield ["arm", "epoch", "seeds", *columns]
-    for arm, epoch in found:
-        values = [values_at(results, arm, epoch, part, column) for column in columns]
-        apart = [math.inf if column == MESSAGES else APART for column in columns]
-        cells = [mean_text(each, apart=limit) for each, limit in zip(values, apart, strict=True)]
-        yield [arm, epoch, str(max(map(len, values))), *cells]
-
-
-def benchmark_lines(results: Sequence[dict], plan: Plan) -> Iterator[list[str]]:
-    """A line for each model on the benchmarks, in percent, with its difference from base and imitation.
-
-    Intervals are over seeds. A single seed has standard errors over questions instead.
-    """
-    found = models(results, plan, "benchmarks")
-    rows = [at(result, *model, "benchmarks") for result in results for model in found]
-    columns = dict.fromkeys(name for row in rows if row for name in row["scores"])
-    yield ["arm", "epoch", "seeds", *columns, *(f"{MEAN} minus {other}" for other in (BASE, IMITATION))]
-    for arm, epoch in found:
-        cells = [values_at(results, arm, epoch, "benchmarks", "scores", column) for column in columns]
-        away = [values_at(results, arm, epoch, "benchmarks", "minus", other) for other in (BASE, IMITATION)]
-        texts = [*(score_text(each, ".2f") for each in cells), *(score_text(each, "+.2f") for each in away)]
-        yield [arm, epoch, str(max(map(len, cells))), *texts]
+def score_text(scores: Sequence[tuple[float, float | None]], form: str) -> str:
+    """The mean of scores with its interval; for a single seed the score with its standard error over questions."""
+    value, error = scores[0]
+    if len(scores) == 1 and error is not None:
+        return f"{value:{form}} ± {error:.2f}"
+    return over_seeds([value for value, _ in scores], form)
 
 
 def p_text(p: float | None) -> str:
     return UNKNOWN if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def score_text(scores: Sequence[Sequence[float | None]], form: str) -> str:
-    """Values with their standard errors, one for each seed, as a cell."""
-    if len(scores) == 1 and scores[0][1] is not None:
-        return f"{scores[0][0]:{form}} ± {scores[0][1]:.2f}"
-    return over_seeds([value for value, _ in scores], form)
+def model_lines(numbers: Sequence[Number], table: str) -> Lines:
+    """A line for each model in this table."""
+    numbers = [number for number in numbers if number.table == table]
+    columns = list(dict.fromkeys(number.column for number in numbers))
+    yield ["arm", "epoch", *columns]
+    for model in dict.fromkeys((number.arm, number.epoch) for number in numbers):
+        yield [*map(str, model), *model_cells(numbers, table, model, columns)]
 
 
-def run_lines(results: Sequence[dict]) -> Iterator[list[str]]:
+def model_cells(numbers: Sequence[Number], table: str, model: tuple[str, int], columns: Sequence[str]) -> list[str]:
+    """The cells of a model in these columns of a table, from the values of its seeds."""
+    own = [number for number in numbers if (number.table, number.arm, number.epoch) == (table, *model)]
+    known = [number for number in own if number.value is not None]
+    return [cell(table, column, [number.value for number in known if number.column == column]) for column in columns]
+
+
+def arm_lines(results: Sequence[dict], numbers: Sequence[Number], plan: Plan) -> Lines:
+    """A line for each arm: what it is, in how many seeds, and its rows and optimizer steps until the last epoch."""
+    yield ["arm", "what it is", "settings", "seeds", "epochs", *IN_TRAINING]
+    for name in dict.fromkeys([*plan.titles, *(arm for result in results for arm in result["arms"])]):
+        runs = [result["arms"][name] for result in results if name in result["arms"]]
+        if runs and name not in (BASE, IMITATION):
+            last = max((int(epoch) for run in runs for epoch in run["epochs"]), default=0)
+            words = plan.arms.get(name, {})
+            said = [f"{key}={value}" for key, value in words.items() if key not in FREE and "{" not in value]
+            trained = model_cells(numbers, TRAINING, (name, last), IN_TRAINING)
+            yield [name, plan.titles.get(name, ""), "; ".join(said), str(len(runs)), str(last), *trained]
+
+
+def difference_lines(
+    numbers: Sequence[Number], pairs: Sequence[tuple[str, str, str | None]], *, primary: bool = False
+) -> Lines:
+    """A line for each difference, of those that can be had. p values of primary ones are adjusted for their number."""
+    yield ["measure", "arm", "minus", "epoch", "difference", "p", *(["p by Holm"] if primary else []), "of each seed"]
+    found = [paired(numbers, *pair) for pair in pairs]
+    p_values = [student(each[1])[2] if each else None for each in found]
+    for (measure, arm, other), each, p, adjusted in zip(pairs, found, p_values, holm(p_values), strict=True):
+        if each:
+            epoch, values = each
+            form = "+.3f" if max(map(abs, values)) <= 1 else "+.2f"
+            shown = [p_text(p), *([p_text(adjusted)] if primary else []), each_seed(values, form)]
+            yield [measure, arm, other or "0.5", str(epoch), over_seeds(values, form), *shown]
+
+
+def run_lines(results: Sequence[dict]) -> Lines:
     """A line for each run whose circumstances are stored."""
     yield ["seed", "arm", "commit", "CPU", "precision", "hours of training", "of play", "of benchmarks"]
     for result in results:
@@ -186,7 +136,7 @@ def run_lines(results: Sequence[dict]) -> Iterator[list[str]]:
                 yield [str(result["seed"]), name, *shown, *(f"{number:.2f}" for number in made["hours"].values())]
 
 
-def game_lines(results: Sequence[dict]) -> Iterator[list[str]]:
+def game_lines(results: Sequence[dict]) -> Lines:
     """A line for each arm: games of its last model against imitation, of the first seed that has some."""
     yield ["arm", "seed", "games of the last model"]
     shown = set()
@@ -197,24 +147,36 @@ def game_lines(results: Sequence[dict]) -> Iterator[list[str]]:
                 yield [name, str(result["seed"]), "<br>".join(arm["games"])]
 
 
+def markdown(title: str, lines: Lines) -> str:
+    """A table under its title; nothing for a head alone."""
+    head, *body = lines
+    rows = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+    return f"## {title}\n\n" + "\n".join(rows) + "\n" if body else ""
+
+
 def tables(results: Sequence[dict], plan: Plan) -> str:
     """All tables in Markdown, and which seeds are left out."""
     check_comparable(results)
     refusals = [f"{text}\n" for result in results if (text := refusal(result, plan))]
     results = [result for result in results if not refusal(result, plan)]
-    matched = [result for result in results if any("matches" in each for each in all_numbers(result))]
-    found = (name for result in results for each in all_numbers(result) for name in each.get("matches", ()))
-    met = dict.fromkeys([IMITATION, *found])
-    parts = {"Arms": arm_lines(results, plan)}
-    parts["Primary comparisons"] = difference_lines(results, plan.primaries, primary=True)
-    parts |= {f"Points against {opponent}": point_lines(results, plan, opponent) for opponent in met}
-    pairs = plan.minus if plan.words else default_pairs(results)
-    parts["Differences, paired by seed"] = difference_lines(results, pairs)
-    parts["Self-play"] = share_lines(matched or results, plan, "self_play")
-    parts["Questions"] = share_lines(results, plan, "questions")
-    parts["Reasoning benchmarks"] = benchmark_lines(results, plan)
-    parts |= {"Runs": run_lines(results), "Games": game_lines(results)}
-    return "\n".join(filter(None, [*(markdown(title, lines) for title, lines in parts.items()), *refusals]))
+    numbers = all_numbers(results, plan)
+    opponents = dict.fromkeys(
+        [f"{POINTS} {IMITATION}", *(each.table for each in numbers if each.table.startswith(POINTS))]
+    )
+    pairs = plan.minus
+    if not plan.arms:  # every arm is compared with the first one
+        first, *others = [name for name in results[0]["arms"] if name not in (BASE, IMITATION)]
+        pairs = [(measure, other, first) for measure in ("points", MEAN) for other in others]
+    found = {
+        "Arms": arm_lines(results, numbers, plan),
+        "Primary comparisons": difference_lines(numbers, plan.primaries, primary=True),
+        **{table: model_lines(numbers, table) for table in opponents},
+        "Differences, paired by seed": difference_lines(numbers, pairs),
+        **{table: model_lines(numbers, table) for table in (SELF_PLAY, QUESTIONS, BENCHMARKS)},
+        "Runs": run_lines(results),
+        "Games": game_lines(results),
+    }
+    return "\n".join(filter(None, [*(markdown(title, lines) for title, lines in found.items()), *refusals]))
 
 
 def main() -> None:

@@ -226,7 +226,7 @@ def is_model(path: Path) -> bool:
 class Reason:
     """Ask the models of a loop or of a study's seed the questions outside the game; print shares of right answers."""
 
-    output_dir: str = flag("OUTPUT of tools/run_spag.sh, or a folder seedN of tools/study/run.sh")
+    output_dir: str = flag("OUTPUT of tools/run_spag.sh, or a folder seedN of tools.study.run")
 
     def run(self) -> None:
         """Ask those models that are there; answers are kept in OUTPUT_DIR/questions.json."""
