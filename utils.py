@@ -244,22 +244,26 @@ def write_json(path: str | os.PathLike, value) -> None:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
-    """Write records by `replacing`, one per line: JSONL if the path ends in .jsonl, else one JSON list."""
+@contextmanager
+def writing_records(path: str | os.PathLike) -> Iterator[Callable[[Mapping], object]]:
+    """Write records by `replacing`, with the function that is yielded, one per line.
+
+    The file is JSONL if the path ends in .jsonl, else one JSON list.
+    """
+    jsonl = str(path).endswith(".jsonl")
+    before = itertools.repeat("") if jsonl else itertools.chain(["[\n"], itertools.repeat(",\n"))
+    after = "\n" if jsonl else ""
     with replacing(path) as file:
-        put_records(file, records, as_list=not str(path).endswith(".jsonl"))
+        yield lambda record: file.write(next(before) + to_json(record) + after)
+        if not jsonl:
+            file.write("\n]\n" if file.tell() else "[]\n")
 
 
-def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
-    """Write records to an open file, one per line, as JSONL or as one JSON list."""
-    if not as_list:
-        file.writelines(to_json(record) + "\n" for record in records)
-        return
-    before = "[\n"
-    for record in records:
-        file.write(before + to_json(record))
-        before = ",\n"
-    file.write("[]\n" if before == "[\n" else "\n]\n")
+def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
+    """Write all records as `writing_records` does."""
+    with writing_records(path) as write:
+        for record in records:
+            write(record)
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # on one line, with non-ASCII letters as they are
