@@ -38,10 +38,6 @@ class Episode(TypedDict):
     replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut", ...
 
 
-class GamesMissing(Exception):
-    """Other ranks have left so many games unfinished. The same command can play them."""
-
-
 class FinishedGames:
     """The place of each finished game in the rank files, and the counts of these games."""
 
@@ -146,21 +142,21 @@ class EpisodeFiles:
             self.own_file.close()
         utils.meet_at_end([self._lock_path(number) for number in range(world_size())])
 
-    def merge(self, *, seconds: float, tokens_before: int) -> dict:
-        """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
+    def merge(self, *, seconds: float, tokens_before: int) -> int:
+        """Write results and summary, unless games are missing; return how many are. For rank 0, when all have met.
 
-        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. If games are
-        missing, raises GamesMissing, or UserError if other ranks have not worked in this folder.
+        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. Raises
+        UserError if games are missing because their ranks have worked in another folder.
         """
         games = self.finished()
         if missing := games.missing():
             self._refuse_other_disks(missing)
-            raise GamesMissing(len(missing))
+            return len(missing)
         tokens = games.counts.tokens["new_tokens"] - tokens_before
         write_records(self.results_path, games)
-        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if tokens and seconds else None}
-        write_json(self.summary_path, summary)
-        return summary
+        speed = tokens / seconds if tokens and seconds else None
+        write_json(self.summary_path, games.counts.as_dict() | {"tokens_per_second": speed})
+        return 0
 
     def _refuse_living_ranks(self) -> None:
         """Raise UserError if a rank of an earlier launch has outlived its rank 0 and still plays."""
