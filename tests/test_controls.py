@@ -217,14 +217,6 @@ def test_rows_of_games_are_repeated_or_left_out_until_there_are_so_many(made, tm
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first, then", [("cloning", "coin"), ("coin", None), (None, "coin_by_length")])
-def test_rows_of_another_control_are_refused(made, tmp_path, first, then):
-    output = tmp_path / "run.json"
-    rows = made(first, output_data_path=output)
-    assert f"control: {first} then, {then} now" in made(then, status=2, output_data_path=output)
-    assert split_rows(read_json_or_jsonl(output)) == rows
-
-
 def test_the_coefficient_of_sft_rows_is_a_setting_of_cloning_alone(made):
     for control in ("coin", "cloning"):
         made(control)

@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,8 +23,6 @@ import utils
 from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
 from utils import UserError, rank, world_size, write_json, write_records
-
-NAMED = 5  # how many missing words an error message names
 
 
 class Episode(TypedDict):
@@ -116,7 +115,7 @@ class EpisodeFiles:
         with utils.stage(self.record_path, settings, results=results, may_change=["games"]) as todo:
             try:
                 if todo:
-                    _refuse_odd_file(self.own_path)
+                    utils.refuse_odd_file(self.own_path)
                     utils.lock(self._lock_path(rank()))
                     utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach the end
                 yield todo
@@ -137,10 +136,16 @@ class EpisodeFiles:
             os.fsync(self.own_file.fileno())
 
     def meet(self) -> None:
-        """Wait until all ranks of this launch have ended their games."""
+        """Wait until all ranks of this launch have ended their games or died.
+
+        Without this, torchrun would end a launch on several machines 300 s after the first machine has finished. Each
+        rank has held its lock from the start, and the lock of a dead rank is free.
+        """
         if self.own_file is not None:
             self.own_file.close()
-        utils.meet_at_end([self._lock_path(number) for number in range(world_size())])
+        utils.unlock(self._lock_path(rank()))
+        while any(utils.is_locked(self._lock_path(number)) for number in range(world_size())):
+            time.sleep(0.5)
 
     def merge(self, *, seconds: float, tokens_before: int) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, when all have met.
@@ -168,7 +173,7 @@ class EpisodeFiles:
         elsewhere = [number for number in range(world_size()) if not self._lock_path(number).is_file()]
         lost = [index for index in missing if index % world_size() in elsewhere]
         if lost:
-            named = ", ".join(self.words[index] for index in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
+            named = ", ".join(self.words[index] for index in lost[: utils.NAMED]) + ", ..." * (len(lost) > utils.NAMED)
             raise UserError(
                 f"{self.folder}: {len(lost)} games are missing, of ranks {elsewhere} ({named}), which have this "
                 "folder on another disk. Bring all rank files into one folder, then run the same command again"
@@ -202,14 +207,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 def _open_to_append(path: Path) -> BinaryIO:
     """Open a rank file, and delete the unfinished line that a kill may have left."""
-    _refuse_odd_file(path)
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
     return file
-
-
-def _refuse_odd_file(path: Path) -> None:
-    """Raise UserError for a link, a folder or a device in the place of a rank file."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file; games are stored in one")

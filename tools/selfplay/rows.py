@@ -33,7 +33,7 @@ from utils import (
     alpaca_to_row,
     files_setting,
     iter_records,
-    open_text,
+    refuse_overwriting,
     row_texts,
     stage,
     writing_records,
@@ -244,15 +244,3 @@ def refuse_few_rows(flags: RowFlags, game: Game, notes: Mapping) -> None:
             " Likely causes: a --max_length of play that cuts the rules, a model that has not learned the rules by"
             " imitation, one that never ends a reply. --min_game_rows 0 allows any number"
         )
-
-
-def refuse_overwriting(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
-    """Raise FileNotFoundError for a missing input, UserError for an output that is also an input or another output."""
-    taken = set()
-    for path in inputs:
-        open_text(path).close()
-        taken.add(Path(path).resolve())
-    for path in outputs:
-        if Path(path).resolve() in taken:
-            raise UserError(f"{path}: would be written over another file of this run; choose another name")
-        taken.add(Path(path).resolve())
