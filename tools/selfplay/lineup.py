@@ -36,7 +36,7 @@ class Lineup:
     def __init__(self, flags: PlayFlags, game: Game):
         self.flags, self.game, self.sampling = flags, game, flags.sampling()
         self.use = ServerUse(flags)
-        self.batch_size = flags.per_device_eval_batch_size
+        self.batch_size = flags.per_device_eval_batch_size or (VLLM_GAMES if flags.engine == VLLM else None)
         self.batcher = Batcher()
         self.engine: type[SlotEngine] | type[BatchEngine] = SlotEngine
         self.loaded: dict[Path, models.LocalModel] = {}
@@ -67,7 +67,7 @@ class Lineup:
         """A player with a model that plays."""
         engine, tokens = self.engines[model_folder(name).resolve()], self.tokens_of(name)
         player = LocalPlayer(engine, self.batcher, tokens.chat, seed)
-        player.games = VLLM_GAMES if self.batch_size is None else self.batch_size
+        player.games = self.batch_size
         if not isinstance(engine, BatchEngine):
             player.most_games = player.games  # every game has its place, in each engine
         return player
@@ -112,7 +112,7 @@ class Lineup:
                     folder,
                     self.tokens_of(str(folder)),
                     dtype=flags.dtype(),
-                    sequences=flags.per_device_eval_batch_size or VLLM_GAMES,
+                    sequences=self.batch_size,
                     models=len(folders),
                     trust_remote_code=flags.trust_remote_code,
                 )
