@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
-LOCK_TIMEOUT = 0.5  # seconds to wait for a lock; `is_locked` in another process may hold it for a moment
+LOCK_RETRY = 0.5  # seconds until the second try for a lock; `is_locked` in another process may hold it for a moment
 RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
 ROOT = Path(__file__).resolve().parent
 FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
@@ -194,6 +194,24 @@ def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda wo
 # Writing.
 
 
+def refuse_odd_file(path: Path) -> None:
+    """Raise UserError for a link, a folder or a device in the place of an output."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
+
+
+def refuse_overwriting(inputs: Iterable[str | os.PathLike], outputs: Iterable[str | os.PathLike]) -> None:
+    """Raise FileNotFoundError for a missing input, UserError for an output that is also an input or another output."""
+    taken = set()
+    for path in inputs:
+        open_text(path).close()
+        taken.add(Path(path).resolve())
+    for path in outputs:
+        if Path(path).resolve() in taken:
+            raise UserError(f"{path}: would be written over another file of this run; choose another name")
+        taken.add(Path(path).resolve())
+
+
 @contextmanager
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Open a file for writing so that readers see the old file or the whole new one, never a part of it.
@@ -203,8 +221,7 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     not a regular file, such as a link or a device.
     """
     path = Path(path)
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
+    refuse_odd_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError):  # another process may have deleted it, or it is another user's
@@ -244,22 +261,26 @@ def write_json(path: str | os.PathLike, value) -> None:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
-    """Write records by `replacing`, one per line: JSONL if the path ends in .jsonl, else one JSON list."""
+@contextmanager
+def writing_records(path: str | os.PathLike) -> Iterator[Callable[[Mapping], object]]:
+    """Write records by `replacing`, with the function that is yielded, one per line.
+
+    The file is JSONL if the path ends in .jsonl, else one JSON list.
+    """
+    jsonl = str(path).endswith(".jsonl")
+    before = itertools.repeat("") if jsonl else itertools.chain(["[\n"], itertools.repeat(",\n"))
+    after = "\n" if jsonl else ""
     with replacing(path) as file:
-        put_records(file, records, as_list=not str(path).endswith(".jsonl"))
+        yield lambda record: file.write(next(before) + to_json(record) + after)
+        if not jsonl:
+            file.write("\n]\n" if file.tell() else "[]\n")
 
 
-def put_records(file: IO[str], records: Iterable[Mapping], *, as_list: bool) -> None:
-    """Write records to an open file, one per line, as JSONL or as one JSON list."""
-    if not as_list:
-        file.writelines(to_json(record) + "\n" for record in records)
-        return
-    before = "[\n"
-    for record in records:
-        file.write(before + to_json(record))
-        before = ",\n"
-    file.write("[]\n" if before == "[\n" else "\n]\n")
+def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
+    """Write all records as `writing_records` does."""
+    with writing_records(path) as write:
+        for record in records:
+            write(record)
 
 
 to_json = json.JSONEncoder(ensure_ascii=False).encode  # on one line, with non-ASCII letters as they are
@@ -484,16 +505,12 @@ def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change:
     try:
         stored = read_json(record)
         different = differences(stored["settings"], settings)
-        refused = differences(*(_without(each, may_change) for each in (stored["settings"], settings)))
+        refused = differences(stored["settings"], settings, but=may_change)
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
     if refused:
         raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
     return stored | {"finished": bool(stored.get("finished") and whole and not different)}
-
-
-def _without(settings: Mapping, names: Collection[str]) -> dict:
-    return {name: value for name, value in settings.items() if name not in names}
 
 
 @functools.cache
@@ -509,13 +526,13 @@ def made_by() -> dict[str, str]:
     return found
 
 
-def differences(then: Mapping, now: Mapping) -> list[str]:
-    """Return a phrase for each setting that differs."""
+def differences(then: Mapping, now: Mapping, but: Collection[str] = ()) -> list[str]:
+    """Return a phrase for each setting that differs, but for those named in `but`."""
     now = json.loads(json.dumps(now))  # tuples are lists in a file
     return [
         f"{key}: {_show(then.get(key))} then, {_show(now.get(key))} now"
         for key in {**then, **now}
-        if _content(then.get(key)) != _content(now.get(key))
+        if key not in but and _content(then.get(key)) != _content(now.get(key))
     ]
 
 
@@ -550,7 +567,11 @@ def lock(path: str | os.PathLike) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if not wait_until(lambda: _try_lock(descriptor, fcntl.LOCK_EX, path), LOCK_TIMEOUT):
+    taken = _try_lock(descriptor, fcntl.LOCK_EX, path)
+    if not taken:
+        time.sleep(LOCK_RETRY)
+        taken = _try_lock(descriptor, fcntl.LOCK_EX, path)
+    if not taken:
         os.close(descriptor)
         raise UserError(LOCKED.format(path.parent))
     _locks[path] = descriptor
@@ -602,7 +623,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value on all ranks, passed as JSON. All ranks of the launch must call this.
 
     If `make` raises UserError or OSError, all ranks raise UserError. A process without MASTER_ADDR was not started by
-    a launcher, so it calls `make` itself.
+    a launcher, so it calls `make` itself. The launcher is torchrun, whose store outlives the ranks.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -617,24 +638,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
     while not store.check([key]):  # no time limit: rank 0 may be downloading a model
         time.sleep(0.1)
     answer = json.loads(store.get(key))
-    store.set(f"{key}/{rank()}", "")
-    if rank() == 0:  # without torchrun, rank 0 serves the store and must outlast the others' reads
-        store.wait([f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]
-
-
-def meet_at_end(lock_paths: Sequence[str | os.PathLike]) -> None:
-    """Wait until all ranks of this launch have finished their work or died.
-
-    Without this, torchrun would end a launch on several machines 300 s after the first machine has finished.
-    `lock_paths` are the locks of all ranks, ordered by rank. Each rank holds its lock from the start and releases it
-    here. The lock of a dead rank is free, so nobody waits for that rank. A rank that fails does not call this.
-    """
-    unlock(lock_paths[rank()])
-    while any(map(is_locked, lock_paths)):
-        time.sleep(0.5)
 
 
 @functools.cache
@@ -644,14 +650,6 @@ def launch_store():
 
     store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
     return store
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `condition` is true, for at most `seconds`. Return whether it became true."""
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return met
 
 
 # Programs.
@@ -743,11 +741,6 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes in the launch; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def plain_environment() -> dict[str, str]:
-    """Return the environment without the launcher's variables, for programs that are not ranks of this launch."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
 def end_with_parent() -> None:

@@ -376,13 +376,6 @@ def test_an_error_in_a_games_own_rules_keeps_its_traceback_and_the_episode_is_na
     assert caplog.messages == ["episode 0: the rules of Adversarial Taboo raised an error"]
 
 
-def test_a_line_cut_off_inside_a_character_is_named(refuse, tmp_path):
-    lines = [json.dumps(game | {"target_word": "naïve 🎻"}, ensure_ascii=False) for game in EPISODES]
-    data = "\n".join(lines).encode()
-    (tmp_path / "cut").write_bytes(data[: data.rindex("🎻".encode()) + 2])
-    assert "cut:4: not UTF-8" in refuse(input_data_path=tmp_path / "cut")
-
-
 def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tmp_path):
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
     assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)
@@ -392,23 +385,8 @@ def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tm
     assert "sft.jsonl:2: 'target' is missing" in refuse(sft_data_path=sft)
 
 
-# --- finished work ---------------------------------------------------------------------------------------------------
-
-
-def test_finished_rows_are_kept_for_the_same_command_and_refuse_another_one(run, start, tmp_path, monkeypatch):
+def test_finished_rows_are_kept_and_their_counts_printed_again(run, start, monkeypatch):
     _, printed = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "judge_games", None)
-        again = start()
+    monkeypatch.setattr(rows_room, "judge_games", None)
+    again = start()
     assert json.loads(again.output) == printed and "rows_rewards_settings.json: all is there" in again.errors
-    errors = start(status=2, losers=0.5).errors
-    assert "losers: 0.0 then, 0.5 now" in errors
-    assert f"delete in {tmp_path}: rows.json, rows_rewards_settings.json" in errors
-
-
-def test_a_kill_before_the_rows_are_in_place_leaves_none_and_the_same_command_makes_them(run, start, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(rows_room, "refuse_few_rows", lambda *_: sys.exit(1))
-        start(status=1, decay_weight=0.5)
-    rows, _ = run(decay_weight=0.9)  # the killed run binds nobody
-    assert rows == rows_of(EPISODES, decay_weight=0.9)

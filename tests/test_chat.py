@@ -238,7 +238,7 @@ ANSWER = "{% if add_generation_prompt %}assistant: {% if enable_thinking is fals
 )  # fmt: skip
 def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(template, target):
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    (row,) = chat.rows([{"query": "", "target": " Coats.\n"}])
+    row = chat.row({"query": "", "target": " Coats.\n"})
     assert row["target"] == target
     assert target.endswith(chat.tokenizer.decode([chat.end_id]))
 

@@ -26,6 +26,15 @@ def guessed(word: str) -> str:
     return f"I know the word! It is {word}!"
 
 
+def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The game rows, and the SFT rows."""
+    return [row for row in rows if row.get("type") != "sft"], [row for row in rows if row.get("type") == "sft"]
+
+
+def clones(rows: list[dict], *how) -> list[dict]:
+    return list(map(controls.cloning(rows, *how), rows))
+
+
 @pytest.fixture
 def made(tmp_path):
     """Make rows by assign_rewards; returns the game rows and the SFT rows, or what it said in refusing."""
@@ -42,7 +51,7 @@ def made(tmp_path):
         flags |= {"output_data_path": tmp_path / f"{control or 'spag'}.json", "training_prompt": "play"}
         flags |= {"control": control} | changes
         done = call(assign_rewards.main, *flags_of(flags), status=status)
-        return done.errors if status else controls.split_rows(read_json_or_jsonl(flags["output_data_path"]))
+        return done.errors if status else split_rows(read_json_or_jsonl(flags["output_data_path"]))
 
     return make
 
@@ -135,8 +144,8 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_does(made, sft_coeff):
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 def test_cloning_weighs_each_kind_as_micro_batches_do(at_once):
-    games, sft = [{"reward": 1.0, "weight": 1.0}] * 6, [{}] * 3
-    cloned = [row["weight"] for row in controls.cloning_rows(games, sft, 0.5, at_once)]
+    games, sft = [{"reward": 1.0, "weight": 1.0}] * 6, [{"type": "sft"}] * 3
+    cloned = [row["weight"] for row in clones(games + sft, 0.5, at_once)]
     rng, drawn = random.Random(0), {"game": 0.0, "sft": 0.0}
     for _ in range(20000):  # micro-batches: each kind is averaged over its own rows
         batch = rng.choices(["game", "sft"], [6, 3], k=at_once)
@@ -148,7 +157,7 @@ def test_cloning_weighs_each_kind_as_micro_batches_do(at_once):
 
 def test_cloned_rows_of_a_chat_template_stay_such_rows():
     row = {"query": "q", "target": "t", "reward": 0.5, "role": "attacker", "weight": 2.0, "chat_template": True}
-    (cloned,) = controls.cloning_rows([row], [], 0.5)
+    (cloned,) = clones([row], 0.5)
     assert cloned == {"query": "q", "target": "t", "type": "sft", "weight": 2.0, "chat_template": True}
 
 
@@ -206,14 +215,6 @@ def test_rows_of_games_are_repeated_or_left_out_until_there_are_so_many(made, tm
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first, then", [("cloning", "coin"), ("coin", None), (None, "coin_by_length")])
-def test_rows_of_another_control_are_refused(made, tmp_path, first, then):
-    output = tmp_path / "run.json"
-    rows = made(first, output_data_path=output)
-    assert f"control: {first} then, {then} now" in made(then, status=2, output_data_path=output)
-    assert controls.split_rows(read_json_or_jsonl(output)) == rows
 
 
 def test_the_coefficient_of_sft_rows_is_a_setting_of_cloning_alone(made):

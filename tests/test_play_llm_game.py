@@ -33,7 +33,7 @@ from tools.engine.model import Sampling, load_local_model
 from tools.games import prompts, taboo
 from tools.players.player import Reply
 from tools.selfplay import lineup
-from tools.selfplay.files import EpisodeFiles, GamesMissing
+from tools.selfplay.files import EpisodeFiles
 from tools.selfplay.play import describe, play_game, play_games
 from utils import UserError, read_json, read_json_or_jsonl, tokenizer_fingerprint
 
@@ -209,21 +209,6 @@ class TestEpisodeFiles:
         assert missing == [1, 2] and other.read_text() == half
         assert [game["index"] for game in read_json_or_jsonl(files.own_path)] == [0, 1, 2]
 
-    def test_other_settings_are_refused_by_name_and_nothing_is_written(self, tmp_path):
-        model = {"path": "/models/a", "sha256": "0" * 64}
-        play(tmp_path, ["a"], {"seed": 1, "model": model})
-        play(tmp_path, ["a"], {"seed": 1, "model": model | {"path": "/elsewhere/a"}})
-        before = contents(tmp_path)
-        with pytest.raises(UserError, match=r"seed: 1 then, 2 now.*run_results.json, run_rank0.jsonl"):
-            play(tmp_path, ["a"], {"seed": 2, "model": model})
-        with pytest.raises(UserError, match=r"model: /models/a \(sha256 0000\w*\) then, /models/a \(sha256 1111"):
-            play(tmp_path, ["a"], {"seed": 1, "model": model | {"sha256": "1" * 64}})
-        assert contents(tmp_path) == before
-
-    def test_a_start_that_failed_before_its_first_game_may_be_followed_by_any_other(self, tmp_path):
-        play(tmp_path, ["a"], {"seed": 1}, stop_after=0)
-        assert play(tmp_path, ["a"], {"seed": 2})[0] == [0]
-
     def test_files_of_other_runs_are_never_read(self, tmp_path):
         (tmp_path / "run_b_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
         assert play(tmp_path, ["a"])[0] == [0]
@@ -243,10 +228,9 @@ class TestEpisodeFiles:
         with pytest.raises(UserError, match=r"1 games are missing, of ranks \[1\] \(b\).*into one folder"):
             files.merge(seconds=1, tokens_before=0)
         (tmp_path / ".run_rank1.lock").touch()  # here, but rank 1 has lost its game
-        with pytest.raises(GamesMissing):
-            files.merge(seconds=1, tokens_before=0)
+        assert files.merge(seconds=1, tokens_before=0) == 1
         (tmp_path / "run_rank1.jsonl").write_text(json.dumps(episode(1, "b")) + "\n")  # brought here
-        assert files.merge(seconds=1, tokens_before=0)["games"] == 2
+        assert files.merge(seconds=1, tokens_before=0) == 0 and read_json(files.summary_path)["games"] == 2
 
     @pytest.mark.parametrize(
         "line, message",

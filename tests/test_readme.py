@@ -228,7 +228,7 @@ def nim(tmp_path, monkeypatch, tiny_model, other_model) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     players = {tiny_model: Careful(), other_model: Greedy()}
 
-    def build_players(lineup, names, *, seed):
+    def build_players(lineup, names, **how):
         return {role: players[name] for role, name in zip(lineup.game.roles, names, strict=True)}, 4
 
     monkeypatch.setattr(Lineup, "build_players", build_players)

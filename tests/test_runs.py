@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, finish, start
 
 import utils
 
@@ -191,12 +191,9 @@ def free_port() -> str:
 
 
 def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
-        for rank in ("1", "0")
-    ]
-    answers = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    (tmp_path / "rank.py").write_text(RANK)
+    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "rank.py"], cwd=tmp_path, stderr=None))
+    answers = [json.loads(line) for line in printed.splitlines() if line.startswith("[0")]
     assert answers == [[0, "[Errno 2] No such file or directory: 'nowhere'", ["again"]]] * 2
 
 
@@ -208,16 +205,17 @@ from torch.distributed.run import main
 main()
 """
 LATE = """
-import os, sys, time, utils
-locks = [f"{sys.argv[1]}/.rank{rank}.lock" for rank in range(2)]
-utils.lock(locks[utils.rank()])
-utils.from_rank_0(lambda: None)
-if utils.rank() == 1:
-    time.sleep(6)
-    if sys.argv[2] == "dies":
-        os.kill(os.getpid(), 9)
-utils.meet_at_end(locks)
-print(f"rank {utils.rank()} has ended")
+import os, sys, time
+from tools.selfplay.files import EpisodeFiles
+from utils import rank
+files = EpisodeFiles(sys.argv[1], "run", [], None)
+with files.stage({}):
+    if rank() == 1:
+        time.sleep(6)
+        if sys.argv[2] == "dies":
+            os.kill(os.getpid(), 9)
+    files.meet()
+print(f"rank {rank()} has ended")
 """
 
 

@@ -223,7 +223,7 @@ def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_a_run_keeps_it(
     play(place, tiny_model, tmp_path / "slots", engine=None, max_games=2)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(engine_model, "own_device", lambda: torch.device("cpu"))  # PyTorch's CUDA build would start a GPU
+        patch.setattr(engine_model, "own_device", lambda: torch.device("cpu"))  # PyTorch for CUDA would start a GPU
         play(place, tiny_model, tmp_path / "slots", engine=None, max_games=3)
         assert stand_in == []
         play(place, tiny_model, tmp_path / "vllm", engine=None, max_games=2)

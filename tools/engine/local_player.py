@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from tools.players.player import Player, Reply, Turn, draw_seed
-from utils import model_fingerprint, model_folder
+from utils import model_folder, model_setting
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -97,8 +97,8 @@ class LocalPlayer(Player):
 
     @classmethod
     def setting(cls, name: str, flags) -> dict:
-        """The model's name and fingerprint."""
-        return {"path": name, "sha256": model_fingerprint(model_folder(name))}
+        """The model's name, its fingerprint and, from the hub, its commit."""
+        return model_setting(name)
 
     @classmethod
     def tokenizer(cls, name: str, flags) -> str:

@@ -5,7 +5,6 @@ ends a reply.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from random import Random
 
 from jinja2 import TemplateError
@@ -107,20 +106,18 @@ class ChatTemplate:
         row = alpaca_to_row(example)
         return row | {"prompt": "\n\n".join(filter(None, (example["instruction"], example.get("input"))))}
 
-    def rows(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Rows with complete texts. Queries of game rows are complete already; those of SFT rows are rendered here.
+    def row(self, row: dict) -> dict:
+        """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.
 
-        Rows with `chat_template` have been through this and stay as they are.
+        A row with `chat_template` has been through this and stays as it is.
         """
-        for row in rows:
-            if row.get("chat_template"):
-                yield row
-                continue
-            query = row["query"]
-            if row.get("type") == "sft":
-                query = self._render([{"role": USER, "content": query}])
-            target = f"{self.lead}{row['target'].strip()}{self.end}"
-            yield row | {"query": query, "target": target, "chat_template": True}
+        if row.get("chat_template"):
+            return row
+        query = row["query"]
+        if row.get("type") == "sft":
+            query = self._render([{"role": USER, "content": query}])
+        target = f"{self.lead}{row['target'].strip()}{self.end}"
+        return row | {"query": query, "target": target, "chat_template": True}
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes into the first user message

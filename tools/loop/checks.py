@@ -12,7 +12,7 @@ from tools.games.prompts import templates_digest
 from tools.loop import fit
 from tools.loop.fit import DEFAULTS, NUMBER
 from tools.selfplay.layout import layout_of
-from tools.selfplay.rows import RowFlags
+from tools.selfplay.row_flags import RowFlags
 from utils import UserError, read_json, read_words
 
 KINDS = {  # settings with which the shell computes, or which it compares: what they must be, and its pattern

@@ -1,6 +1,7 @@
 """One model on one benchmark: checks the task, runs lm-evaluation-harness once, and keeps its result."""
 
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -14,12 +15,12 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from tools.reasoning.scores import read_score
 from utils import (
+    LAUNCHER_VARIABLES,
     UserError,
     differences,
     end_with_parent,
     file_digest,
     iter_records,
-    plain_environment,
     read_json,
     write_json,
     write_records,
@@ -106,7 +107,8 @@ def run_harness(command: Sequence[str], benchmark: Benchmark, folder: Path) -> N
     with open(log := folder.with_name(f"{folder.name}.log"), "w", encoding="utf-8") as file:
         file.write(f"{shlex.join(words)}\n")
         file.flush()
-        how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": plain_environment()}
+        no_rank = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": no_rank}
         status = subprocess.run(words, preexec_fn=end_with_parent, **how).returncode  # never outlives this process
     if status:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]

@@ -8,60 +8,20 @@ sft              the SFT examples alone, repeated until they are as many as the 
 silent           the rows of --like_rows, with weight 0 for rows of games
 """
 
-import itertools
 import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tools.flags import flag
 from tools.games.game import Game
-from tools.selfplay.rewards import Judged, RewardFlags, judge_game
+from tools.selfplay.rewards import Judged, judge_game
 from utils import BadRecordError, UserError, iter_records
 
 SFT = "sft"  # the type of SFT rows, and the control that has no others
 COIN, COIN_BY_LENGTH, CLONING, SILENT = "coin", "coin_by_length", "cloning", "silent"
 CONTROLS = (COIN, COIN_BY_LENGTH, CLONING, SFT, SILENT)
-DRAWN = (COIN, COIN_BY_LENGTH)  # these draw who wins
 WITHOUT_GAMES = (SFT, SILENT)  # these read no episodes
-
-
-@dataclass(kw_only=True)
-class ControlFlags(RewardFlags):
-    """How games pay; rows for controls, and rows repeated to a given number."""
-
-    control: str | None = flag("make the rows of a control; unset: SPAG's", default=None, choices=CONTROLS)
-    like_rows: str | None = flag(
-        "rows file of the other run in this epoch; sft and silent read it", default=None, metavar="FILE"
-    )
-    sft_coeff: float = flag("cloning: the weight of SFT rows in training (--lm_sft_coeff)", default=0.5)
-    rows_at_once: int | None = flag("cloning: rows over which training averages a loss; unset: all", default=None)
-    repeat_to: str | None = flag(
-        "repeat or leave out rows of games until there are N, or as many as in a rows file",
-        default=None,
-        metavar="N|FILE",
-    )
-
-    def files_of_controls(self) -> dict[str, list[str]]:
-        """The rows files that are read, by flag."""
-        like_rows = [self.like_rows] if self.control in WITHOUT_GAMES else []
-        repeat_to = [self.repeat_to] if self.repeat_to and not self.repeat_to.isdecimal() else []
-        return {"like_rows": like_rows, "repeat_to": repeat_to}
-
-    def check_control(self, game: Game, sft_data_path: str | None) -> None:
-        """Raise UserError for a control that lacks what it needs."""
-        if self.control in DRAWN:
-            check_winner(game, self.control)
-        if self.control in WITHOUT_GAMES and not self.like_rows:
-            raise UserError(f"--control {self.control} needs --like_rows, the rows file of the other run")
-        if self.control == SFT and not sft_data_path:
-            raise UserError(f"--control {SFT} needs --sft_data_path")
-        if self.control == CLONING and not (self.sft_coeff > 0 and self.losers == self.ties == 0):
-            raise UserError(f"--control {CLONING} needs a --sft_coeff above 0, and neither --losers nor --ties")
-        if self.control in WITHOUT_GAMES and self.repeat_to:
-            raise UserError(f"--control {self.control} makes no rows of games; leave out --repeat_to")
 
 
 def check_winner(game: Game, control: str) -> None:
@@ -103,40 +63,26 @@ def permute_rewards(games: Sequence[Judged], rng: random.Random) -> tuple[list[J
     return permuted, changed
 
 
-def cloning_rows(
-    rows: Sequence[dict], sft_rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None
-) -> Iterator[dict]:
-    """Game rows as SFT rows, the SFT rows after them.
+def cloning(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None) -> Callable[[dict], dict]:
+    """Return the function that turns each of these rows into an SFT row.
 
     OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step
     (None: over all), and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the
     weights give each kind the share in the loss that it has there on average: a batch of B rows has a kind of share p
     with 1 - (1 - p)^B.
     """
-    total, at_once = len(rows) + len(sft_rows), rows_at_once or math.inf
+    total, at_once = len(rows), rows_at_once or math.inf
+    number = sum(row.get("type") == SFT for row in rows)
+    scale, sft_scale = ((1 - (1 - n / total) ** at_once) * total / n if n else 0.0 for n in (total - number, number))
 
-    def scale(number: int) -> float:
-        return (1 - (1 - number / total) ** at_once) * total / number
-
-    for row in rows:
-        weight = row["reward"] * row["weight"] / sft_coeff * scale(len(rows))
+    def clone(row: dict) -> dict:
+        if row.get("type") == SFT:
+            return row | {"weight": sft_scale}
+        weight = row["reward"] * row["weight"] / sft_coeff * scale
         text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
-        yield text | {"type": SFT, "weight": weight}
-    for row in sft_rows:
-        yield row | {"weight": scale(len(sft_rows))}
+        return text | {"type": SFT, "weight": weight}
 
-
-def control_rows(
-    flags: ControlFlags, game_rows: Iterable[dict], sft_rows: Iterable[dict], rng: random.Random
-) -> Iterable[dict]:
-    """The game rows, and the SFT rows after them, repeated or replaced as the flags ask for."""
-    if flags.control == SILENT:
-        return silent_rows(flags.like_rows)
-    if flags.repeat_to:
-        game_rows = repeated(list(game_rows), number_to_repeat_to(flags.repeat_to), rng)
-    if flags.control == SFT:
-        sft_rows = repeated(list(sft_rows), sum(1 for _ in iter_records(flags.like_rows)), rng)
-    return itertools.chain(game_rows, sft_rows)
+    return clone
 
 
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
@@ -160,9 +106,3 @@ def silent_rows(path: str) -> Iterator[dict]:
         if not isinstance(row.get("target"), str):
             raise BadRecordError(f"{where}: not a row that assign_rewards has made")
         yield row if row.get("type") == SFT else row | {"weight": 0.0}
-
-
-def split_rows(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
-    """The game rows, and the SFT rows."""
-    listed = list(rows)
-    return [row for row in listed if row.get("type") != SFT], [row for row in listed if row.get("type") == SFT]

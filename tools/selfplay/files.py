@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,8 +23,6 @@ import utils
 from tools.games.game import Game
 from tools.selfplay.counts import GameCounts
 from utils import UserError, rank, world_size, write_json, write_records
-
-NAMED = 5  # how many missing words an error message names
 
 
 class Episode(TypedDict):
@@ -36,10 +35,6 @@ class Episode(TypedDict):
     outcome: str
     length: int  # messages up to the decisive one
     replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut", ...
-
-
-class GamesMissing(Exception):
-    """Other ranks have left so many games unfinished. The same command can play them."""
 
 
 class FinishedGames:
@@ -120,7 +115,7 @@ class EpisodeFiles:
         with utils.stage(self.record_path, settings, results=results, may_change=["games"]) as todo:
             try:
                 if todo:
-                    _refuse_odd_file(self.own_path)
+                    utils.refuse_odd_file(self.own_path)
                     utils.lock(self._lock_path(rank()))
                     utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach the end
                 yield todo
@@ -141,26 +136,32 @@ class EpisodeFiles:
             os.fsync(self.own_file.fileno())
 
     def meet(self) -> None:
-        """Wait until all ranks of this launch have ended their games."""
+        """Wait until all ranks of this launch have ended their games or died.
+
+        Without this, torchrun would end a launch on several machines 300 s after the first machine has finished. Each
+        rank has held its lock from the start, and the lock of a dead rank is free.
+        """
         if self.own_file is not None:
             self.own_file.close()
-        utils.meet_at_end([self._lock_path(number) for number in range(world_size())])
+        utils.unlock(self._lock_path(rank()))
+        while any(utils.is_locked(self._lock_path(number)) for number in range(world_size())):
+            time.sleep(0.5)
 
-    def merge(self, *, seconds: float, tokens_before: int) -> dict:
-        """Write results and summary, and return the summary; rank 0 does this after all ranks have met.
+    def merge(self, *, seconds: float, tokens_before: int) -> int:
+        """Write results and summary, unless games are missing; return how many are. For rank 0, when all have met.
 
-        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. If games are
-        missing, raises GamesMissing, or UserError if other ranks have not worked in this folder.
+        Play took `seconds` in this start. The games of earlier starts have `tokens_before` new tokens. Raises
+        UserError if games are missing because their ranks have worked in another folder.
         """
         games = self.finished()
         if missing := games.missing():
             self._refuse_other_disks(missing)
-            raise GamesMissing(len(missing))
+            return len(missing)
         tokens = games.counts.tokens["new_tokens"] - tokens_before
         write_records(self.results_path, games)
-        summary = games.counts.as_dict() | {"tokens_per_second": tokens / seconds if tokens and seconds else None}
-        write_json(self.summary_path, summary)
-        return summary
+        speed = tokens / seconds if tokens and seconds else None
+        write_json(self.summary_path, games.counts.as_dict() | {"tokens_per_second": speed})
+        return 0
 
     def _refuse_living_ranks(self) -> None:
         """Raise UserError if a rank of an earlier launch has outlived its rank 0 and still plays."""
@@ -172,7 +173,7 @@ class EpisodeFiles:
         elsewhere = [number for number in range(world_size()) if not self._lock_path(number).is_file()]
         lost = [index for index in missing if index % world_size() in elsewhere]
         if lost:
-            named = ", ".join(self.words[index] for index in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
+            named = ", ".join(self.words[index] for index in lost[: utils.NAMED]) + ", ..." * (len(lost) > utils.NAMED)
             raise UserError(
                 f"{self.folder}: {len(lost)} games are missing, of ranks {elsewhere} ({named}), which have this "
                 "folder on another disk. Bring all rank files into one folder, then run the same command again"
@@ -206,14 +207,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int, dict]]:
 
 def _open_to_append(path: Path) -> BinaryIO:
     """Open a rank file, and delete the unfinished line that a kill may have left."""
-    _refuse_odd_file(path)
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
     return file
-
-
-def _refuse_odd_file(path: Path) -> None:
-    """Raise UserError for a link, a folder or a device in the place of a rank file."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file; games are stored in one")

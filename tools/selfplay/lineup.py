@@ -36,7 +36,7 @@ class Lineup:
     def __init__(self, flags: PlayFlags, game: Game):
         self.flags, self.game, self.sampling = flags, game, flags.sampling()
         self.use = ServerUse(flags)
-        self.batch_size = flags.per_device_eval_batch_size
+        self.batch_size = flags.per_device_eval_batch_size or (VLLM_GAMES if flags.engine == VLLM else None)
         self.batcher = Batcher()
         self.engine: type[SlotEngine] | type[BatchEngine] = SlotEngine
         self.loaded: dict[Path, models.LocalModel] = {}
@@ -44,10 +44,13 @@ class Lineup:
         self.tokens: dict[str, models.ModelTokens] = {}  # by name, loaded without their models
         torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
 
-    def build_players(self, names: Sequence[str], *, seed: int | str = 0) -> tuple[dict[str, Player], int]:
+    def build_players(
+        self, names: Sequence[str], *, seed: int | str, games_left: int
+    ) -> tuple[dict[str, Player], int]:
         """Players by role, and how many games to play at once. Models that no longer play leave memory.
 
-        `names` are those of roles[0] and roles[1].
+        `names` are those of roles[0] and roles[1]. Torch is seeded for this rank. The number of games that are left is
+        a part of its seed, so that a resumed run draws anew.
         """
         limit = 1 if any(kind_of(name).at_terminal for name in names) else self.flags.concurrent_games
         folders = {model_folder(name).resolve() for name in names if kind_of(name) is LocalPlayer}
@@ -57,13 +60,14 @@ class Lineup:
         players = {name: make_player(name, self, seed) for name in dict.fromkeys(names)}
         busy, most = sum(each.games for each in players.values()), min(each.most_games for each in players.values())
         at_once = limit or max(1, min(busy, most))
+        torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
         return {role: players[name] for role, name in zip(self.game.roles, names, strict=True)}, at_once
 
     def local_player(self, name: str, seed: int | str) -> Player:
         """A player with a model that plays."""
         engine, tokens = self.engines[model_folder(name).resolve()], self.tokens_of(name)
         player = LocalPlayer(engine, self.batcher, tokens.chat, seed)
-        player.games = VLLM_GAMES if self.batch_size is None else self.batch_size
+        player.games = self.batch_size
         if not isinstance(engine, BatchEngine):
             player.most_games = player.games  # every game has its place, in each engine
         return player
@@ -108,7 +112,7 @@ class Lineup:
                     folder,
                     self.tokens_of(str(folder)),
                     dtype=flags.dtype(),
-                    sequences=flags.per_device_eval_batch_size or VLLM_GAMES,
+                    sequences=self.batch_size,
                     models=len(folders),
                     trust_remote_code=flags.trust_remote_code,
                 )
@@ -162,8 +166,3 @@ class Lineup:
         if sizes and self.flags.per_device_eval_batch_size is None:
             self.batch_size = min(sizes)
             logger.info("--per_device_eval_batch_size %d, from the free memory", self.batch_size)
-
-
-def seed_draws(seed: int | str, *, games_left: int) -> None:
-    """Seed torch for this rank. The number of games left is part of the seed, so a resumed run draws anew."""
-    torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))

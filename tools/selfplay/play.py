@@ -4,10 +4,11 @@ A run is a list of plays: the games of two players on a list of tasks. Self-play
 """
 
 import asyncio
+import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,7 +20,7 @@ from tools.games.game import DEFAULT_GAME, Game
 from tools.players.human import HumanQuit
 from tools.players.player import Player, PlayerUnusable, ReplyUnavailable, Turn
 from tools.selfplay.counts import SERVER_COUNTS, GameCounts
-from tools.selfplay.files import Episode, EpisodeFiles, FinishedGames, GamesMissing
+from tools.selfplay.files import Episode, EpisodeFiles, FinishedGames
 from tools.selfplay.flags import PlayFlags, kind_of
 from utils import UserError, rank, shown, world_size
 
@@ -132,29 +133,22 @@ class Run:
         missing, games = finished.missing(), len(self.files.words)
         if 0 < len(missing) < games:
             logger.info("continues: %d of %d games are there", games - len(missing), games)
-        own = [index for index in missing if index % world_size() == rank()]
+        own = {index for index in missing if index % world_size() == rank()}
         progress = Progress(self.game, len(own), self.flags.logging_steps, quiet=self.at_terminal or not own)
         if own:
             self._play(own, finished, progress)
         self.files.meet()
-        if progress.missing:
-            self._end_unfinished(progress.missing)
-        if rank() == 0:
+        left = progress.missing
+        if rank() == 0 and not left:
             tokens_before = finished.counts.tokens["new_tokens"]
-            try:
-                self.files.merge(seconds=time.monotonic() - progress.began, tokens_before=tokens_before)
-            except GamesMissing as error:
-                self._end_unfinished(error.args[0])
-
-    @property
-    def names(self) -> set[str]:
-        """All players."""
-        return {name for play in self.plays for name in play.names}
+            left = self.files.merge(seconds=time.monotonic() - progress.began, tokens_before=tokens_before)
+        if left:
+            self._end_unfinished(left)
 
     @property
     def at_terminal(self) -> bool:
         """Whether a person plays here."""
-        return any(kind_of(name).at_terminal for name in self.names)
+        return any(kind_of(name).at_terminal for play in self.plays for name in play.names)
 
     def _end_unfinished(self, missing: int) -> NoReturn:
         cap = self.flags.max_total_tokens
@@ -163,7 +157,7 @@ class Run:
         sys.stderr.write(f"{program}: {missing} games are missing; the same command plays them{more}\n")
         sys.exit(UNFINISHED)
 
-    def _play(self, own: Sequence[int], finished: FinishedGames, progress: "Progress") -> None:
+    def _play(self, own: Set[int], finished: FinishedGames, progress: "Progress") -> None:
         """Play these games of all plays; `finished` are those of earlier starts."""
         from tools.selfplay.lineup import Lineup
 
@@ -186,11 +180,11 @@ class Run:
             lineup.end()
             progress.bar.close()
 
-    async def _play_all(self, own: Sequence[int], lineup: "Lineup", progress: "Progress") -> None:
+    async def _play_all(self, own: Set[int], lineup: "Lineup", progress: "Progress") -> None:
         """Play the plays one after the other, each with the games of it that are in `own`."""
-        first, wanted = 0, set(own)
+        first = 0
         for play in self.plays:
-            games = [(first + place, task) for place, task in enumerate(play.tasks) if first + place in wanted]
+            games = [(index, task) for index, task in enumerate(play.tasks, start=first) if index in own]
             first += len(play.tasks)
             if games and not (lineup.use.used_up or progress.given_up):
                 await self._play_one(play, games, lineup, progress)
@@ -199,21 +193,12 @@ class Run:
         self, play: Play, games: Sequence[tuple[int, str]], lineup: "Lineup", progress: "Progress"
     ) -> None:
         """Play these games, (index, task) pairs, of a play."""
-        from tools.selfplay.lineup import seed_draws
-
         # Players go out of scope at the end of their play, because the next models need the memory.
-        players, games_at_once = lineup.build_players(play.names, seed=play.seed)
+        players, games_at_once = lineup.build_players(play.names, seed=play.seed, games_left=len(games))
         if play.labels:
             match = ", ".join(f"{key} {text}" for key, text in play.labels.items())
             logger.info("match: %s, %d games", match, len(games))
-        seed_draws(play.seed, games_left=len(games))
         progress.begin(games_at_once)
-
-        def tasks() -> Iterator[tuple[int, str]]:
-            for game in games:
-                if lineup.use.used_up or progress.given_up:
-                    return
-                yield game
 
         def on_episode(episode: Episode) -> None:
             self.files.append(episode | play.labels)
@@ -223,7 +208,7 @@ class Run:
 
         await play_games(
             self.game,
-            tasks(),
+            itertools.takewhile(lambda _: not (lineup.use.used_up or progress.given_up), games),
             players,
             max_turns=self.flags.turns(self.game),
             templates=self.templates,

@@ -17,7 +17,9 @@ from tools.games.taboo import Taboo
 from tools.games.twenty_questions import TwentyQuestions
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
-from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
+from tools.selfplay.rewards import ALL
+from tools.selfplay.row_flags import PLAY, RowFlags
+from tools.selfplay.rows import make_rows
 from tools.tiny import players
 from tools.tiny.models import SHAPE, random_llama, train_tokenizer
 from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon

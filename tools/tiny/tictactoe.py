@@ -15,7 +15,9 @@ from tools.games.prompts import load_templates
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.files import Episode
 from tools.selfplay.play import play_games
-from tools.selfplay.rows import ALL, PLAY, RowFlags, make_rows
+from tools.selfplay.rewards import ALL
+from tools.selfplay.row_flags import PLAY, RowFlags
+from tools.selfplay.rows import make_rows
 from tools.tiny.models import SHAPE, random_llama, train_tokenizer
 from tools.tiny.players import LEXICON
 from utils import files_setting, read_json, stage, write_records
