@@ -32,11 +32,6 @@ from utils import TOKENIZER_FILES, UserError
 SETTINGS, FINISHED = "settings.json", "train_results.json"  # of a run, in OUTPUT_DIR
 RESULTS = [FINISHED, "*.safetensors", "checkpoint-*"]
 TAG = "spag"  # of model cards
-MADE_BY = {  # what model cards say of each method
-    "SFT": "Fine-tuned on given answers.",
-    "SFTwithKL": "Trained by imitation of games, as in SPAG (Cheng et al., 2024, arXiv 2404.10642).",
-    "OfflinePO": "Trained by self-play of {games}, as in SPAG (Cheng et al., 2024, arXiv 2404.10642).",
-}
 logger = logging.getLogger(__name__)
 
 
@@ -298,7 +293,7 @@ def merge_lora(args: SPAGArguments) -> None:
 def write_model_card(args: SPAGArguments, folder: Path) -> None:
     """Write README.md: the hub's metadata, and how the model was made."""
     settings = args.run_settings
-    made = MADE_BY[args.train_method].format(games=" and ".join(games_of_rows(args.train_data_path)))
+    made = TRAIN_METHODS[args.train_method].card.format(games=" and ".join(games_of_rows(args.train_data_path)))
     length = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
     taken = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {}) | {"lora_rank": None}
     lines = {"method": args.train_method, "base": settings["model_name_or_path"]}

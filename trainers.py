@@ -568,6 +568,7 @@ class _Beginnings(TrainerCallback):
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
+    card = "Fine-tuned on given answers."
     uses_reference = False
     counts_per_step = True
 
@@ -578,6 +579,8 @@ class SFTTrainer(SPAGTrainer):
 
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
+
+    card = "Trained by imitation of games, as in SPAG (Cheng et al., 2024, arXiv 2404.10642)."
 
     def method_loss(self, logprob, ref_logprob, batch, counts):
         return sft_kl_loss(
@@ -591,6 +594,8 @@ class SFTwithKLTrainer(SPAGTrainer):
 
 class OfflinePOTrainer(SPAGTrainer):
     """Self-play learning."""
+
+    card = "Trained by self-play of {games}, as in SPAG (Cheng et al., 2024, arXiv 2404.10642)."
 
     def rows_with_reference(self, dataset):
         return np.flatnonzero(~dataset.is_sft)

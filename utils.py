@@ -471,10 +471,10 @@ def stage(
     settings = json.loads(json.dumps(settings))  # tuples are lists in a file
 
     def begin() -> dict:
-        stored = _stored(record, settings, results, may_change)
+        stored = stored_record(record, settings, results, may_change)
         if not stored["finished"]:
             lock(lock_path)
-            stored = _stored(record, settings, results, may_change)  # another may have ended since
+            stored = stored_record(record, settings, results, may_change)  # another may have ended since
         if stored["finished"]:
             logger.info("%s: all is there", record)
             return stored
@@ -494,8 +494,11 @@ def stage(
         unlock(lock_path)
 
 
-def _stored(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str]) -> dict:
-    """The record of results that exist, else {"finished": False}. Raises UserError if they are those of other work."""
+def stored_record(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str] = ()) -> dict:
+    """The record of results that exist, else {"finished": False}, as `stage` finds it.
+
+    Raises UserError if they are those of other work.
+    """
     found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
     whole = all(files for files, pattern in zip(found, results, strict=True) if "*" not in pattern)
     names = list(dict.fromkeys(itertools.chain(*found)))

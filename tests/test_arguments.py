@@ -13,6 +13,7 @@ from test_readme import COMMANDS
 import arguments
 import utils
 from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, build_parser, parse_arguments
+from trainers import TRAIN_METHODS
 from utils import differences
 
 TRAINING = [
@@ -257,3 +258,7 @@ def test_inputs_count_by_content_not_by_place(given, tmp_path, tiny_model, other
     words[words.index(tiny_model)] = other_model
     changed = differences(then, parse_arguments(words).run_settings)
     assert [phrase.split(":")[0] for phrase in changed] == ["train_data_path", "model_name_or_path"]
+
+
+def test_each_method_has_its_flags_and_its_trainer():
+    assert METHOD_ARGUMENTS.keys() == TRAIN_METHODS.keys()

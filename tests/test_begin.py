@@ -400,6 +400,16 @@ def test_a_setting_binds_once_a_stage_that_uses_it_has_results(start, tmp_path, 
         assert found == before | {name: value for name, value in changes.items() if name != "KL" or value != "0.20"}
 
 
+def test_a_setting_that_is_newer_than_the_record_has_its_default_there(start, tmp_path):
+    start()
+    make(tmp_path / "out", MODEL)
+    record = json.loads((tmp_path / "out/settings.json").read_text())
+    del record["settings"]["CLIP_RANGE"]
+    (tmp_path / "out/settings.json").write_text(json.dumps(record))
+    assert start() == record["settings"]
+    assert "CLIP_RANGE: None then, 0.3 now" in start(status=2, CLIP_RANGE="0.3")
+
+
 def test_rows_of_a_micro_batch_may_change_where_a_step_is_averaged(start, tmp_path):
     step = {"TRAIN_ARGS": "--loss_normalization step"}
     start(**step)

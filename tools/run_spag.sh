@@ -4,7 +4,8 @@
 #   tools/run_spag.sh configs/llama2_7b.sh SEED=43 OUTPUT=outputs/spag43
 #
 # The words are settings, NAME=VALUE, and files of settings; --help lists all of them (configs/defaults.sh). The same
-# command continues a loop that was stopped. data/README.md describes the files in OUTPUT.
+# command continues a loop that was stopped: finished stages are skipped, play goes on after its last finished game,
+# training from its last checkpoint. A stage's log is OUTPUT/logs/STAGE.log. data/README.md describes all files.
 set -efo pipefail # -f: no value is a pattern of file names
 # shellcheck disable=SC2086,SC2153,SC2154  # settings of several values are split at their blanks
 { # bash reads this block as a whole before it runs it: the file may change meanwhile
@@ -23,17 +24,22 @@ settings=()
 for name in $known; do settings+=("$name=${!name}"); done
 
 open_lock # descriptor 9, which `begin` locks for as long as this script and the stage at work run
-in_foreground "$PYTHON" -m tools.loop.begin --lock 9 "${settings[@]}" # checks the settings, and records them
-choices=$("$PYTHON" -m tools.loop.fit "${settings[@]}") # what they leave open: NAME=VALUE lines, and $start, the
-eval "$choices"                                         # imitation model of LIKE; $precision and $dtype; arrays *_ARGS
+# Check the settings, record them in OUTPUT/settings.json, and write the words of an epoch to OUTPUT/words.txt.
+in_foreground "$PYTHON" -m tools.loop.begin --lock 9 "${settings[@]}"
+# Set what they leave open (auto), and start (the imitation model of LIKE), dtype, and the arrays precision and *_ARGS.
+choices=$("$PYTHON" -m tools.loop.fit "${settings[@]}")
+eval "$choices"
 
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine
-  local torchrun=(-m torch.distributed.run --nproc_per_node "$2" --standalone)
-  [ "$NNODES" -eq 1 ] || torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES"
-    --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
-    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
-  [ $(($2 * NNODES)) -gt 1 ] || torchrun=()
-  run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}"
+  local torchrun=()
+  if [ "$NNODES" -gt 1 ]; then
+    torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES"
+      --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
+      --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
+  elif [ "$2" -gt 1 ]; then
+    torchrun=(-m torch.distributed.run --nproc_per_node "$2" --standalone)
+  fi
+  run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}" # run is in tools/loop/run.sh
 }
 
 train() { # train STAGE FOLDER FLAGS...: $model is the start and the reference; afterwards it is the new model
@@ -59,7 +65,7 @@ end_after() { [ "$1" != "$UNTIL" ] || exit 0; }
 on_machine_0() { [ "$NODE_RANK" -gt 0 ] || "$@"; }
 
 saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
-case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac
+case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac # 0, 0.0
 game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS})
 prompts=(${PROMPTS:+--prompt_templates "$PROMPTS"})
 sampling=("${prompts[@]}" --task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --max_length "$MAX_LENGTH"
@@ -82,7 +88,7 @@ if [ "$CONTROL" = cloning ]; then # its weights depend on how many rows training
 fi
 players=$((NPROC / TENSOR_PARALLEL_SIZE)) models=("base=$MODEL")
 
-model=${start:-$MODEL} player=imitation # start: with LIKE, the other run's imitation model
+model=${start:-$MODEL} player=imitation # start: with LIKE, the other run's imitation model; player: names files
 if [ -n "$IMITATION_DATA" ] && [ -z "$start" ]; then
   train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL --train_data_path $IMITATION_DATA \
     --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" --seed "$SEED" "${IMITATION_ARGS[@]}"
@@ -94,15 +100,17 @@ imitation=$model
 
 for ((epoch = 1; epoch <= EPOCHS; epoch++)); do
   folder=$OUTPUT/epoch$epoch seed=$((SEED + epoch))
-  episodes=(--input_data_path "$folder/episodes/${player}_sampling_words_results.json")
-  case $CONTROL:$epoch:$FIRST_EPISODES in
-    sft:* | silent:*) episodes=(--like_rows "$LIKE/epoch$epoch/rows/rows.json") ;; # no games are played
-    *:1:?*) episodes=(--input_data_path "$FIRST_EPISODES") ;;
-    *) launch "epoch${epoch}_play" "$players" "$root/tools/play_llm_game.py" --seed "$seed" \
+  if [ "$CONTROL" = sft ] || [ "$CONTROL" = silent ]; then # no games are played
+    episodes=(--like_rows "$LIKE/epoch$epoch/rows/rows.json")
+  elif [ "$epoch" -eq 1 ] && [ -n "$FIRST_EPISODES" ]; then
+    episodes=(--input_data_path "$FIRST_EPISODES")
+  else
+    episodes=(--input_data_path "$folder/episodes/${player}_sampling_words_results.json")
+    launch "epoch${epoch}_play" "$players" "$root/tools/play_llm_game.py" --seed "$seed" \
       --attacker_model_name_or_path "$model" --defender_model_name_or_path "$model" \
       --data_path "$OUTPUT/words.txt" --output_dir "$folder/episodes" --model_prefix "$player" --data_suffix words \
-      "${game[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}" ;;
-  esac
+      "${game[@]}" "${sampling[@]}" "${PLAY_ARGS[@]}"
+  fi
   end_after "epoch${epoch}_play"
   on_machine_0 run "epoch${epoch}_rewards" "$PYTHON" "$root/tools/assign_rewards.py" "${episodes[@]}" \
     --output_data_path "$folder/rows/rows.json" --seed "$seed" "${game[@]}" "${rewards[@]}" \

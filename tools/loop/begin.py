@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from tools.loop.checks import checked
-from tools.loop.fit import NUMBER
+from tools.loop.fit import DEFAULTS, NUMBER
 from utils import UserError, read_json, replacing, run_program, set_up_logging, shown, stage
 
 # Settings that may differ at each start: the machine, how much is done, and what is shown. (The words of WORDS are
@@ -84,10 +84,13 @@ def free_settings(settings: Mapping[str, str]) -> set[str]:
 
 
 def as_recorded(settings: Mapping[str, str], path: Path) -> dict[str, str]:
-    """The settings, with numbers spelled as in the record: 1.0 and 1 are the same."""
+    """The settings, with numbers spelled as in the record: 1.0 and 1 are the same.
+
+    A setting that came into the loop after the record was written is left out while it has its default.
+    """
     try:
-        before = read_json(path)["settings"].items()
-        numbers = {name: value for name, value in before if NUMBER.fullmatch(value)}
+        before = read_json(path)["settings"]
+        numbers = {name: value for name, value in before.items() if NUMBER.fullmatch(value)}
     except (OSError, UserError, KeyError, TypeError, AttributeError):
         return dict(settings)  # `stage` says what is wrong with the record
     same = {
@@ -95,7 +98,8 @@ def as_recorded(settings: Mapping[str, str], path: Path) -> dict[str, str]:
         for name in numbers.keys() & settings.keys()
         if NUMBER.fullmatch(settings[name]) and float(settings[name]) == float(numbers[name])
     }
-    return {name: numbers[name] if name in same else value for name, value in settings.items()}
+    known = {name: value for name, value in settings.items() if name in before or value != DEFAULTS.get(name)}
+    return {name: numbers[name] if name in same else value for name, value in known.items()}
 
 
 def begin(settings: Mapping[str, str], words: list[str]) -> None:

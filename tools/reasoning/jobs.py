@@ -17,11 +17,12 @@ from tools.reasoning.scores import read_score
 from utils import (
     LAUNCHER_VARIABLES,
     UserError,
-    differences,
     end_with_parent,
     file_digest,
     iter_records,
     read_json,
+    stage,
+    stored_record,
     write_json,
     write_records,
 )
@@ -62,33 +63,32 @@ class Job(NamedTuple):
     model: str
     benchmark: Benchmark
     settings: dict  # what the result depends on
-    path: Path  # of the result, MODEL/TASK.json
+    path: Path  # of the result, MODEL/TASK.json, which is the record of its stage too
+
+    @property
+    def samples(self) -> Path:
+        """The file of the first questions, as they were asked."""
+        return self.path.with_suffix(".samples.jsonl")
 
     def is_finished(self) -> bool:
         """Whether there is a result. UserError if it was made with other settings or other data."""
-        if not self.path.is_file():
-            return False
-        remedy = f"delete {self.path} to run it again, or use another --output_dir"
-        try:
-            stored = read_json(self.path)
-            changed, then = differences(stored["settings"], self.settings), stored["data_revisions"]
-        except (UserError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{self.path}: not a result of this program; {remedy}") from None
-        if changed:
-            raise UserError(f"{self.path}: asked with other settings ({'; '.join(changed)}); {remedy}")
+        stored = stored_record(self.path, self.settings, [self.samples.name])
+        then = stored.get("data_revisions", {})
         if moved := [name for name in then if then[name] and data_revision(name) not in (None, then[name])]:
-            raise UserError(f"{self.path}: asked with other data of {', '.join(moved)}; {remedy}")
-        return True
+            raise UserError(f"{self.path}: asked with other data of {', '.join(moved)}; delete this file to ask again")
+        return stored["finished"]
 
     def run(self, command: Sequence[str]) -> None:
         """Ask the model and write its result and some of its answers. UserError if the harness fails."""
         folder = self.path.with_suffix("")
         arguments = f"pretrained={self.settings['model']['path']},dtype={self.settings['dtype']}"
-        run_harness([*command, "--model_args", arguments], self.benchmark, folder)
-        result, samples = read_result(folder, self.benchmark.task)
-        write_records(self.path.with_suffix(".samples.jsonl"), samples)
-        write_json(self.path, {"settings": self.settings, **result})
-        shutil.rmtree(folder)  # its samples hold every prompt: gigabytes
+        with stage(self.path, self.settings, results=[self.samples.name]) as todo:
+            if todo:
+                run_harness([*command, "--model_args", arguments], self.benchmark, folder)
+                result, samples = read_result(folder, self.benchmark.task)
+                write_records(self.samples, samples)
+                todo.notes.update(result)
+        shutil.rmtree(folder, ignore_errors=True)  # the harness's samples hold every prompt: gigabytes
 
 
 def result_path(folder: Path, model: str, task: str) -> Path:

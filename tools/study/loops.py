@@ -139,8 +139,9 @@ def benchmarks(folder: Path) -> tuple[dict, dict[str, dict]]:
     scores: dict[str, dict[str, Score]] = {model: {} for model in asked["models"]}
     for model, found in scores.items():
         for benchmark in asked["benchmarks"]:
-            if (result := result_path(folder, model, benchmark["task"])).is_file():
-                found[benchmark["name"]] = read_score(read_json(result), benchmark["metric"])
+            result = result_path(folder, model, benchmark["task"])
+            if result.is_file() and "scores" in (record := read_json(result)):  # finished
+                found[benchmark["name"]] = read_score(record, benchmark["metric"])
     columns: dict[str, dict] = {model: {} for model, found in scores.items() if found}
     for other in (BASE, IMITATION):
         for row in result_rows(scores, other, [benchmark["name"] for benchmark in asked["benchmarks"]]):
