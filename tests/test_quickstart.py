@@ -104,15 +104,17 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
 def test_the_english_world_converts_a_model_makes_rows_of_games_and_runs_the_loop(project):
     project.run("SEED=3", WORLD="english")
     out = "outputs/quickstart_english"
-    model, imitation, rows, loop = [call for call in project.calls() if call.startswith(("loop", "-m tools"))]
+    model, imitation, rows, anchor, loop = [call for call in project.calls() if call.startswith(("loop", "-m tools"))]
     assert model == "-m tools.prepare_data smollm2 --output_dir models/smollm2"
     assert (
         imitation == f"-m tools.prepare_data imitation --output_dir {out}/data --games data/english/plain_games.jsonl"
     )
     assert rows.startswith(f"-m tools.assign_rewards --input_data_path {out}/data/games.jsonl ")
+    assert anchor == rows.replace("imitation.json", "anchor.json") + " --repeat_to 300"
     assert loop.startswith(
         f"loop {project.folder}/.venv/bin/python configs/english.sh MODEL=models/smollm2 OUTPUT={out} "
-        f"IMITATION_DATA={out}/data/imitation.json WORDS={out}/data/played.txt EVAL_TASKS= EVAL_WORDS=held_out="
+        f"IMITATION_DATA={out}/data/imitation.json SFT_DATA={out}/data/anchor.json WORDS={out}/data/played.txt "
+        f"EVAL_TASKS= EVAL_WORDS=held_out="
     )
     (project.folder / "baber/piqa").mkdir(parents=True)
     project.run(WORLD="english", FAILING="import gguf")

@@ -53,16 +53,18 @@ english() { # SmolLM2-135M-Instruct, the plain games in data/english, and the be
     fail "pip could not install gguf; log: $log"
   in_foreground "$venv" -m tools.prepare_data smollm2 --output_dir "$model"
   in_foreground "$venv" -m tools.prepare_data imitation --output_dir "$data" --games data/english/plain_games.jsonl
-  in_foreground "$venv" -m tools.assign_rewards --input_data_path "$data/games.jsonl" \
-    --output_data_path "$data/imitation.json" --prompt_templates data/english/prompts.json --training_prompt play \
-    --chat_template True --tokenizer "$model" --messages all # the attacker's hints are in games that it loses
+  local rows=("$venv" -m tools.assign_rewards --input_data_path "$data/games.jsonl"
+    --prompt_templates data/english/prompts.json --training_prompt play --chat_template True --tokenizer "$model"
+    --messages all) # the attacker's hints are in games that it loses
+  in_foreground "${rows[@]}" --output_data_path "$data/imitation.json"
+  in_foreground "${rows[@]}" --output_data_path "$data/anchor.json" --repeat_to 300 # SFT rows of self-play
   [ ! -d lighteval/mutual_harness ] || benchmarks="MuTual"
   [ ! -d allenai/ai2_arc ] || benchmarks="$benchmarks ARC-e"
   [ ! -d baber/piqa ] || benchmarks="$benchmarks PIQA:acc_norm"
   [ -z "$benchmarks" ] || pip_install 'lm-eval==0.4.13' || fail "pip could not install lm-eval; log: $log"
   in_foreground tools/run_spag.sh configs/english.sh MODEL="$model" OUTPUT="$OUTPUT" \
-    IMITATION_DATA="$data/imitation.json" WORDS="$data/played.txt" EVAL_TASKS="$benchmarks" \
-    EVAL_WORDS="held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
+    IMITATION_DATA="$data/imitation.json" SFT_DATA="$data/anchor.json" WORDS="$data/played.txt" \
+    EVAL_TASKS="$benchmarks" EVAL_WORDS="held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
   say "report, to open in a browser: $OUTPUT/report.html"
 }
 
