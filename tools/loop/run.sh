@@ -58,7 +58,7 @@ show_bar() { # show_bar LOG: keep the last progress bar of a log on the terminal
   [ -t 1 ] && [ "$VERBOSE" = False ] || return 0
   while sleep 1 && kill -0 $$ 2>/dev/null; do
     line=$(tail -c 4000 "$1" | LC_ALL=C sed "s/$escape\[[0-9;]*[A-Za-z]//g" | tr '\r' '\n' | grep '[0-9]%|' |
-      tail -n 1) || true # there is no bar yet
+      tail -n 1 | sed 's/\][0-9][0-9]:.*/]/') || true # there is no bar yet; a message may stand behind it
     printf '\r\033[K%.*s' "$(($(tput cols 2>/dev/null || echo 80) - 1))" "$(LC_ALL=C tr -d '\000-\037\177' <<<"$line")"
   done 9>&- 2>/dev/null & # it does not hold the loop's lock
   bar=$!
