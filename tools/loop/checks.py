@@ -4,6 +4,7 @@ import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 def read_game(settings: Mapping[str, str]) -> tuple[Game, list[str]]:
     """Return the game and the words of self-play. UserError for a wrong game, prompts, words, layout or control."""
-    numbers = ("DECAY_WEIGHT", "LOSERS", "TIES", "SFT_COEFF")
+    own = {field.name: field.type for field in fields(RowFlags)}
+    numbers = [name for name in settings if own.get(name.lower()) is float]  # DECAY_WEIGHT, LOSERS, ...
     flags = RowFlags(
         game=settings["GAME"],
         game_options=settings["GAME_OPTIONS"].split(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tools.flags import flag
-from tools.games.game import EPISODE_KEYS, Game
+from tools.games.game import EPISODE_KEYS, Game, History
 from utils import BadRecordError, UserError
 
 WINNER, ALL = "winner", "all"  # values of --messages
@@ -154,14 +154,15 @@ def role_pay(
 
 
 def message_pay(
-    game: Game, spoken: Sequence[str], judged: Judged, weights: Mapping[str, float], flags: RewardFlags
+    game: Game, messages: History, judged: Judged, weights: Mapping[str, float], flags: RewardFlags
 ) -> list[tuple[float, float] | None]:
-    """The reward and the weight of each message up to the decisive one; None for a message that gives no row.
+    """The reward and the weight of each message; None for a message that gives no row.
 
-    `spoken` names the role of each of these messages. A message's reward is its role's reward times its share.
+    `messages` are those up to the decisive one. A message's reward is its role's reward times its share.
     """
     if flags.messages == ALL:
-        return [(1.0, 1.0)] * len(spoken)
+        return [(1.0, 1.0)] * len(messages)
+    spoken = [message["role"] for message in messages]
     pay = role_pay(game, judged, weights, flags)
     shares = {role: iter(message_shares(spoken.count(role), flags.decay_weight)) for role in pay}
     return [(pay[role][0] * next(shares[role]), pay[role][1]) if role in pay else None for role in spoken]

@@ -62,8 +62,7 @@ def episode_rows(
     """
     history, rows = episode["history"], []
     replies = stored_replies(episode) if with_ids else []
-    spoken = [message["role"] for message in history[: judged.length]]
-    for index, pay in enumerate(message_pay(game, spoken, judged, weights, flags)):
+    for index, pay in enumerate(message_pay(game, history[: judged.length], judged, weights, flags)):
         if pay is None:
             continue
         reward, weight = pay
@@ -71,7 +70,7 @@ def episode_rows(
             "query": prompt_fn(history[:index], episode["target_word"], episode["max_turns"]),
             "target": history[index]["content"].strip(),
             "reward": reward,
-            "role": spoken[index],
+            "role": history[index]["role"],
             "weight": weight,
         }
         if index < len(replies) and "token_ids" in replies[index]:
