@@ -625,8 +625,9 @@ _meetings = itertools.count()
 def from_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value on all ranks, passed as JSON. All ranks of the launch must call this.
 
-    If `make` raises UserError or OSError, all ranks raise UserError. A process without MASTER_ADDR was not started by
-    a launcher, so it calls `make` itself. The launcher is torchrun, whose store outlives the ranks.
+    If `make` raises UserError or OSError, all ranks raise UserError. Rank 0 returns when all ranks have the answer, so
+    whatever they did before the call is done. A process without MASTER_ADDR was not started by a launcher, so it calls
+    `make` itself.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -641,6 +642,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
     while not store.check([key]):  # no time limit: rank 0 may be downloading a model
         time.sleep(0.1)
     answer = json.loads(store.get(key))
+    store.set(f"{key}/{rank()}", "")
+    if rank() == 0:  # without torchrun, rank 0 serves the store, too
+        store.wait([f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]

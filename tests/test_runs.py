@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, TORCHRUN, finish, start
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
 
 import utils
 
@@ -191,9 +191,12 @@ def free_port() -> str:
 
 
 def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "rank.py"], cwd=tmp_path, stderr=None))
-    answers = [json.loads(line) for line in printed.splitlines() if line.startswith("[0")]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [
+        start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
+        for rank in ("1", "0")
+    ]
+    answers = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
     assert answers == [[0, "[Errno 2] No such file or directory: 'nowhere'", ["again"]]] * 2
 
 
