@@ -643,7 +643,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         time.sleep(0.1)
     answer = json.loads(store.get(key))
     store.set(f"{key}/{rank()}", "")
-    if rank() == 0:  # without torchrun, rank 0 serves the store, too
+    if rank() == 0:  # (without torchrun rank 0 also serves the store, which would end with it)
         store.wait([f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
         raise UserError(answer["error"])
