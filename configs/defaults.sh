@@ -32,7 +32,7 @@ TEMPERATURE=1.2    # sampling temperature
 TOP_K=50           # sample from this many most likely tokens; 0: from all
 
 DECAY_WEIGHT=0.8   # reward decay gamma, applied backwards from the last message
-LOSERS=0.0         # share of the winner's reward that the loser is charged, which needs DETACH_KL; 0: winners' rows alone
+LOSERS=0.0         # share of the winner's reward that the loser pays; above 0 needs DETACH_KL; 0: winners' rows alone
 TIES=0.0           # reward that both roles of a tied game are charged; above 0 needs DETACH_KL
 ROLE_WEIGHTS=paper # paper: the rows of both roles weigh the same in total; none: each row weighs 1
 
