@@ -3,8 +3,9 @@
 #
 #   tools/run_spag.sh configs/llama2_7b.sh SEED=43 OUTPUT=outputs/spag43
 #
-# A word is a setting, NAME=VALUE, or a file of such lines. If a setting is given several times, the last one counts.
-# Blanks separate several values of one setting; quotes hold words of a *_ARGS together.
+# An argument is a setting, NAME=VALUE, or a file of such lines. If a setting comes several times, the last one counts.
+# A value with blanks needs quotes: EVAL_SEEDS="0 1". In *_ARGS quotes inside hold words together:
+# TRAIN_ARGS="--run_name 'second seed'".
 
 MODEL=             # base model: a folder, or a name on the hub (needed, unless LIKE is set)
 WORDS=             # word list of self-play, one word a line (needed)
@@ -13,9 +14,9 @@ IMITATION_DATA=    # rows of imitation, one file or several; empty: MODEL plays 
 SFT_DATA=          # SFT examples to train on beside the rows of the games, e.g. Alpaca's
 
 CONTROL=           # rows of a control: coin, coin_by_length, cloning, sft or silent (configs/README.md)
-LIKE=              # OUTPUT of another run: the same imitation model, and the same games in epoch 1
+LIKE=              # OUTPUT of another run: its imitation model, its games of epoch 1; sft and silent take its rows
 EPOCHS=3           # epochs of self-play
-UNTIL=             # stop after this stage: imitation, epochK_play or epochK_train
+UNTIL=             # stop after imitation, epochK_play or epochK_train; without it the same command goes on
 SEED=42            # seed of play, rewards and training; epoch k adds k
 
 GAME=taboo         # the game: a name, FILE.py:Class or module:Class
@@ -28,29 +29,29 @@ GAMES_PER_WORD=1   # games of each word in an epoch
 FIRST_EPISODES=    # file of episodes that replaces the play of epoch 1
 MAX_LENGTH=2048    # tokens of a row, and of prompt and reply together
 MAX_NEW_TOKENS=256 # tokens of a reply
-TEMPERATURE=1.2    # sampling temperature
+TEMPERATURE=1.2    # of sampling in play and matches
 TOP_K=50           # sample from this many most likely tokens; 0: from all
 
 DECAY_WEIGHT=0.8   # reward decay gamma, applied backwards from the last message
-LOSERS=0.0         # share of the winner's reward that the loser pays; above 0 needs DETACH_KL; 0: winners' rows alone
-TIES=0.0           # reward that both roles of a tied game are charged; above 0 needs DETACH_KL
+LOSERS=0.0         # share of the winner's reward that the loser pays; above 0 needs DETACH_KL=True; 0: none
+TIES=0.0           # reward that both roles of a tied game are charged; above 0 needs DETACH_KL=True; 0: no rows of ties
 ROLE_WEIGHTS=paper # paper: the rows of both roles weigh the same in total; none: each row weighs 1
 
 GLOBAL_BATCH=128   # rows of an optimizer step, over all processes
 TRAIN_BATCH=2      # rows of a micro-batch of one process
 IMITATION_LR=      # learning rate of imitation; empty: 5e-6, with LORA_RANK 1e-4
-IMITATION_KL=0.1   # weight of the KL in imitation
+IMITATION_KL=0.1   # weight of the KL to MODEL in imitation
 LEARNING_RATE=     # learning rate of self-play; empty: 2e-6, with LORA_RANK 1e-4
-KL=0.2             # weight of the KL in self-play
+KL=0.2             # weight of the KL to the model that played
 SFT_COEFF=0.5      # weight of the SFT rows in self-play
-CLIP_RANGE=0.2     # clip of the importance ratio
+CLIP_RANGE=0.2     # clip of the importance ratio to the model that played
 DETACH_KL=False    # True: no gradient through the KL inside the advantage
 LORA_RANK=         # train LoRA adapters of this rank and play with them merged in; needs peft
 
 EVAL_WORDS=        # word lists of the match against imitation, FILE or NAME=FILE; empty: no match
 EVAL_SEEDS=0       # seeds of the match, one or several
 EVAL_GAMES_PER_WORD=1 # games of each word, role and seed of the match
-EVAL_EVERY=1       # epochs between matches
+EVAL_EVERY=1       # a match after every so many epochs
 EVAL_IMITATION=False # True: a match of imitation against itself too, which shows the spread
 EVAL_TASKS=        # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
 REPORT=True        # True: make report.html after each epoch
@@ -66,7 +67,7 @@ NPROC=auto         # processes of this machine; auto: its GPUs, or 1
 NNODES=1           # machines; the same command runs on each, with OUTPUT on a shared folder
 NODE_RANK=0        # number of this machine, from 0
 RDZV_ENDPOINT=     # host:port of machine 0 (needed with several machines)
-RDZV_ID=spag       # torchrun's rendezvous id, the same on all machines
+RDZV_ID=spag       # the launch's name, the same on all machines; other launches at RDZV_ENDPOINT need another
 VERBOSE=False      # True: everything that programs print goes to the terminal too
 
 IMITATION_ARGS=    # further flags of train.py in imitation

@@ -192,7 +192,7 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, imitati
 
 
 def test_automatic_choices_follow_gpus_and_cpu(fill, start, pretend_gpus):
-    names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED", "precision", "dtype")
+    names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED", "precision_flags", "dtype")
 
     def chosen():
         return [fill(**AUTO)[name] for name in names]
@@ -300,12 +300,12 @@ def test_like_gives_the_start_and_the_first_games_of_another_run(fill, start, ot
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     expected = (settings["MODEL"], games, first.format(run=run, model=settings["MODEL"]))
     filled = fill(LIKE=run, MODEL="")
-    assert (filled["MODEL"], filled["FIRST_EPISODES"], filled["start"]) == expected
+    assert (filled["MODEL"], filled["FIRST_EPISODES"], filled["like_model"]) == expected
     stored = start(LIKE=run, MODEL="")
-    assert (stored["MODEL"], stored["FIRST_EPISODES"]) == expected[:2] and "start" not in stored
+    assert (stored["MODEL"], stored["FIRST_EPISODES"]) == expected[:2] and "like_model" not in stored
     again = other_run("again", LIKE=run, FIRST_EPISODES=games, **made)  # a run that itself was like the first
     filled = fill(LIKE=again)
-    assert (filled["FIRST_EPISODES"], filled["start"]) == expected[1:]
+    assert (filled["FIRST_EPISODES"], filled["like_model"]) == expected[1:]
 
 
 def test_like_gives_game_options_prompts_and_turns(fill, other_run):

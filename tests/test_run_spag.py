@@ -296,8 +296,10 @@ def test_words_that_are_no_settings_are_refused_with_the_nearest_one(loop, word,
     "line, named",
     [
         ("EPOCS=2", "wrong.sh: unknown setting EPOCS; did you mean EPOCHS?"),
-        ("epochs: 2", "wrong.sh:2: expected NAME=VALUE, got 'epochs: 2'"),
+        ("epochs: 2", "wrong.sh:2: expected NAME=VALUE"),
         ("rm -r x", "wrong.sh:2: expected NAME=VALUE"),
+        ("EVAL_SEEDS=0 true", "wrong.sh:2: expected NAME=VALUE, a value with blanks in quotes"),
+        ("PLAY_ARGS='--a' b", "wrong.sh:2: expected NAME=VALUE"),
     ],
 )
 def test_a_wrong_line_of_a_settings_file_is_refused(loop, tmp_path, line, named):

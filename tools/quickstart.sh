@@ -6,7 +6,7 @@
 #   WORLD=english bash tools/quickstart.sh    a pretrained model of 135M parameters and English games
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
 #
-# PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Words go to tools/run_spag.sh: EPOCHS=2.
+# PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to tools/run_spag.sh: EPOCHS=2.
 # The scripts run on bash 3.2, which macOS has.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -3,8 +3,8 @@
     python -m tools.loop.fit NAME=VALUE ...
 
 `auto` becomes what fits this machine's GPUs and the model's size. With LIKE come the model, game options, prompts,
-turns and first episodes of the other run. `start` is the model that self-play starts from if there is no imitation.
-`precision` and `dtype` are PRECISION as flags, and each *_ARGS becomes an array of its words.
+turns and first episodes of the other run, and `like_model`, its imitation model. `precision_flags` and `dtype` are
+PRECISION as flags, and each *_ARGS becomes an array of its words.
 
 DEEPSPEED=auto takes the first way of training that fits. Computed, not measured on a GPU: bytes of GPU memory for each
 parameter, in half precision, on N GPUs:
@@ -124,7 +124,7 @@ def cpu_computes_bf16() -> bool:
 
 
 def follow(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return what the run LIKE has in the place of settings that are empty, and `start`, its imitation model.
+    """Return what the run LIKE has in the place of settings that are empty, and `like_model`, its imitation model.
 
     Raises UserError for a run that has another game or model.
     """
@@ -143,9 +143,9 @@ def follow(settings: Mapping[str, str]) -> dict[str, str]:
             continue
         if settings[name] not in ("", made[name]):
             raise UserError(f"{name}={settings[name]}: the run of LIKE={run} has {made[name]!r}")
-    start = f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
+    model = f"{run}/imitation/model{'/merged' * bool(made['LORA_RANK'])}" if made["IMITATION_DATA"] else made["MODEL"]
     filled = {name: settings[name] or made[name] for name in ("MODEL", "GAME_OPTIONS", "PROMPTS", "MAX_TURNS")}
-    return filled | {"FIRST_EPISODES": settings["FIRST_EPISODES"] or games, "start": start}
+    return filled | {"FIRST_EPISODES": settings["FIRST_EPISODES"] or games, "like_model": model}
 
 
 def recorded(run: str) -> dict[str, str]:
@@ -158,7 +158,7 @@ def recorded(run: str) -> dict[str, str]:
 
 def shell_lines(settings: Mapping[str, str], filled: Mapping[str, str]) -> list[str]:
     """The lines for the shell: what was filled in, and settings that are words of command lines as arrays."""
-    values = {"start": "", **filled}
+    values = {"like_model": "", **filled}
     precision = {**settings, **filled}["PRECISION"]
     flags = {"bf16": "--bf16 True", "fp16": "--fp16 True", "fp32": ""}[precision]
     if precision == "bf16":
@@ -168,7 +168,7 @@ def shell_lines(settings: Mapping[str, str], filled: Mapping[str, str]) -> list[
     values["dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
     if {**settings, **filled}["DEEPSPEED"] == "none":
         values["DEEPSPEED"] = ""
-    arrays = {"precision": flags} | {name: value for name, value in settings.items() if name.endswith("_ARGS")}
+    arrays = {"precision_flags": flags} | {name: value for name, value in settings.items() if name.endswith("_ARGS")}
     lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
     return lines + [f"{name}=({shlex.join(shlex.split(value))})" for name, value in arrays.items()]
 
