@@ -31,7 +31,7 @@ TRAINING, IN_TRAINING = "Training", ("steps", "rows")  # until an epoch
 MESSAGES = "messages"
 WAY_OF_ASKING = ("harness", "dtype", "limit", "benchmarks", "data_revisions")
 FACTS = ("right_guesses", "first_turn_guesses")  # of summaries of play
-GAMES_KEPT = 5
+GAMES_KEPT = 10
 
 
 def seed_results(folder: Path, plan: Plan, arms: list[str]) -> dict[str, dict]:
