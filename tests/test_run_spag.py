@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -402,6 +403,19 @@ def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, do
     left = psutil.wait_procs([*users_of(loop.output), sleep], timeout=10)[1]  # SIGKILL takes a moment
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
     assert list(loop.commands()) == STAGES  # the next start asks all programs again
+
+
+def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
+    process = loop.start("*play_llm*) sleep 4; true ;;")
+    assert wait_for(lambda: len(loop.calls()) == 2, process)
+    assert wait_for(sleeping := lambda: descendants(process.pid, "sleep"), process)
+    (stage,) = {each.parent() for each in sleeping()}
+    stage.suspend()  # as Slurm suspends a job
+    time.sleep(2)
+    assert process.poll() is None
+    stage.resume()
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and json.loads((loop.output / "settings.json").read_text())["finished"]
 
 
 def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path):

@@ -12,7 +12,17 @@ fail() { warn "$@"; exit 2; }
 in_foreground() { # in_foreground COMMAND...: run it and wait; a signal to this script ends it too
   "$@" </dev/null &
   child=$!
-  wait "$child"
+  wait_for_child
+}
+
+wait_for_child() { # return its exit status; `wait` also returns when it is suspended, as Slurm may do with a job
+  local status
+  while true; do
+    status=0
+    wait "$child" || status=$?
+    [ "$status" -gt 128 ] && kill -0 "$child" 2>/dev/null || return "$status"
+    sleep 1
+  done
 }
 
 open_lock() { # open OUTPUT's lock file, of which each machine has its own, as descriptor 9
@@ -38,7 +48,7 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end th
   fi
   child=$!
   show_bar "$log"
-  wait "$child" || status=$?
+  wait_for_child || status=$?
   child=''
   hide_bar
   lines=$(tail -c "+$size" "$log" | LC_ALL=C sed -n "s/^.* WARNING /  $stage: /p" | LC_ALL=C sort -u)
