@@ -185,7 +185,7 @@ def warn_of_high_weights(weights: Mapping[str, float]) -> None:
     for role, weight in weights.items():
         if weight > HIGH_WEIGHT:
             logger.warning(
-                "rows of the %s weigh %.1f, since few games pay it: a few lucky early guesses dominate the loss, and "
+                "rows of the %s weigh %.1f, since few games pay it: a few early guesses may dominate the loss, and "
                 "instant guesses are rewarded; --role_weights none gives every row the weight 1",
                 role,
                 weight,

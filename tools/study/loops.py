@@ -113,8 +113,11 @@ def matches(found: Mapping, trained: Mapping[str, int | None]) -> dict[str, dict
         columns |= {f"as {role}": rows[ALL][role]["points"] for role in roles}
         columns |= {f"{words} words": rows[words][BOTH]["points"] for words in lists if len(lists) > 1}
         columns["clean games"] = both["clean"]["points"]
-        breaches = {role: rows[ALL][role]["breach_losses"] / rows[ALL][role]["games"] for role in roles}
-        columns |= {f"own breaches as {role}": share for role, share in breaches.items()}
+        for role in roles:  # of all games in this role
+            row = rows[ALL][role]
+            columns[f"own breaches as {role}"] = row["breach_losses"] / row["games"]
+            columns[f"their breaches, as {role}"] = row["breach_wins"] / row["games"]
+            columns[f"wins without breach as {role}"] = (row["wins"] - row["breach_wins"]) / row["games"]
         tables[f"{POINTS} {opponent}"] = columns | trained
     return tables
 
