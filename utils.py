@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import platform
 import re
 import shlex
 import signal
@@ -47,6 +48,7 @@ UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
 logger = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
+MEETING_TIMEOUT = timedelta(hours=1)  # for all ranks to come to a meeting; another machine may be downloading a model
 LOCKED = "{}: another process is writing to this run; end that one first"
 LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
 LOCK_RETRY = 0.5  # seconds until the second try for a lock; `is_locked` in another process may hold it for a moment
@@ -518,8 +520,8 @@ def stored_record(record: Path, settings: Mapping, results: Sequence[str], may_c
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """Versions of the packages that compute, and the commit of this project, with "+" if files were changed since."""
-    found = {}
+    """Versions of the packages that compute, the CPU, and this project's commit, with "+" if files were changed."""
+    found = {"cpu": cpu()}
     for package in RECORDED_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -527,6 +529,14 @@ def made_by() -> dict[str, str]:
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
         found["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return found
+
+
+def cpu() -> str:
+    """The name of this machine's processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (names or [platform.processor() or platform.machine()])[0]
 
 
 def differences(then: Mapping, now: Mapping, but: Collection[str] = ()) -> list[str]:
@@ -644,7 +654,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     answer = json.loads(store.get(key))
     store.set(f"{key}/{rank()}", "")
     if rank() == 0:  # (without torchrun rank 0 also serves the store, which would end with it)
-        store.wait([f"{key}/{other}" for other in range(world_size())])
+        store.wait([f"{key}/{other}" for other in range(world_size())], MEETING_TIMEOUT)
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]

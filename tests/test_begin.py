@@ -105,10 +105,30 @@ def test_all_wrong_settings_are_named_at_once_and_nothing_is_written(start, tmp_
     wrong |= {"SFT_DATA": f"{tmp_path}/empty.json", "FIRST_EPISODES": "none.json", "UNTIL": "epoch1_rewards"}
     wrong |= {"IMITATION_DATA": f"{tmp_path}/none.json", "REPORT": "yes", "EVAL_SEEDS": "0,1", "CONTROL": "dice"}
     wrong |= {"GAMES": "few", "NPROC": "all", "TRAIN_BATCH": "1.5", "EVAL_TASKS": "arc-C:25", "EVAL_ARGS": "--seed 'a"}
+    wrong |= {"ENGINE": "fast", "TOP_K": "2.5", "MAX_TURNS": "x", "LORA_RANK": "0", "MAX_NEW_TOKENS": "1e2"}
     errors = start(status=2, **wrong, WORDS="")
     for name in wrong:
         assert f"{name}=" in errors, name
     assert "called ARC-c" in errors and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("seeds, right", [("0", True), ("3 0", True), ("0 0", False), ("0.5", False), ("", False)])
+def test_seeds_of_the_match_are_whole_and_distinct(start, seeds, right):
+    errors = start(status=0 if right else 2, EVAL_SEEDS=seeds)
+    assert right or f"EVAL_SEEDS={seeds}: must be" in errors
+
+
+def test_a_package_that_the_settings_need_is_asked_for_at_the_start(start, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert "need the package vllm" in start(status=2, ENGINE="vllm")
+    assert "need the package peft" in start(status=2, LORA_RANK="8")
+
+
+def test_the_path_of_a_prompt_file_may_hold_blanks(start, tmp_path):
+    prompts = tmp_path / "my research" / "prompts.json"
+    prompts.parent.mkdir()
+    prompts.write_text((ROOT / "configs/prompts.json").read_text())
+    start(PROMPTS=str(prompts))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +143,8 @@ def test_all_wrong_settings_are_named_at_once_and_nothing_is_written(start, tmp_
         ({"NNODES": "2"}, "RDZV_ENDPOINT"),
         ({"TENSOR_PARALLEL_SIZE": "2", "NPROC": "4"}, "ENGINE=vllm"),
         ({"UNTIL": "epoch4_play"}, "UNTIL=epoch4_play"),
+        ({"TEMPERATURE": "0.0"}, "TEMPERATURE=0"),
+        ({"MAX_LENGTH": "200"}, "MAX_LENGTH=200: must be larger than MAX_NEW_TOKENS=256"),
         ({"PLAY_ARGS": "--chat_template True"}, "CHAT_TEMPLATE=True"),
         ({"CHAT_TEMPLATE": "True"}, "has no chat template"),
         ({"LOSERS": "0.5"}, "DETACH_KL=True"),

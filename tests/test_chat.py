@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, build_llama, build_tokenizer
 from helpers import call, flags_of
 
+import tools.games.chat
 from dataloaders import encode_example, load_rows
 from tools import assign_rewards, play_llm_game
 from tools.engine.model import LocalModel, ModelTokens
@@ -310,3 +311,14 @@ def test_sft_rows_that_are_in_a_chat_template_already_stay_as_they_are(tmp_path,
     rows = read_json_or_jsonl("rows.json")
     assert [{name: row[name] for name in told} for row in rows] == [told, told]
     assert all(row["chat_template"] is True and row["type"] == "sft" for row in rows)
+
+
+def test_the_tokenizer_of_a_commit_on_the_hub_is_asked_for_by_name_and_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tools.games.chat, "ChatTemplate", lambda tokenizer, name: name)
+    monkeypatch.setattr(
+        tools.games.chat.AutoTokenizer, "from_pretrained", lambda name, revision, **how: asked.append((name, revision))
+    )
+    assert tools.games.chat.load_chat_template("org/name@0123abc") == "org/name@0123abc"
+    tools.games.chat.load_chat_template("org/name")
+    assert asked == [("org/name", "0123abc"), ("org/name", "main")]

@@ -305,6 +305,30 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 
 
+WITHOUT_LOCKS = """
+import errno, fcntl, os, runpy, sys, time
+sys.path.insert(0, "")
+from tools.selfplay import files
+
+def refuse(*args):
+    raise OSError(errno.ENOSYS, "no locks")
+
+def append(self, episode, append=files.EpisodeFiles.append):
+    time.sleep(float(os.environ["RANK"]))  # rank 1 is the slower one
+    append(self, episode)
+
+fcntl.lockf, files.EpisodeFiles.append = refuse, append
+runpy.run_module("tools.play_llm_game", run_name="__main__")
+"""
+
+
+def test_where_files_have_no_locks_rank_0_waits_for_the_slower_ranks(place, tiny_model, tmp_path):
+    (tmp_path / "play.py").write_text(WITHOUT_LOCKS)
+    arguments = flags(place, tiny_model, tmp_path / "out")
+    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", str(tmp_path / "play.py"), *arguments]))
+    assert [game["target_word"] for game in results(tmp_path / "out")] == WORDS and "run one launch" in printed
+
+
 def test_a_rank_that_outlives_rank_0_keeps_other_starts_out_until_it_has_ended(place, tiny_model, tmp_path):
     """Rank 1 plays on alone: no launcher ends it."""
     arguments = flags(place, tiny_model, tmp_path, max_new_tokens=64, per_device_eval_batch_size=1)

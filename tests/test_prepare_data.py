@@ -9,7 +9,7 @@ from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
-from utils import read_json_or_jsonl, require
+from utils import read_json_or_jsonl, require, write_records
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -65,6 +65,17 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
     words = {split: (tmp_path / f"{split}.txt").read_text().split() for split in ("played", "tuning", "held_out")}
     assert all(words.values()) and not set(words["played"]) & {*words["tuning"], *words["held_out"]}
     assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
+
+
+def test_games_are_not_replaced_by_their_played_part_and_need_one(tmp_path):
+    games = tmp_path / "games.jsonl"
+    write_records(games, [{"target_word": "art", "split": split} for split in ("played", "tuning")])
+    before = games.read_bytes()
+    assert "another file of this run" in prepare("imitation", games=games, output_dir=tmp_path, status=2).errors
+    assert games.read_bytes() == before and list(tmp_path.iterdir()) == [games]
+    write_records(games, [{"target_word": "art"}])
+    errors = prepare("imitation", games=games, output_dir=tmp_path / "out", status=2).errors
+    assert "no game whose 'split' is 'played'" in errors and not (tmp_path / "out").exists()
 
 
 @pytest.fixture

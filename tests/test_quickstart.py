@@ -173,6 +173,10 @@ def test_a_blank_in_the_output_folder_is_refused(project):
     assert "OUTPUT 'my results'" in project.run(status=2, OUTPUT="my results") and project.calls() == []
 
 
+def test_an_output_folder_among_the_arguments_is_refused(project):
+    assert "OUTPUT=mine bash tools/quickstart.sh" in project.run("OUTPUT=mine", status=2) and project.calls() == []
+
+
 def test_an_environment_that_was_left_half_made_is_made_again(project):
     (project.folder / ".venv/bin").mkdir(parents=True)
     project.program("../checkout/.venv/bin/python", "#!/bin/bash\nexit 1\n")  # Debian's, without python3-venv

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,11 +183,25 @@ def test_loops_are_compared_without_a_file_of_arms_and_have_their_benchmarks(tmp
     assert benchmarks["spag", "2"]["PIQA"] == benchmarks["spag", "2"][MEAN] == over_two(60, 64, ".2f")
     assert benchmarks["spag", "2"][f"{MEAN} minus imitation"] == over_two(10, 12, "+.2f")
     assert found["Differences, paired by seed"][MEAN, "sft"]["difference"] == over_two(-8, -8, "+.2f")
+    lonely = make_loop(tmp_path / "spag0", 0, CONTROL="")  # a seed without the other arm takes nothing away
+    add_benchmarks(lonely, {"base": 40, "imitation": 50, "epoch1": 55, "epoch2": 60})
+    found = tables(table_of(*named, f"spag={lonely}").output)
+    assert found["Differences, paired by seed"][MEAN, "sft"]["difference"] == over_two(-8, -8, "+.2f")
     # With one seed, the error of a difference is over questions: 10 of 100 answers differ, in each of two benchmarks.
     alone = tables(table_of(named[0]).output)["Reasoning benchmarks"]["spag", "2"]
     assert alone[f"{MEAN} minus imitation"] == f"+10.00 ± {100 * math.sqrt(0.1 * 0.9 / 99 / 2):.2f}"
     add_benchmarks(loops["sft", 1], {"base": 40, "epoch1": 51}, commit="def456")
     assert "data_revisions" in table_of(named[0], named[2], status=2).errors
+
+
+def test_loops_that_share_a_model_add_what_each_knows_of_it(tmp_path):
+    spag = make_loop(tmp_path / "spag", 1, CONTROL="")
+    sft = make_loop(tmp_path / "sft", 1, imitation=False, CONTROL="sft", LIKE=str(spag))
+    shutil.copytree(spag / "epoch1", spag / "epoch1_old")  # a copy that somebody kept
+    add_benchmarks(sft, {"base": 40, "imitation": 50, "epoch1": 55})
+    found = tables(table_of(f"sft={sft}", f"spag={spag}").output)
+    assert found["Reasoning benchmarks"]["imitation", "0"]["PIQA"].startswith("50.00")
+    assert found["Self-play"]["imitation", "0"]["attacker wins"]
 
 
 def test_a_folder_that_is_no_loop_and_a_file_that_is_no_seed_are_refused(tmp_path):
@@ -200,6 +215,7 @@ def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_ho
     mean, (low, high), p = student([0.5, 0.6, 0.7])
     assert (mean, low, high) == (pytest.approx(0.6), pytest.approx(0.3516, abs=1e-4), pytest.approx(0.8484, abs=1e-4))
     assert p == pytest.approx(0.00913, abs=1e-5)
+    assert student([0.55 - 0.5, 0.6 - 0.55])[2] is None  # equal up to rounding
     assert student([0.5]) == (0.5, None, None) and student([0.5, 0.5]) == (0.5, [0.5, 0.5], None)
     assert holm([0.04, 0.01, 0.03]) == [pytest.approx(0.06), pytest.approx(0.03), pytest.approx(0.06)]
     assert holm([0.04, None]) == [pytest.approx(0.08), None]

@@ -102,12 +102,17 @@ class Imitation:
     games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
 
     def run(self) -> None:
-        folder, games = Path(self.output_dir), read_json_or_jsonl(self.games)
+        folder = Path(self.output_dir)
+        names = ("played.txt", "tuning.txt", "held_out.txt", "games.jsonl")
+        refuse_overwriting([*{self.games, str(GAMES)}], [folder / name for name in names])
+        games = read_json_or_jsonl(self.games)
+        if not any(game.get("split") == "played" for game in games):
+            raise UserError(f"{self.games}: no game whose 'split' is 'played'")
         for split in ("played", "tuning", "held_out"):
             listed = (*games, *read_json_or_jsonl(GAMES))
-            words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
+            words = dict.fromkeys(game["target_word"] for game in listed if game.get("split") == split)
             write_words(folder / f"{split}.txt", words)
-        write_records(folder / "games.jsonl", (game for game in games if game["split"] == "played"))
+        write_records(folder / "games.jsonl", (game for game in games if game.get("split") == "played"))
 
 
 @dataclass(kw_only=True)

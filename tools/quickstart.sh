@@ -69,6 +69,10 @@ english() { # SmolLM2-135M-Instruct, the plain games in data/english, and the be
 }
 
 main() {
+  local argument
+  for argument; do
+    case $argument in OUTPUT=*) fail "$argument: write it before the command, $argument bash tools/quickstart.sh" ;; esac
+  done
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
   case $WORLD in tiny | english) ;; *) fail "WORLD '$WORLD': the worlds are tiny and english" ;; esac
   set_up quickstart requirements.txt

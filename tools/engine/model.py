@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tools.games.chat import ChatTemplate
 from tools.players.player import LENGTH, STOP, Reply, Sampling, Turn
-from utils import UserError, warn_on_rank_0
+from utils import UserError, split_revision, warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -104,20 +104,22 @@ def load_local_model(
 
 def load_tokens(name: str, sampling: Sampling, *, trust_remote_code: bool = False) -> ModelTokens:
     """The tokenizer of a model that runs in another process. Raises UserError if it cannot be loaded."""
-    tokenizer = _load_tokenizer(name, trust_remote_code)
+    name, revision = split_revision(name)
+    how = {"revision": revision or "main"}
+    tokenizer = _load_tokenizer(name, trust_remote_code, **how)
     generation = None  # the folder may hold nothing but a tokenizer
     try:
-        generation = GenerationConfig.from_pretrained(name)
+        generation = GenerationConfig.from_pretrained(name, **how)
     except OSError:
         with contextlib.suppress(OSError, ValueError):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **how)
             generation = GenerationConfig.from_model_config(config)
     return ModelTokens(tokenizer, sampling, generation)
 
 
-def _load_tokenizer(name: str | Path, trust_remote_code: bool):
+def _load_tokenizer(name: str | Path, trust_remote_code: bool, **how):
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **how)
     except Exception as error:  # the package tokenizers raises plain Exception for a broken file
         raise UserError(f"{name}: no tokenizer that can be loaded ({describe(error)})") from None
 

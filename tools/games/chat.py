@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import UserError, alpaca_to_row
+from utils import UserError, alpaca_to_row, split_revision
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
@@ -134,5 +134,7 @@ class ChatTemplate:
 
 
 def load_chat_template(name: str) -> ChatTemplate:
-    """The chat template of a tokenizer, given as a folder or a name on the hub."""
-    return ChatTemplate(AutoTokenizer.from_pretrained(name, trust_remote_code=False), name)
+    """The chat template of a tokenizer, given as a folder, a name on the hub, or NAME@REVISION."""
+    repository, revision = split_revision(name)
+    tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or "main", trust_remote_code=False)
+    return ChatTemplate(tokenizer, name)

@@ -18,18 +18,22 @@ from utils import UserError, read_json, read_words
 
 KINDS = {  # settings with which the shell computes, or which it compares: what they must be, and its pattern
     "a whole number of at least 1": (
-        "EPOCHS GAMES_PER_WORD GLOBAL_BATCH TRAIN_BATCH EVAL_EVERY NNODES TENSOR_PARALLEL_SIZE",
+        "EPOCHS GAMES_PER_WORD MAX_LENGTH MAX_NEW_TOKENS GLOBAL_BATCH TRAIN_BATCH EVAL_GAMES_PER_WORD EVAL_EVERY "
+        "NNODES TENSOR_PARALLEL_SIZE",
         r"[1-9]\d*",
     ),
-    "a whole number of at least 0": ("SEED NODE_RANK", r"0|[1-9]\d*"),
+    "a whole number of at least 0": ("SEED NODE_RANK TOP_K", r"0|[1-9]\d*"),
     "a whole number of at least 1, or auto": ("NPROC", r"auto|[1-9]\d*"),
-    "a whole number of at least 1, or empty": ("GAMES", r"([1-9]\d*)?"),
+    "a whole number of at least 1, or empty": ("GAMES MAX_TURNS LORA_RANK PLAY_BATCH", r"([1-9]\d*)?"),
+    "whole numbers, each once": ("EVAL_SEEDS", r"(?!.*\b(\d+)\b.*\b\1\b) *\d+( +\d+)* *"),
+    "auto, vllm, slots or generate": ("ENGINE", "auto|vllm|slots|generate"),
     "True or False": ("CHAT_TEMPLATE EVAL_IMITATION REPORT VERBOSE", "True|False"),
     "bf16, fp16, fp32 or auto": ("PRECISION", "bf16|fp16|fp32|auto"),
     "coin, coin_by_length, cloning, sft, silent, or empty": ("CONTROL", "|coin|coin_by_length|cloning|sft|silent"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", r"|imitation|epoch[1-9]\d*_(play|train)"),
 }
-FILES = ("IMITATION_DATA", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "DEEPSPEED")
+IMITATION = "IMITATION_DATA"  # files, separated by blanks
+FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "DEEPSPEED")
 logger = logging.getLogger(__name__)
 
 
@@ -60,15 +64,15 @@ def value_problems(settings: Mapping[str, str]) -> Iterator[str]:
         wrong = (name for name in names.split() if not re.fullmatch(pattern, settings[name]))
         yield from (f"{name}={settings[name]}: must be {kind}" for name in wrong)
     for name in (name for name, default in DEFAULTS.items() if name not in listed and NUMBER.fullmatch(default)):
-        words = settings[name].split()  # EVAL_SEEDS may be several
-        if not words or not all(map(NUMBER.fullmatch, words)):
+        if not NUMBER.fullmatch(settings[name]):
             yield f"{name}={settings[name]}: must be a number, such as {DEFAULTS[name]}"
 
 
 def content_problems(settings: Mapping[str, str]) -> Iterator[str]:
     """Yield missing files, misspelled benchmarks, and further flags that cannot be read or are settings."""
-    for name, path in ((each, path) for each in FILES for path in settings[each].split()):
-        if path not in ("auto", "none") and not (Path(path).is_file() and Path(path).stat().st_size):
+    paths = [(name, settings[name]) for name in FILES] + [(IMITATION, path) for path in settings[IMITATION].split()]
+    for name, path in paths:
+        if path not in ("", "auto", "none") and not (Path(path).is_file() and Path(path).stat().st_size):
             yield f"{name}={path}: no such file, or it is empty"
     if settings["CHAT_TEMPLATE"] == "True" and not may_have_chat_template(settings["MODEL"]):
         yield f"CHAT_TEMPLATE=True: the tokenizer of {settings['MODEL']} has no chat template"
@@ -115,6 +119,10 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
     together = number["TENSOR_PARALLEL_SIZE"]
     if together > 1 and (settings["ENGINE"] != "vllm" or number["NPROC"] % together):
         yield f"TENSOR_PARALLEL_SIZE={together} needs ENGINE=vllm, and must divide NPROC={number['NPROC']}"
+    if float(settings["TEMPERATURE"]) == 0:
+        yield "TEMPERATURE=0: must be above 0"
+    if int(settings["MAX_LENGTH"]) <= int(settings["MAX_NEW_TOKENS"]):
+        yield f"MAX_LENGTH={settings['MAX_LENGTH']}: must be larger than MAX_NEW_TOKENS={settings['MAX_NEW_TOKENS']}"
     if number["NNODES"] > 1 and not settings["RDZV_ENDPOINT"]:
         yield "RDZV_ENDPOINT=... is missing: with several machines it is host:port of machine 0"
     epoch = re.match(r"epoch(\d+)", settings["UNTIL"])
@@ -123,7 +131,11 @@ def joint_problems(settings: Mapping[str, str]) -> Iterator[str]:
     negative = float(settings["LOSERS"]) or float(settings["TIES"])
     if negative and settings["DETACH_KL"] == "False" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         yield "LOSERS and TIES make rows with rewards below 0, which need DETACH_KL=True"
-    needed = {"peft": settings["LORA_RANK"], "deepspeed": settings["DEEPSPEED"] != "none"}
+    needed = {
+        "vllm": settings["ENGINE"] == "vllm",
+        "peft": settings["LORA_RANK"],
+        "deepspeed": settings["DEEPSPEED"] != "none",
+    }
     own_harness = "--lm_eval" not in settings["REASONING_ARGS"] or "accelerate launch" in settings["REASONING_ARGS"]
     needed["lm_eval"] = settings["EVAL_TASKS"] and own_harness
     for package in (name for name, is_needed in needed.items() if is_needed and not find_spec(name)):

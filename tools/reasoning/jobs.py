@@ -109,7 +109,8 @@ def run_harness(command: Sequence[str], benchmark: Benchmark, folder: Path) -> N
         file.flush()
         no_rank = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": no_rank}
-        status = subprocess.run(words, preexec_fn=end_with_parent, **how).returncode  # never outlives this process
+        # It ends with this process; after a SIGKILL workers of `accelerate launch` stay.
+        status = subprocess.run(words, preexec_fn=end_with_parent, **how).returncode
     if status:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
         shutil.rmtree(folder)

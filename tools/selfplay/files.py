@@ -92,6 +92,7 @@ class EpisodeFiles:
         )
         self.own_path = self._rank_path(rank())
         self.own_file: BinaryIO | None = None
+        self.locks_are_seen = True  # whether rank 0 sees the locks of all other ranks
 
     def settings_then(self) -> dict:
         """The settings of the games that are there; empty without any, or if the record cannot be read."""
@@ -118,6 +119,7 @@ class EpisodeFiles:
                     utils.refuse_odd_file(self.own_path)
                     utils.lock(self._lock_path(rank()))
                     utils.from_rank_0(lambda: None)  # all ranks have their locks before rank 0 can reach the end
+                    self.locks_are_seen = utils.from_rank_0(self._sees_locks)
                 yield todo
             finally:
                 utils.unlock(self._lock_path(rank()))
@@ -139,13 +141,16 @@ class EpisodeFiles:
         """Wait until all ranks of this launch have ended their games or died.
 
         Without this, torchrun would end a launch on several machines 300 s after the first machine has finished. Each
-        rank has held its lock from the start, and the lock of a dead rank is free.
+        rank has held its lock from the start, and the lock of a dead rank is free. Where rank 0 does not see the locks
+        of other machines, or files have no locks, the ranks meet at their launcher's store.
         """
         if self.own_file is not None:
             self.own_file.close()
         utils.unlock(self._lock_path(rank()))
         while any(utils.is_locked(self._lock_path(number)) for number in range(world_size())):
             time.sleep(0.5)
+        if not self.locks_are_seen:
+            utils.from_rank_0(lambda: None)
 
     def merge(self, *, seconds: float, tokens_before: int) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, when all have met.
@@ -167,6 +172,9 @@ class EpisodeFiles:
         """Raise UserError if a rank of an earlier launch has outlived its rank 0 and still plays."""
         for path in filter(utils.is_locked, self.folder.glob(f".{glob.escape(self.stem)}_rank[0-9]*.lock")):
             raise UserError(utils.LOCKED.format(path))
+
+    def _sees_locks(self) -> bool:
+        return all(utils.is_locked(self._lock_path(number)) for number in range(1, world_size()))
 
     def _refuse_other_disks(self, missing: Sequence[int]) -> None:
         """Raise UserError if a rank whose games are missing has no lock in this folder."""

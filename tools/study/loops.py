@@ -14,8 +14,8 @@ The arms "base" and "imitation" are the models that all arms of a seed share; th
 left out, or null.
 """
 
-import platform
 import random
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -72,7 +72,7 @@ def read_loop(name: str, folder: Path, home: Path) -> dict[str, dict]:
     shown = {model: tables for model, tables in shown.items() if tables}
     arm = {
         "settings": {key: without_folders(value, home) for key, value in settings.items()},
-        "made": made_by | {"cpu": cpu(), "precision": settings.get("PRECISION"), "hours": hours(folder)},
+        "made": {"cpu": None} | made_by | {"precision": settings.get("PRECISION"), "hours": hours(folder)},
         "asked": asked,
         "epochs": {model.removeprefix("epoch"): shown[model] for model in shown if model.startswith("epoch")},
         "games": example_games(models),
@@ -92,7 +92,8 @@ def loop_record(folder: Path) -> tuple[dict, dict]:
 
 def epoch_folders(loop: Path) -> list[Path]:
     """The folders of a loop's epochs, in order."""
-    return sorted(loop.glob("epoch*"), key=lambda path: int(path.name.removeprefix("epoch")))
+    folders = (path for path in loop.glob("epoch*") if re.fullmatch("epoch[0-9]+", path.name))
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("epoch")))
 
 
 def add_training(trained: Mapping[str, int], state: Mapping) -> dict[str, int]:
@@ -180,14 +181,6 @@ def game_text(episode: Mapping, player: str) -> str:
     said = " / ".join(" ".join(message["content"].split()) for message in episode["history"][: episode["length"]])
     own = next(key for key, value in episode.items() if value == player)  # players are stored under their roles
     return f"{episode['target_word']}, it is the {own}: {said} ({episode['outcome']})"
-
-
-def cpu() -> str:
-    """The name of this machine's processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (names or [platform.processor() or platform.machine()])[0]
 
 
 def without_folders(value: str, home: Path) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from tools.matches.stats import t_quantile
+from tools.matches.stats import ROUNDING, t_quantile
 from tools.study.loops import BENCHMARKS, POINTS, QUESTIONS, SELF_PLAY, read_loop
 from tools.study.plan import BASE, IMITATION, Plan
 from utils import UserError, differences, read_json
@@ -49,7 +49,11 @@ def read_results(names: Sequence[str]) -> list[dict]:
         if twice := known.keys() & arms.keys() - {BASE, IMITATION}:
             raise UserError(f"{name}: there are two runs of {', '.join(sorted(twice))} with seed {seed}; give one")
         for arm, found in arms.items():
-            known.setdefault(arm, found)
+            if arm in known:  # a model that loops share: what one of them does not know of it, another may
+                for epoch, tables in found["epochs"].items():
+                    known[arm]["epochs"][epoch] = tables | known[arm]["epochs"].get(epoch, {})
+            else:
+                known[arm] = found
     return [seeds[seed] for seed in sorted(seeds)]
 
 
@@ -152,6 +156,7 @@ def student(values: Sequence[float]) -> tuple[float, list[float] | None, float |
     if len(values) < 2:
         return mean, None, None
     error = float(stats.sem(values))
+    error = error if error > ROUNDING else 0.0
     half = t_quantile(len(values) - 1) * error
     return (
         mean,

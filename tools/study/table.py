@@ -165,7 +165,8 @@ def tables(results: Sequence[dict], plan: Plan) -> str:
     )
     pairs = plan.minus
     if not plan.arms:  # every arm is compared with the first one
-        first, *others = [name for name in results[0]["arms"] if name not in (BASE, IMITATION)]
+        arms = dict.fromkeys(name for result in results for name in result["arms"])
+        first, *others = [name for name in arms if name not in (BASE, IMITATION)]
         pairs = [(measure, other, first) for measure in ("points", MEAN) for other in others]
     found = {
         "Arms": arm_lines(results, numbers, plan),
