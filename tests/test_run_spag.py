@@ -411,9 +411,11 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
     assert wait_for(sleeping := lambda: descendants(process.pid, "sleep"), process)
     (stage,) = {each.parent() for each in sleeping()}
     stage.suspend()  # as Slurm suspends a job
-    time.sleep(2)
-    assert process.poll() is None
-    stage.resume()
+    try:
+        time.sleep(2)
+        assert process.poll() is None
+    finally:
+        stage.resume()
     process.communicate(timeout=60)
     assert process.returncode == 0 and json.loads((loop.output / "settings.json").read_text())["finished"]
 

@@ -6,7 +6,7 @@
 #   WORLD=english bash tools/quickstart.sh    a pretrained model of 135M parameters and English games
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
 #
-# PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to tools/run_spag.sh: EPOCHS=2.
+# PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
 # The scripts run on bash 3.2, which macOS has.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -71,7 +71,9 @@ english() { # SmolLM2-135M-Instruct, the plain games in data/english, and the be
 main() {
   local argument
   for argument; do
-    case $argument in OUTPUT=*) fail "$argument: write it before the command, $argument bash tools/quickstart.sh" ;; esac
+    case $argument in
+      OUTPUT=*) fail "$argument: write it before the command, $argument bash tools/quickstart.sh" ;;
+    esac
   done
   case $OUTPUT in *[[:space:]]*) fail "OUTPUT '$OUTPUT' holds a blank; name a folder without" ;; esac
   case $WORLD in tiny | english) ;; *) fail "WORLD '$WORLD': the worlds are tiny and english" ;; esac

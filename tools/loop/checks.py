@@ -32,8 +32,7 @@ KINDS = {  # settings with which the shell computes, or which it compares: what 
     "coin, coin_by_length, cloning, sft, silent, or empty": ("CONTROL", "|coin|coin_by_length|cloning|sft|silent"),
     "imitation, epochK_play, epochK_train, or empty": ("UNTIL", r"|imitation|epoch[1-9]\d*_(play|train)"),
 }
-IMITATION = "IMITATION_DATA"  # files, separated by blanks
-FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "DEEPSPEED")
+FILES = ("IMITATION_DATA", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "DEEPSPEED")
 logger = logging.getLogger(__name__)
 
 
@@ -70,8 +69,8 @@ def value_problems(settings: Mapping[str, str]) -> Iterator[str]:
 
 def content_problems(settings: Mapping[str, str]) -> Iterator[str]:
     """Yield missing files, misspelled benchmarks, and further flags that cannot be read or are settings."""
-    paths = [(name, settings[name]) for name in FILES] + [(IMITATION, path) for path in settings[IMITATION].split()]
-    for name, path in paths:
+    imitation = {"IMITATION_DATA": settings["IMITATION_DATA"].split()}  # may be several files; the others are one path
+    for name, path in ((each, path) for each in FILES for path in imitation.get(each, [settings[each]])):
         if path not in ("", "auto", "none") and not (Path(path).is_file() and Path(path).stat().st_size):
             yield f"{name}={path}: no such file, or it is empty"
     if settings["CHAT_TEMPLATE"] == "True" and not may_have_chat_template(settings["MODEL"]):
