@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from tools.flags import flag
 from tools.matches.stats import estimate, mean_difference
@@ -168,6 +169,7 @@ def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
     Answers are kept in `path`, with the share of right answers by column. A model is asked again if it or the
     questions have changed.
     """
+    disable_progress_bar()  # "Loading weights"
     questions = asked_questions()
     asked = hashlib.sha256(str(questions).encode()).hexdigest()
     known = read_json(path) if path.is_file() else {}
