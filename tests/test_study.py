@@ -266,6 +266,19 @@ def test_numbers_of_readmes_are_those_of_the_tables_of_stored_results(printed, r
         assert number in printed, number
 
 
+def test_the_table_of_imitated_games_is_that_of_the_stored_counts():
+    readme = (ROOT / "data/README.md").read_text()
+    lines = (ROOT / "data/english/gate.jsonl").read_text().splitlines()
+    shown = next(rows for rows in map(rows_of, TABLE.findall(readme)) if "imitated" in rows[0])
+    assert len(shown) == len(lines) > 5
+    for row, each in zip(shown, map(json.loads, lines), strict=True):
+        training = f"{each['method']}, {each['learning_rate']}, {each['rows_a_step']}"
+        shares = [f"{each[outcome] / each['games']:.1%}" for outcome in ("defender wins", "attacker breaks the rules")]
+        assert [*row.values()] == [
+            each["imitated"], f"{each['rows']:,}", training, str(each["temperature"]), str(each["games"]), *shares
+        ]  # fmt: skip
+
+
 # --- matches of last models ----------------------------------------------------------------------------------------
 
 
