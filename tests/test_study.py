@@ -149,6 +149,16 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds, arms):
     assert "word1, it is the " in found["Games"]["released", "1"]["games of the last model"]
 
 
+def test_benchmarks_asked_of_the_last_models_of_a_seed_stand_at_their_last_epochs(seeds, arms):
+    add_benchmarks(seeds[0], {"base": 40, "imitation": 50, "detached": 60})
+    found = tables(table_of(*(kept(folder, arms) for folder in seeds), arms=arms).output)["Reasoning benchmarks"]
+    assert {key: row["PIQA"].split()[0] for key, row in found.items()} == {
+        ("base", "0"): "40.00",
+        ("imitation", "0"): "50.00",
+        ("detached", "2"): "60.00",
+    }
+
+
 def test_runs_that_differ_in_more_than_seed_and_words_are_refused_by_name(seeds, arms):
     good = [kept(folder, arms) for folder in seeds]
     make_loop(seeds[1] / "detached", 2, imitation=False, LIKE="x", DETACH_KL="True", WORDS=f"{seeds[1]}/w.txt")

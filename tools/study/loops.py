@@ -35,7 +35,10 @@ GAMES_KEPT = 10
 
 
 def seed_results(folder: Path, plan: Plan, arms: list[str]) -> dict[str, dict]:
-    """What the loops of these arms in a seed's folder show, by arm; shared models are those of the first loop."""
+    """What the loops of these arms in a seed's folder show, by arm; shared models are those of the first loop.
+
+    questions.json and reasoning/ of the folder are about the last models, under the names of their arms.
+    """
     found: dict[str, dict] = {}
     for name in arms:
         for model, numbers in read_loop(name, folder / name, folder).items():
@@ -43,9 +46,18 @@ def seed_results(folder: Path, plan: Plan, arms: list[str]) -> dict[str, dict]:
         found[name]["words"] = plan.arms[name]
     path = folder / "questions.json"
     for model, shares in (read_json(path)["shares"] if path.is_file() else {}).items():
-        epochs = found.setdefault(model, {"epochs": {}})["epochs"]
-        epochs.setdefault(max(epochs, key=int, default="0"), {})[QUESTIONS] = shares
+        last_epoch(found, model)[QUESTIONS] = shares
+    asked, scores = benchmarks(folder / "reasoning")
+    for model, columns in scores.items():
+        last_epoch(found, model)[BENCHMARKS] = columns
+        found[model]["asked"] = asked
     return found
+
+
+def last_epoch(found: dict[str, dict], model: str) -> dict[str, dict]:
+    """The tables of the last epoch of an arm, base or imitation; new ones if it has none."""
+    epochs = found.setdefault(model, {"epochs": {}})["epochs"]
+    return epochs.setdefault(max(epochs, key=int, default="0"), {})
 
 
 def read_loop(name: str, folder: Path, home: Path) -> dict[str, dict]:
