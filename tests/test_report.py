@@ -81,13 +81,24 @@ def points(traces: list[dict]) -> dict[str, list]:
 
 def test_all_games_are_counted(output):
     plays = read_folder(output, TABOO).plays
-    (_, ends, _), (_, lengths, _), (_, faults, _), (_, dependence, _) = page.play_charts(plays)
+    (_, ends, _), (_, lengths, _), (_, faults, _), (_, facts, _) = page.play_charts(plays)  # one game a word
     shares = {outcome: number / 20 for outcome, number in SELF_PLAY.items()}
     assert points(ends) == {outcome: [("epoch1", share), ("epoch2", share)] for outcome, share in shares.items()}
     assert points(lengths)["all games"] == [("epoch1", 2), ("epoch2", 2)]
     found = points(faults)
-    assert points(dependence)["attacker"] == [(name, games.word_dependence()["attacker"]) for name, games in plays]
+    right = SELF_PLAY.get(DEFENDER_WINS, 0) / 20
+    assert points(facts)["right guesses"] == [("epoch1", right), ("epoch2", right)]
     assert found["empty"][1] == ("epoch2", 1 / 2) and found["cut off at the token limit"][1] == ("epoch2", 1)
+
+
+def test_word_dependence_is_shown_where_words_have_several_games():
+    sample = GameSample(TWENTY_QUESTIONS)  # a game without facts of its own
+    for episode in 2 * played({TWENTY_QUESTIONS.outcomes[0].name: 3}, TWENTY_QUESTIONS):
+        sample.add(episode)
+    *_, (title, dependence, _) = page.play_charts([("epoch1", sample)])
+    assert title.startswith("Word dependence")
+    role = TWENTY_QUESTIONS.roles[0]
+    assert points(dependence)[role] == [("epoch1", sample.word_dependence()[role])] == [("epoch1", 0)]
 
 
 @pytest.mark.parametrize("match, outcome", [("substring", ATTACKER_WINS), ("word", TIED)])

@@ -185,7 +185,9 @@ def match_charts(report: Report) -> list[tuple]:
 
 
 def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
-    """How games ended, how long they were, faulty replies, and how much messages depend on the target word."""
+    """How games ended, how long they were, faulty replies, the game's own facts, and how much messages depend on the
+    target word. Without facts, or where no dependence is known (one game a word), that chart is left out.
+    """
     plays = [(label, games) for label, games in plays if games.games]
     if not plays:
         return []
@@ -202,10 +204,15 @@ def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
         line("empty", lambda games: games.empty_replies.total() / games.messages.total()),
         line("cut off at the token limit", lambda games: games.cut_off_replies.total() / games.messages.total()),
     ]
+    facts = [
+        line(fact.replace("_", " "), lambda games, fact=fact: games.facts[fact] / games.games)
+        for fact in plays[0][1].facts
+    ]
     dependence = [
         line(role, lambda games, role=role: games.word_dependence()[role], color=color)
         for role, color in zip(game.roles, (FIRST_WINS, SECOND_WINS), strict=True)
     ]
+    known = any(value is not None for role in dependence for value in role["y"])
     numbers: dict = {"xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}}
     shares = numbers | {"yaxis": {"rangemode": "tozero", "tickformat": PERCENT}}
     dependence_title = "Word dependence: 1 if no two words share a message, 0 if messages do not depend on the word"
@@ -213,7 +220,8 @@ def play_charts(plays: Sequence[tuple[str, GameSample]]) -> list[tuple]:
         ("How games ended: share of games", ends, shares),
         ("Messages up to the deciding one", [line("all games", lambda games: games.mean_length)], numbers),
         ("Faulty replies: share of messages", faults, shares),
-        (dependence_title, dependence, numbers),
+        *([("Facts that the game counts: share of games", facts, shares)] if facts else []),
+        *([(dependence_title, dependence, numbers)] if known else []),
     ]
 
 
