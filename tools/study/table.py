@@ -22,6 +22,7 @@ from tools.study.results import (
     all_numbers,
     check_comparable,
     holm,
+    measured,
     paired,
     read_results,
     refusal,
@@ -121,7 +122,7 @@ def difference_lines(
     for (measure, arm, other), each, p, adjusted in zip(pairs, found, p_values, holm(p_values), strict=True):
         if each:
             epoch, values = each
-            form = "+.3f" if max(map(abs, values)) <= 1 else "+.2f"
+            form = "+.2f" if max(measured(numbers, measure, arm).values()) > 1 else "+.3f"  # percent, or shares
             shown = [p_text(p), *([p_text(adjusted)] if primary else []), each_seed(values, form)]
             yield [measure, arm, other or "0.5", str(epoch), over_seeds(values, form), *shown]
 
