@@ -285,8 +285,14 @@ def test_the_table_of_imitated_games_is_that_of_the_stored_counts():
         training = f"{each['method']}, {each['learning_rate']}, {each['rows_a_step']}"
         shares = [f"{each[outcome] / each['games']:.1%}" for outcome in ("defender wins", "attacker breaks the rules")]
         assert [*row.values()] == [
-            each["imitated"], f"{each['rows']:,}", training, str(each["temperature"]), str(each["games"]), *shares
-        ]  # fmt: skip
+            each["imitated"],
+            f"{each['rows']:,}",
+            training,
+            str(each["temperature"]),
+            f"`{each['words']}`",
+            str(each["games"]),
+            *shares,
+        ]
 
 
 # --- matches of last models ----------------------------------------------------------------------------------------
