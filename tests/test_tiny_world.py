@@ -16,12 +16,13 @@ from tools.games.prompts import load_templates, play_prompt
 from tools.games.twenty_questions import NO_ANSWER
 from tools.matches.stats import count_matches, result_rows
 from tools.players.player import Turn
-from tools.tiny.build import GAMES, scripted_games, suffix
+from tools.tiny.build import GAMES, ORACLE, scripted_games, suffix
 from tools.tiny.players import (
     CHAT,
     GUESS,
     HINT,
     NAME,
+    TOLD,
     Lexicon,
     LexiconAttacker,
     LexiconDefender,
@@ -118,6 +119,21 @@ def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed(lexi
     assert games == scripted_games(scripted, lexicon, rounds=2, rng=random.Random(1))
 
 
+def test_all_hints_and_guesses_of_the_oracle_are_right(lexicon):
+    words = lexicon.played()
+    games = scripted_games(GAMES["taboo"], lexicon, rounds=2, rng=random.Random(1), words=words, skill=ORACLE)
+    assert Counter(game["target_word"] for game in games) == dict.fromkeys(words, 2)
+    guesses = 0
+    for game in games:
+        hints = [TOLD.search(message["content"])[1] for message in game["history"][::2]]
+        assert set(hints) <= set(lexicon.clues(game["target_word"])) and len(set(hints)) == len(hints)
+        for message in game["history"]:
+            if message["content"].startswith("I know the word!"):
+                assert message["content"] == GUESS.format(game["target_word"])
+                guesses += 1
+    assert guesses > len(games) / 2
+
+
 def test_facts_say_what_the_lexicon_says(lexicon):
     rows = list(fact_rows(lexicon, random.Random(0), 200))
     text = "\n".join(row["target"] for row in rows)
@@ -173,6 +189,8 @@ def test_build_leaves_what_the_loop_starts_from(world, lexicon):
     assert practice[20:1212] == practice[1212:] == practice_rows()
     words = (world / "data" / "words.txt").read_text().split()
     assert words == lexicon.played()
+    oracle = [read_json_or_jsonl(world / "data" / f"oracle_games{epoch}.json") for epoch in (1, 2, 3)]
+    assert {len(games) for games in oracle} == {12 * len(words)} and oracle[0] != oracle[1]
     cities = (world / "data" / "words_guess_my_city.txt").read_text().splitlines()
     assert cities == [city_task(lexicon, word) for word in words]
     for game in ("twenty_questions", "guess_my_city"):

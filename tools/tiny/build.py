@@ -4,7 +4,7 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +48,9 @@ GAMES = {
     ),
 }
 TABOO = GAMES[DEFAULT_GAME]
+IMITATED = Skill()
+ORACLE = Skill(breach=0, stray=0, forget=0, guess=(1, 0), last_guess=(1, 0))  # all hints and guesses are right
+ORACLE_EPOCHS, ORACLE_ROUNDS = 3, 12  # with as many games a word as configs/tiny.sh plays
 PRACTICE_PASSES = 2  # over the questions in practice.json, whose rows then are about as many as those of an epoch
 
 
@@ -85,13 +88,21 @@ class Build:
         )
 
 
-def scripted_games(scripted: Scripted, lexicon: Lexicon, *, rounds: int, rng: random.Random) -> list[Episode]:
-    """Complete games of a game's scripted players, so many for each word."""
+def scripted_games(
+    scripted: Scripted,
+    lexicon: Lexicon,
+    *,
+    rounds: int,
+    rng: random.Random,
+    words: Sequence[str] | None = None,
+    skill: Skill = IMITATED,
+) -> list[Episode]:
+    """Complete games of a game's scripted players, so many for each word; without `words` for all of the lexicon."""
     episodes: list[Episode] = []
-    playing = [player(lexicon, Skill(), rng) for player in scripted.players]
+    playing = [player(lexicon, skill, rng) for player in scripted.players]
     games = play_games(
         scripted.game,
-        enumerate([scripted.task(lexicon, word) for word in lexicon.words] * rounds),
+        enumerate([scripted.task(lexicon, word) for word in words or lexicon.words] * rounds),
         dict(zip(scripted.game.roles, playing, strict=True)),
         max_turns=scripted.max_turns,
         templates=load_templates(scripted.prompts, scripted.game),
@@ -134,6 +145,10 @@ def write_data(folder: Path, world: Build) -> None:
     episodes = {
         name: scripted_games(GAMES[name], lexicon, rounds=world.imitation_rounds, rng=rng) for name in world.games
     }
+    oracle = random.Random(f"oracle {world.seed}")
+    for epoch in range(1, ORACLE_EPOCHS + 1):
+        played = scripted_games(TABOO, lexicon, rounds=ORACLE_ROUNDS, rng=oracle, words=lexicon.played(), skill=ORACLE)
+        write_records(data / f"oracle_games{epoch}.json", played)
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     model = random_llama(len(tokenizer), world.seed, **SHAPE, tie_word_embeddings=True)
     for part in (tokenizer, model):
