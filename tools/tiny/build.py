@@ -49,7 +49,7 @@ GAMES = {
 }
 TABOO = GAMES[DEFAULT_GAME]
 IMITATED = Skill()
-ORACLE = Skill(breach=0, stray=0, forget=0, guess=(1, 0), last_guess=(1, 0))  # all hints and guesses are right
+ORACLE = Skill(breach=0, stray=0, forget=0, slip=0, guess=(1, 0), last_guess=(1, 0))  # hints and guesses are right
 ORACLE_EPOCHS, ORACLE_ROUNDS = 3, 12  # with as many games a word as configs/tiny.sh plays
 PRACTICE_PASSES = 2  # over the questions in practice.json, whose rows then are about as many as those of an epoch
 
