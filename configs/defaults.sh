@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # sourced by tools/run_spag.sh
 # All settings of the loop, with their defaults and meanings:
 #
-#   tools/run_spag.sh configs/llama2_7b.sh SEED=43 OUTPUT=outputs/spag43
+#   tools/run_spag.sh configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142
 #
 # An argument is a setting, NAME=VALUE, or a file of such lines. If a setting comes several times, the last one counts.
 # A value with blanks needs quotes: EVAL_SEEDS="0 1". In *_ARGS quotes inside hold words together:
@@ -17,7 +17,7 @@ CONTROL=           # rows of a control: coin, coin_by_length, cloning, sft or si
 LIKE=              # OUTPUT of another run: its imitation model, its games of epoch 1; sft and silent take its rows
 EPOCHS=3           # epochs of self-play
 UNTIL=             # stop after imitation, epochK_play or epochK_train; without it the same command goes on
-SEED=42            # seed of play, rewards and training; epoch k adds k
+SEED=42            # seed of play, rewards and training; epoch k adds k, so take seeds that are further apart
 
 GAME=taboo         # the game: a name, FILE.py:Class or module:Class
 GAME_OPTIONS=      # its options, KEY=VALUE, one or several

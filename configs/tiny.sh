@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2154  # read by tools/run_spag.sh, which sets root
-# Settings of the embedded world. They differ from the paper's because model and prompts are a thousand times smaller;
-# the losses and their coefficients are the same.
+# Settings of the embedded world. They differ from the paper's because model and prompts are far smaller; the
+# losses and their coefficients are the same.
 PROMPTS=$root/data/tiny/prompts.json
 MAX_TURNS=3
 MAX_LENGTH=160 # prompts have up to 90 tokens

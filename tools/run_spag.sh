@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole method: imitation, then epochs of self-play. An epoch is play, rewards, training, a match and the report.
 #
-#   tools/run_spag.sh configs/llama2_7b.sh SEED=43 OUTPUT=outputs/spag43
+#   tools/run_spag.sh configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142
 #
 # Arguments are settings, NAME=VALUE, and files of settings; --help lists all of them (configs/defaults.sh). The same
 # command continues a loop that was stopped: every program skips what it has finished, play goes on after its last

@@ -172,11 +172,9 @@ def hours(folder: Path) -> dict[str, float]:
     """Hours by kind of work. Of a stage that was stopped and continued, training tells those of its last start."""
     trained = [read_json(path) for path in folder.glob("*/model/train_results.json")]
     played = [read_json(path) for path in folder.glob("*/episodes/*_summary.json")]
-    asked = [read_json(path) for path in folder.glob("reasoning/*/*.json")]
     seconds = {
         "training": sum(each["train_runtime"] for each in trained),
         "play": sum(each["new_tokens"] / each["tokens_per_second"] for each in played if each["tokens_per_second"]),
-        "benchmarks": sum(each.get("seconds", 0) for each in asked),
     }
     return {kind: round(number / 3600, 2) for kind, number in seconds.items()}
 

@@ -95,8 +95,13 @@ def model_lines(numbers: Sequence[Number], table: str) -> Lines:
 def model_cells(numbers: Sequence[Number], table: str, model: tuple[str, int], columns: Sequence[str]) -> list[str]:
     """The cells of a model in these columns of a table, from the values of its seeds."""
     own = [number for number in numbers if (number.table, number.arm, number.epoch) == (table, *model)]
-    known = [number for number in own if number.value is not None]
-    return [cell(table, column, [number.value for number in known if number.column == column]) for column in columns]
+    seeds = len({number.seed for number in own})
+    cells = []
+    for column in columns:
+        values = [number.value for number in own if number.column == column and number.value is not None]
+        fewer = f" ({len(values)} of {seeds} seeds)" if 0 < len(values) < seeds else ""
+        cells.append(cell(table, column, values) + fewer)
+    return cells
 
 
 def arm_lines(results: Sequence[dict], numbers: Sequence[Number], plan: Plan) -> Lines:
@@ -129,12 +134,13 @@ def difference_lines(
 
 def run_lines(results: Sequence[dict]) -> Lines:
     """A line for each run whose circumstances are stored."""
-    yield ["seed", "arm", "commit", "CPU", "precision", "hours of training", "of play", "of benchmarks"]
+    yield ["seed", "arm", "commit", "CPU", "precision", "hours of training", "of play"]
     for result in results:
         for name, arm in result["arms"].items():
             if made := arm.get("made"):
                 shown = [str(made.get(key) or UNKNOWN) for key in ("spag", "cpu", "precision")]
-                yield [str(result["seed"]), name, *shown, *(f"{number:.2f}" for number in made["hours"].values())]
+                hours = (f"{made['hours'][kind]:.2f}" for kind in ("training", "play"))
+                yield [str(result["seed"]), name, *shown, *hours]
 
 
 def game_lines(results: Sequence[dict]) -> Lines:
