@@ -309,7 +309,7 @@ def test_the_last_models_meet_each_other_and_a_scripted_player_as_in_the_loops_m
     shared |= {"ENGINE": "auto", "PRECISION": "bf16", "PLAY_BATCH": ""}
     make_loop(seeds[0] / "released", 1, **shared)
     make_loop(seeds[0] / "detached", 1, imitation=False, **shared)
-    made = {job.name: " ".join(job.command) for job in matches(seeds[0], read_plan(arms))}
+    made = {job.name: " ".join(job.command) for job in matches(seeds[0], read_plan(arms), ["released", "detached"])}
     of_hints = ("released_imitation", "released_epoch2", "detached_epoch2")
     assert {*made} == {*(f"{name}_against_hints" for name in of_hints), "detached_epoch2_against_released"}
     imitation = made["released_imitation_against_hints"]
@@ -398,6 +398,16 @@ def test_the_same_command_continues_and_each_arm_is_kept_when_it_has_ended(study
     assert again.communicate(timeout=300) and again.returncode == 0
     assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)[3:]] == ["reader"]
     assert read_json(tmp_path / "out/seed1.json")["arms"].keys() == {*stored, "reader"}
+
+
+def test_some_arms_of_the_file_may_run_alone(study, tmp_path):
+    run = study("--seeds", "1", "--only", "detached")
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, output
+    assert [re.search(r"seed1/(\w+)", call)[1] for call in calls(tmp_path)] == ["released", "detached"]
+    wrong = study("--seeds", "1", "--only", "detatched")
+    output, _ = wrong.communicate(timeout=300)
+    assert wrong.returncode == 2 and "detatched" in output
 
 
 def test_a_signal_ends_the_loops_at_work(study, tmp_path):

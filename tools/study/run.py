@@ -41,6 +41,7 @@ class Flags:
     settings: list[str] = flag("settings of every loop, NAME=VALUE, and files of them", default=[], metavar="WORD")
     seeds: list[int] = flag("seeds; the loops of seed N have SEED=N00", default=[0], metavar="N")
     jobs: int = flag("loops or matches at once, with a thread each", default=1)
+    only: list[str] = flag("run these arms of the file, and its first one; unset: all", default=[], metavar="ARM")
     output_dir: str = flag("folder of all results")
 
 
@@ -130,13 +131,16 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def matches(folder: Path, plan: Plan) -> Iterator[Job]:
-    """The matches of a seed that the plan names. Arms without matches are left out of `last` and `every`."""
+def matches(folder: Path, plan: Plan, arms: Sequence[str]) -> Iterator[Job]:
+    """The matches of these arms of a seed that the plan names. Loops without matches are left out of `last` and
+    `every`."""
     for which, opponent, *flags in plan.matches:
         opponent, equals, player = opponent.partition("=")
         if not equals:
+            if opponent not in arms:
+                continue
             player = weights(trained_epochs(folder / opponent)[-1])
-        for arm in plan.arms if which in (LAST, EVERY) else [which]:
+        for arm in arms if which in (LAST, EVERY) else [arm for arm in arms if arm == which]:
             models = {IMITATION: folder / arm / IMITATION} if arm == plan.first and which != arm else {}
             if which == EVERY:
                 models |= {epoch.name: epoch for epoch in trained_epochs(folder / arm)}
@@ -174,8 +178,8 @@ def weights(model: Path) -> str:
     return str(model / ("model/merged" if settings["LORA_RANK"] else "model"))
 
 
-def study(plan: Plan, settings: Sequence[str], folders: list[Path]) -> Iterator[list[Job]]:
-    """The jobs of a study. Those of a list may run at once, after all of the lists before."""
+def study(plan: Plan, settings: Sequence[str], folders: list[Path], arms: Sequence[str]) -> Iterator[list[Job]]:
+    """The jobs of a study of these arms. Those of a list may run at once, after all of the lists before."""
 
     def python(name: str, words: list[str]) -> list[Job]:
         return [Job(folder, name, [sys.executable, *fill(words, folder)]) for folder in folders if words]
@@ -184,14 +188,14 @@ def study(plan: Plan, settings: Sequence[str], folders: list[Path]) -> Iterator[
         jobs = [loop(plan, settings, folder, arm) for folder in folders for arm in arms]
         return [job for job in jobs if not job.is_finished()]  # a loop needs minutes to see that all is there
 
-    first, *others = plan.arms
+    first, *others = arms
     readers = [arm for arm in others if "{folder}" in " ".join(plan.arms[arm].values())]
     yield python("before", plan.before)
     yield loops([first])
     folders = [folder for folder in folders if not refusal(keep(folder, plan), plan)]
     yield loops([arm for arm in others if arm not in readers])
     yield loops(readers)
-    yield [job for folder in folders for job in matches(folder, plan)]
+    yield [job for folder in folders for job in matches(folder, plan, arms)]
     yield python("after", plan.after)
 
 
@@ -205,10 +209,13 @@ def main() -> None:
     plan, output = read_plan(flags.arms), Path(flags.output_dir)
     if problems := too_small(flags, jobs=1):
         raise UserError(problems[0])
+    if unknown := {*flags.only} - {*plan.arms}:
+        raise UserError(f"--only {' '.join(sorted(unknown))}: no arm of {flags.arms} has this name")
+    arms = [arm for arm in plan.arms if not flags.only or arm in (plan.first, *flags.only)]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     folders = [output / f"seed{number}" for number in flags.seeds]
-    for jobs in study(plan, flags.settings, folders):
+    for jobs in study(plan, flags.settings, folders, arms):
         run_jobs(jobs, plan, flags.jobs)
     with replacing(output / "table.md") as file:
         file.write(tables([keep(folder, plan) for folder in folders], plan))
