@@ -177,8 +177,8 @@ def test_points_by_epoch_are_those_of_the_match_beside_imitation_against_itself(
 @pytest.mark.parametrize(
     "outcome, other, expected",
     [
-        (ATTACKER_WINS, DEFENDER_WINS, "new plays better than old: 100.0% [88.6, 100.0] of the points in both roles"),
-        (DEFENDER_WINS, ATTACKER_WINS, "new plays worse than old: 0.0% [0.0, 11.4] of the points"),
+        (ATTACKER_WINS, DEFENDER_WINS, "new scores more than old: 100.0% [88.6, 100.0] of the points in both roles"),
+        (DEFENDER_WINS, ATTACKER_WINS, "new scores less than old: 0.0% [0.0, 11.4] of the points"),
         (TIED, TIED, "new cannot be told from old: 50.0% [33.2, 66.8] of the points"),
     ],
 )

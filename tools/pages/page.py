@@ -90,9 +90,9 @@ def plain(value: str) -> str:
 
 
 def verdict(report: Report) -> list[str]:
-    """Whether the last player is better than the first opponent, over all words, and its points in each role."""
+    """Whether the last player scores more than the first opponent, over all words, and its points in each role."""
     if not (rows := shown_rows(report.matches)):
-        return ["No match was played, so nothing here says whether a model plays better than another."]
+        return ["No match was played, so nothing here says whether a model scores more than another."]
     opponent = rows[0]["opponent"]
     player = [row["player"] for row in rows if row["opponent"] == opponent][-1]
     by_role: dict[str, dict] = {}
@@ -111,7 +111,7 @@ def verdict(report: Report) -> list[str]:
     if always_equal(report.matches["results"], player, opponent):
         return [f"Both players of a game{where} always got the same points, so matches rank nobody.", in_roles]
     equal, (low, high) = equals.get(BOTH, 0.5), both["points_interval"]
-    better = "plays better than" if low > equal else "plays worse than" if high < equal else "cannot be told from"
+    better = "scores more than" if low > equal else "scores less than" if high < equal else "cannot be told from"
     return [
         f"{player} {better} {opponent}{where}: {points_of(both)} of the points in both roles ({ends_of(both)}), where "
         f"equals score {equal:.1%}, in {both['games']:,} games.",
