@@ -140,7 +140,7 @@ def matches(folder: Path, plan: Plan, arms: Sequence[str]) -> Iterator[Job]:
             if opponent not in arms:
                 continue
             player = weights(trained_epochs(folder / opponent)[-1])
-        for arm in arms if which in (LAST, EVERY) else [arm for arm in arms if arm == which]:
+        for arm in (arm for arm in arms if which in (LAST, EVERY, arm)):
             models = {IMITATION: folder / arm / IMITATION} if arm == plan.first and which != arm else {}
             if which == EVERY:
                 models |= {epoch.name: epoch for epoch in trained_epochs(folder / arm)}
