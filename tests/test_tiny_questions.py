@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tools.tiny.players import FACT_QUERY, fact_rows, load_lexicon
 from tools.tiny.questions import (
     COLUMNS,
     HELD_OUT,
+    IN_PLAY,
     KINDS,
     PLAYED,
     PRACTISED,
@@ -24,6 +26,7 @@ from tools.tiny.questions import (
     choice_logprobs,
     make_questions,
     practice_rows,
+    true_hints,
     words_of_side,
 )
 
@@ -37,7 +40,7 @@ def asked() -> list[Question]:
 
 def words_of(question: Question) -> set[str]:
     text = " ".join([question.context, *question.choices])
-    return {question.word} | set(text.split()) & set(LEXICON.words)
+    return {question.word} | set(re.findall(r"\w+", text)) & set(LEXICON.words)
 
 
 def test_all_words_of_a_question_are_on_its_side(asked):
@@ -58,13 +61,15 @@ def test_practice_holds_neither_a_held_out_nor_an_unpractised_word():
 def test_questions_of_the_first_study_and_those_about_unpractised_words_are_counted_apart(asked):
     sizes = {column: sum(by_word([1] * len(asked), column)[0]) for column in COLUMNS}
     assert (sizes["all"], sizes["meet + common, held-out words"]) == (3354, 290)
-    assert sizes["all"] + len(make_questions(UNPRACTISED)) == len(asked)
+    assert sizes["all"] + len(make_questions(UNPRACTISED)) + sizes["in play"] == len(asked)
+    assert (sizes["in play"], sizes["in play, held-out words"]) == (sizes["meet"], 118)
     assert sizes["meet + common, unpractised words"] > 500
 
 
 def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
     clues = {word: set(LEXICON.shared[word]) for word in LEXICON.words}
-    for kind, word, _, context, choices in asked + make_questions(PRACTISED):
+    outside = [question for question in asked if question.kind != IN_PLAY]
+    for kind, word, _, context, choices in outside + make_questions(PRACTISED):
         given = context.removeprefix(FACT_QUERY).split()
         said = [choice.split() for choice in choices]
         assert len(set(choices)) == 4
@@ -81,6 +86,27 @@ def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
         else:
             fits = [all(given[0] in clues[one] for one in three) for three in said]
         assert fits == [True, False, False, False]
+
+
+def test_questions_in_play_are_those_of_meet_behind_the_prompt_of_a_defender(asked):
+    kinds = ("meet", IN_PLAY)
+    meet, play = ([each for each in asked if each.kind == kind and each.side != UNPRACTISED] for kind in kinds)
+    for question, same in zip(meet, play, strict=True):
+        assert (question.word, question.side) == (same.word, same.side)
+        first, second = question.context.removeprefix(FACT_QUERY).split()
+        assert same.choices == tuple(f"I know the word! It is{choice}!" for choice in question.choices)
+        rules, said = same.context.split("### Game History:")
+        assert said.splitlines() == [
+            "",
+            f"  - attacker: It goes with {first}.",
+            f"  - defender: I think of {first}.",
+            f"  - attacker: It goes with {second}.",
+            "",
+            "### Instruction: Defender, reply or guess.",
+            "",
+            "### Response:",
+        ]
+        assert rules.startswith("Taboo in 3 turns.")
 
 
 def test_there_are_hundreds_of_each_kind_and_no_row_of_facts_or_games_asks_so(asked):
@@ -144,6 +170,24 @@ def test_reason_asks_each_model_of_a_loop_once_and_again_when_it_has_changed(tmp
     assert len(times) == 1
     assert {name for name in before if before[name] != after[name]} == {"epoch2"}
     assert after["epoch2"]["right"] != before["epoch2"]["right"]
+
+
+def test_true_hints_are_counted_in_the_games_that_follow_a_model(tmp_path):
+    def said(*texts: str) -> list[dict]:
+        return [{"role": ("attacker", "defender")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+    hints = ("It goes with purr.", "I think of cat.", "It goes with bark.", "Hm.", "It goes with cat.", "Hm.")
+    games = [
+        {"target_word": "cat", "history": said(*hints), "length": 6},  # 1 of 3 hints is true
+        {"target_word": "cat", "history": said(hints[0], "It is cat.", hints[0]), "length": 2},  # 1 of 1
+    ]
+    path = tmp_path / "epoch3" / "episodes" / "epoch2_sampling_words_results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(games))
+    assert true_hints(tmp_path / "epoch2" / "model") == {"true hints": 0.5}
+    assert true_hints(tmp_path / "epoch3" / "model") == true_hints(tmp_path / "base") == {}
+    path.parent.parent.rename(tmp_path / "epoch1")
+    assert true_hints(tmp_path / "imitation" / "model") == {"true hints": 0.5}
 
 
 def test_the_models_of_a_seed_of_a_study_are_asked_by_arm(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ No row of facts or games asks in these forms. All words of a question are on one
 held out, so that "held-out words are seldom the answer", which a model learns from its games, helps nowhere. A model
 answers by log-probability: its answer is the choice with the highest sum over the tokens after the context.
 
+Questions of the kind IN_PLAY ask the same as those of `meet`, behind the prompt of play and in the words of a game.
+
 The positive control practises questions about one half of the played words. Further questions, all of whose words are
 in the other half, ask for what it has learned besides the answers themselves.
 """
@@ -12,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +28,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tools.flags import flag
+from tools.games.prompts import load_templates, play_prompt
+from tools.games.taboo import ATTACKER, Taboo
 from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
-from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
-from utils import UserError, model_fingerprint, read_json, write_json
+from tools.tiny.players import CHAT, FACT_QUERY, GUESS, HINT, LEXICON, TOLD, Lexicon, load_lexicon
+from utils import UserError, iter_records, model_fingerprint, read_json, write_json
 
 BASE, IMITATION = "base", "imitation"
 PLAYED, HELD_OUT, PRACTISED, UNPRACTISED = SIDES = ("played", "held_out", "practised", "unpractised")
 DRAWS = 2  # questions about the same clues of a word, with other wrong choices
-ROWS_AT_ONCE = 1024
-UNSCORED = -100
+ROWS_AT_ONCE = 256
 Asked = tuple[str, list[str]]  # the context, without FACT_QUERY, and the choices, the right one first
 
 
@@ -96,10 +100,10 @@ def odd(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) 
 
 
 KINDS: dict[str, Callable[..., Iterator[Asked]]] = {"meet": meet, "common": common, "shared": shared, "odd": odd}
-MEET_COMMON = "meet + common"
+MEET_COMMON, IN_PLAY, TRUE_HINTS = "meet + common", "in play", "true hints"
 COLUMNS: dict[str, Callable[[Question], bool]] = {  # of tables of answers: the questions that count
     **{name: lambda question, name=name: question.kind == name and question.side != UNPRACTISED for name in KINDS},
-    "all": lambda question: question.side != UNPRACTISED,
+    "all": lambda question: question.kind in KINDS and question.side != UNPRACTISED,
     MEET_COMMON: lambda question: question.kind in ("meet", "common") and question.side != UNPRACTISED,
     f"{MEET_COMMON}, unpractised words": lambda question: (
         question.kind in ("meet", "common") and question.side == UNPRACTISED
@@ -107,7 +111,10 @@ COLUMNS: dict[str, Callable[[Question], bool]] = {  # of tables of answers: the 
     f"{MEET_COMMON}, held-out words": lambda question: (
         question.kind in ("meet", "common") and question.side == HELD_OUT
     ),
+    IN_PLAY: lambda question: question.kind == IN_PLAY,
+    f"{IN_PLAY}, held-out words": lambda question: question.kind == IN_PLAY and question.side == HELD_OUT,
 }
+PRINTED = [column for column in COLUMNS if IN_PLAY not in column]
 
 
 def words_of_side(lexicon: Lexicon, side: str) -> list[str]:
@@ -131,9 +138,22 @@ def make_questions(*sides: str) -> list[Question]:
     return made
 
 
+@functools.cache
 def asked_questions() -> list[Question]:
-    """The questions that models are asked: those of the first study, and those about unpractised words."""
-    return make_questions(PLAYED, HELD_OUT) + make_questions(UNPRACTISED)
+    """The questions that models are asked: those of the first study, about unpractised words, and behind a prompt."""
+    first = make_questions(PLAYED, HELD_OUT)
+    return first + make_questions(UNPRACTISED) + [in_play(each) for each in first if each.kind == "meet"]
+
+
+def in_play(question: Question) -> Question:
+    """A question of `meet` as the defender of a game: after hints with both clues, which word is the guess?"""
+    game, (first, second) = Taboo(), question.context.removeprefix(FACT_QUERY).split()
+    said = zip(itertools.cycle(game.roles), (HINT.format(first), CHAT.format(first), HINT.format(second)))
+    history = [{"role": role, "content": text} for role, text in said]
+    templates = load_templates(LEXICON.with_name("prompts.json"), game)
+    choices = tuple(GUESS.format(choice.strip()) for choice in question.choices)
+    context = play_prompt(game, history, question.word, max_turns=3, templates=templates)
+    return question._replace(kind=IN_PLAY, context=context, choices=choices)
 
 
 def practice_rows() -> list[dict]:
@@ -157,32 +177,51 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
         ids, lengths = zip(*rows[start : start + ROWS_AT_ONCE], strict=True)
         scored = [torch.arange(len(row)) >= len(row) - length for row, length in zip(ids, lengths, strict=True)]
         ids, scored = (pad_sequence(list(part), batch_first=True) for part in (ids, scored))  # (rows, T)
-        labels = ids[:, 1:].masked_fill(~scored[:, 1:], UNSCORED)
-        logits = model(input_ids=ids).logits[:, :-1]  # causal: no token sees the padding on its right
-        sums.append(-cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=UNSCORED).sum(1))
+        hidden = model.base_model(input_ids=ids).last_hidden_state  # causal: no token sees the padding on its right
+        logits = model.get_output_embeddings()(hidden[:, :-1][scored[:, 1:]])  # (tokens of all choices, V)
+        losses = cross_entropy(logits, ids[scored], reduction="none").split(lengths)
+        sums.append(-torch.stack([loss.sum() for loss in losses]))
     return torch.cat(sums).view(len(questions), -1)
 
 
 def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
     """Whether each model, by name, answers each question right (1 or 0), in the order of `asked_questions`.
 
-    Answers are kept in `path`, with the share of right answers by column. A model is asked again if it or the
-    questions have changed.
+    Answers are kept in `path`, with the share of right answers by column and the share of true hints. A model is asked
+    again if it or the questions have changed.
     """
     disable_progress_bar()  # "Loading weights"
     questions = asked_questions()
     asked = hashlib.sha256(str(questions).encode()).hexdigest()
-    known = read_json(path) if path.is_file() else {}
-    answers = known["models"] if known.get("questions") == asked else {}
-    for name, folder in models.items():
+    kept = read_json(path) if path.is_file() else {}
+    answers = kept["models"] if kept.get("questions") == asked else {}
+    for name, own in models.items():
+        folder = own / "merged" if (own / "merged").is_dir() else own
         fingerprint = model_fingerprint(folder)
         if answers.get(name, {}).get("model") != fingerprint:
             model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
             right = choice_logprobs(model.eval(), tokenizer, questions).argmax(1) == 0
             answers[name] = {"model": fingerprint, "right": right.int().tolist()}
-            shares = {each: column_shares(answers[each]["right"]) for each in answers}
-            write_json(path, {"questions": asked, "models": answers, "shares": shares})
+        known = [each for each in answers if each in models]
+        shares = {each: column_shares(answers[each]["right"]) | true_hints(models[each]) for each in known}
+        write_json(path, {"questions": asked, "models": answers, "shares": shares})
     return {name: answers[name]["right"] for name in models}
+
+
+def true_hints(model: Path) -> dict[str, float]:
+    """The share of the attacker's messages with a clue of the word, in a model's games against itself, if there are.
+
+    `model` is its folder in a loop, where the next epoch begins with these games.
+    """
+    epoch = re.fullmatch("epoch([0-9]+)", model.parent.name)
+    following = int(epoch[1]) + 1 if epoch else 1
+    lexicon, told = load_lexicon(), []
+    for path in model.parents[1].glob(f"epoch{following}/episodes/*_results.json"):
+        for _, game in iter_records(path):
+            clues = lexicon.clues(game["target_word"])
+            said = [each["content"] for each in game["history"][: game["length"]] if each["role"] == ATTACKER]
+            told += [any(clue in clues for clue in TOLD.findall(text)) for text in said]
+    return {TRUE_HINTS: sum(told) / len(told)} if told else {}
 
 
 def column_shares(right: Sequence[int]) -> dict[str, float]:
@@ -234,16 +273,15 @@ class Reason:
         """Ask those models that are there; answers are kept in OUTPUT_DIR/questions.json."""
         folder = Path(self.output_dir)
         models = models_of_loop(folder) if (folder / "imitation").is_dir() else models_of_seed(folder)
-        models = {name: path / "merged" if (path / "merged").is_dir() else path for name, path in models.items()}
         models = {name: path for name, path in models.items() if is_model(path)}
         if IMITATION not in models:
             raise UserError(f"{folder}: no imitation/model; run tools/run_spag.sh with this OUTPUT first")
         answers = ask(models, folder / "questions.json")
         print("\nQuestions outside the game: share of right answers among four choices (chance 0.25), with 95%")
         print("intervals over words for these single models:\n")
-        lines = [["model", *COLUMNS, f"{MEET_COMMON} minus imitation"]]
+        lines = [["model", *PRINTED, f"{MEET_COMMON} minus imitation"]]
         for name, right in answers.items():
-            shares = [estimate(*by_word(right, column)) for column in COLUMNS]
+            shares = [estimate(*by_word(right, column)) for column in PRINTED]
             minus = [one - other for one, other in zip(right, answers[IMITATION], strict=True)]
             cells = [f"{share:.3f}" for share, _ in shares[:5]] + [with_interval(*share) for share in shares[5:]]
             lines.append([name, *cells, with_interval(*mean_difference(*by_word(minus, MEET_COMMON)), "+.3f")])
