@@ -244,8 +244,9 @@ def test_show_prints_points_by_epoch_a_game_of_each_outcome_and_the_report(tmp_p
     write_match(tmp_path / "epoch2" / "eval", "epoch2", won | {"epoch2": taboo.TIED})
     out = call(tiny_world.main, "show", "--output_dir", tmp_path).output
     lines = [line.split() for line in out.splitlines() if line.startswith("epoch")]
-    assert [line[:3] for line in lines[:2]] == [["epoch2", "4", "0.750"], ["epoch10", "4", "1.000"]]
-    assert lines[0][5] == "0.500" and lines[0][8] == "1.000"  # as attacker all ties, as defender all won
+    assert lines[0][:6] == ["epoch2", "4", "0.500", "0.500", "0.000", "0.750"]  # wins, ties, losses, points
+    assert lines[1][:6] == ["epoch10", "4", "1.000", "0.000", "0.000", "1.000"]
+    assert lines[0][8] == "0.500" and lines[0][11] == "1.000"  # as attacker all ties, as defender all won
     assert "epoch10 attacks, imitation defends\n--- cat ---\nattacker: epoch10 speaks\n--- attacker wins ---" in out
     assert "imitation attacks, epoch10 defends\n--- cat ---" in out and "tied game" not in out
     assert str(tmp_path / "report.html") in out

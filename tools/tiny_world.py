@@ -36,10 +36,11 @@ class Show:
         matches = sorted(found, key=lambda path: int(path.parts[-3].removeprefix("epoch")))
         if not matches:
             raise UserError(f"{self.output_dir}: no epochK/eval/matches.json; the loop has not come to a match yet")
-        head = ["player", "games", "both roles", "as attacker", "as defender", "held-out words"]
-        print("\nMatch points against the imitation model, (wins + ties/2) / games, with 95% intervals:\n")
+        head = ["player", "games", "win", "tie", "loss", "points", "as attacker", "as defender", "held-out words"]
+        print("\nMatches against the imitation model; points are (wins + ties/2) / games, with 95% intervals:\n")
         for cells in (head, *map(points_cells, matches)):
-            print("  ".join(cell.ljust(width) for cell, width in zip(cells, (8, 6, 20, 20, 20, 20), strict=True)))
+            widths = (8, 5, 5, 5, 5, 20, 20, 20, 20)
+            print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
         print("\nGames of the last model, one for each outcome:\n")
         games: dict[str, Episode] = {}
         for _, episode in iter_records(matches[-1].with_name("games_results.json")):
@@ -50,13 +51,17 @@ class Show:
 
 
 def points_cells(path: Path) -> list[str]:
-    """One epoch's points, of both roles, each role, and on the held-out words; UserError for other results."""
+    """One epoch's games as they ended in both roles, and points of both roles, each role, and on the held-out words.
+
+    Raises UserError for other results.
+    """
     player = path.parts[-3]
     try:
         rows = pooled_rows(read_json(path)["results"], player, IMITATION)
         shown = [rows[ALL][BOTH], rows[ALL][ATTACKER], rows[ALL][DEFENDER], rows["held_out"][BOTH]]
         points = [with_interval(row["points"], row["points_interval"]) for row in shown]
-        return [player, str(shown[0]["games"]), *points]
+        ends = [f"{shown[0]['rates'][end]['share']:.3f}" for end in ("win", "tie", "loss")]
+        return [player, str(shown[0]["games"]), *ends, *points]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not the results of a match of the embedded world ({error!r})") from None
 
