@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tools.flags import flag
-from tools.games.prompts import load_templates, play_prompt
-from tools.games.taboo import ATTACKER, Taboo
+from tools.games.prompts import Templates, load_templates, play_prompt
+from tools.games.taboo import ATTACKER
 from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
-from tools.tiny.players import CHAT, FACT_QUERY, GUESS, HINT, LEXICON, TOLD, Lexicon, load_lexicon
+from tools.tiny.build import TABOO
+from tools.tiny.players import CHAT, FACT_QUERY, GUESS, HINT, TOLD, Lexicon, load_lexicon
 from utils import UserError, iter_records, model_fingerprint, read_json, write_json
 
 BASE, IMITATION = "base", "imitation"
@@ -141,18 +142,18 @@ def make_questions(*sides: str) -> list[Question]:
 @functools.cache
 def asked_questions() -> list[Question]:
     """The questions that models are asked: those of the first study, about unpractised words, and behind a prompt."""
-    first = make_questions(PLAYED, HELD_OUT)
-    return first + make_questions(UNPRACTISED) + [in_play(each) for each in first if each.kind == "meet"]
+    first, templates = make_questions(PLAYED, HELD_OUT), load_templates(TABOO.prompts, TABOO.game)
+    played = [in_play(each, templates) for each in first if each.kind == "meet"]
+    return first + make_questions(UNPRACTISED) + played
 
 
-def in_play(question: Question) -> Question:
+def in_play(question: Question, templates: Templates) -> Question:
     """A question of `meet` as the defender of a game: after hints with both clues, which word is the guess?"""
-    game, (first, second) = Taboo(), question.context.removeprefix(FACT_QUERY).split()
-    said = zip(itertools.cycle(game.roles), (HINT.format(first), CHAT.format(first), HINT.format(second)))
+    first, second = question.context.removeprefix(FACT_QUERY).split()
+    said = zip(itertools.cycle(TABOO.game.roles), (HINT.format(first), CHAT.format(first), HINT.format(second)))
     history = [{"role": role, "content": text} for role, text in said]
-    templates = load_templates(LEXICON.with_name("prompts.json"), game)
     choices = tuple(GUESS.format(choice.strip()) for choice in question.choices)
-    context = play_prompt(game, history, question.word, max_turns=3, templates=templates)
+    context = play_prompt(TABOO.game, history, question.word, TABOO.max_turns, templates)
     return question._replace(kind=IN_PLAY, context=context, choices=choices)
 
 
@@ -195,6 +196,7 @@ def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
     asked = hashlib.sha256(str(questions).encode()).hexdigest()
     kept = read_json(path) if path.is_file() else {}
     answers = kept["models"] if kept.get("questions") == asked else {}
+    hints = {name: true_hints(own) for name, own in models.items()}
     for name, own in models.items():
         folder = own / "merged" if (own / "merged").is_dir() else own
         fingerprint = model_fingerprint(folder)
@@ -202,8 +204,7 @@ def ask(models: Mapping[str, Path], path: Path) -> dict[str, list[int]]:
             model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
             right = choice_logprobs(model.eval(), tokenizer, questions).argmax(1) == 0
             answers[name] = {"model": fingerprint, "right": right.int().tolist()}
-        known = [each for each in answers if each in models]
-        shares = {each: column_shares(answers[each]["right"]) | true_hints(models[each]) for each in known}
+        shares = {each: column_shares(answers[each]["right"]) | hints[each] for each in models if each in answers}
         write_json(path, {"questions": asked, "models": answers, "shares": shares})
     return {name: answers[name]["right"] for name in models}
 
