@@ -7,17 +7,10 @@ l under the policy and under the frozen reference model as (batch,) tensors; the
 import contextlib
 import gc
 import inspect
-import itertools
-import logging
-import math
-import os
-import re
-import resource
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -37,9 +29,8 @@ import utils
 from arguments import SPAGArguments
 from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 
-logger = logging.getLogger(__name__)
-RUNAWAY = -0.5  # training warns when the logged log_ratio is below this
-COMPLETE = "complete.json"  # written last into a checkpoint folder: the size of every other file in it
+COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
+REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
 
 # A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars. Any other metric is a
 # pair: (sum over rows, number of rows), or (maximum over rows, number of rows) if its name ends in "_max".
@@ -209,8 +200,7 @@ def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 class MetricSums:
     """Metrics of all steps since the last log. They stay on the device: reading them would make a GPU wait."""
 
-    def __init__(self, role_names: Sequence[str] = ()):
-        self.role_names = role_names  # number n in a batch's roles is role_names[n - 1]
+    def __init__(self):
         self.start()
 
     def start(self) -> None:
@@ -218,85 +208,46 @@ class MetricSums:
         self.batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
         self.since = time.perf_counter()
 
-    def add(self, metrics: Metrics, batch: dict[str, torch.Tensor], weight: float = 1.0) -> None:
-        """Add the metrics of a micro-batch, its rewards by role and its tokens.
-
-        `weight`: how much this micro-batch counts in the averages of scalar metrics.
-        """
-        sums = dict(metrics) | {"tokens": batch["attention_mask"].sum().float()}
-        for name, value in sums.items():
-            if not isinstance(value, tuple):
-                sums[name] = (value * weight, torch.full_like(value, weight))
-        if "roles" in batch:
-            for number, role in enumerate(self.role_names, start=1):
-                mask = ((batch["roles"] == number) & (batch["sft_mask"] == 0)).to(batch["rewards"].dtype)
-                sums[f"reward_{role}"] = _over_rows(batch["rewards"], mask)
-        self.batches.append(sums)
+    def add(self, metrics: Metrics, batch: dict[str, torch.Tensor]) -> None:
+        """Add the metrics of a micro-batch and its number of tokens."""
+        metrics = metrics | {"tokens": batch["attention_mask"].sum().float()}
+        pairs = {name: x if isinstance(x, tuple) else (x, torch.ones_like(x)) for name, x in metrics.items()}
+        self.batches.append(pairs)
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the metrics over all ranks since the last call; those without any rows are left out.
-
-        Every rank must call this. Adds tokens per second over all ranks, and this rank's peak memory in GiB.
-        """
+        """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
         names = list(self.batches[0])
-        flat = [torch.stack([*itertools.chain(*sums.values())]) for sums in self.batches]
-        gathered = (
-            accelerator.gather(torch.stack(flat)).cpu().view(-1, len(names), 2)
-        )  # (micro-batches of all ranks, names, 2)
+        flat = [torch.stack([number for pair in pairs.values() for number in pair]) for pairs in self.batches]
+        gathered = accelerator.gather(torch.stack(flat)).cpu()  # (micro-batches of all ranks, 2 * names)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
-        for name, pairs in zip(names, gathered.unbind(1), strict=True):
+        for name, pairs in zip(names, gathered.view(-1, len(names), 2).unbind(1), strict=True):
             total, count = pairs.sum(0).tolist()
             if name == "tokens":
                 logs["tokens_per_second"] = total / seconds
-            elif name.endswith("_max") and count:
-                logs[name] = pairs[:, 0].max().item()
             elif count:
-                logs[name] = total / count
-        return logs | {"peak_memory_gib": peak_memory_gib(accelerator.device)}
+                logs[name] = pairs[:, 0].max().item() if name.endswith("_max") else total / count
+        return logs
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has used: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """The checkpoint folders of a run by step, complete or not."""
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
-    return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))
-
-
-def sizes(folder: str | os.PathLike) -> dict[str, int]:
-    """The size of each file in a checkpoint folder, except COMPLETE."""
-    paths = (path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != COMPLETE)
-    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-
-
-def is_complete(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint was written to its end and still has all its files, with their sizes."""
-    try:
-        marked = utils.read_json(Path(folder) / COMPLETE)
-    except (OSError, utils.UserError):
-        return False
-    return isinstance(marked, dict) and bool(marked) and marked.items() <= sizes(folder).items()
+def last_checkpoint(args: SPAGArguments) -> str | None:
+    """The furthest complete checkpoint of a run that holds an optimizer; without one the Trainer would start anew."""
+    optimizer = "global_step*" if args.deepspeed else "optimizer*"
+    complete = [path.parent for path in Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")]
+    complete = [folder for folder in complete if any(folder.glob(optimizer))]
+    return str(max(complete, key=lambda folder: int(folder.name.split("-")[1]))) if complete else None
 
 
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method defines `method_loss(logprob, ref_logprob, batch, counts) -> (loss, metrics)`. If `counts` is None, the
-    loss is normalized by the rows of the micro-batch. `load_reference` loads the frozen reference model. It is not
-    called if the policy can serve as the reference: with its adapters off, or before its first step if both are the
-    same checkpoint.
+    A method defines `method_loss(logprob, batch, counts) -> (loss, metrics)`. `load_reference` loads the frozen
+    reference model. It is not called if the policy can serve as the reference: with its adapters off, or before its
+    first step if both are the same checkpoint.
     """
 
-    uses_reference = True
-    counts_per_step = False  # whether the loss is always normalized over the optimizer step
+    compares_sft_rows = True  # with the reference
 
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
@@ -304,34 +255,26 @@ class SPAGTrainer(Trainer):
         # If True, the Trainer would not divide the loss by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.load_reference = load_reference
-        self.metrics = MetricSums(self.train_dataset.role_names)
-        self.eval_metrics = MetricSums(self.train_dataset.role_names)
-        self.learning_rate = 0.0  # of the current step
+        self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
-        self.add_callback(_Beginnings(self))
+        self.add_callback(_StartCallback(self))
 
     def before_first_step(self) -> None:
         """Called when training starts; the model is wrapped, on its device and, on resume, loaded."""
         self.check_learning_rate()
-        if self.args.should_save:
-            self.check_saving()
-        if self.state.global_step:
-            step, last = self.state.global_step, self.state.max_steps
-            logger.info("continuing after step %d of %d: %s", step, last, self.args.resume_from_checkpoint)
-        counts = self.train_dataset.counts
-        self.log({"rows": counts.rows, "rows_truncated": counts.truncated, "rows_dropped": counts.dropped})
-        self.prepare_reference()
-        gc.collect()  # frees the reference model
+        self.check_saving()
+        if self.args.ref_model_name_or_path:
+            self.prepare_reference()
+            gc.collect()  # frees the reference model
         self.metrics.start()
 
     def check_learning_rate(self) -> None:
         """Raise UserError if the only step is one of warm-up, whose learning rate is 0: the model would not change."""
         only_step = self.state.max_steps == 1 and not self.state.global_step
         if only_step and self.args.learning_rate > 0 and not self._get_learning_rate():
-            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise utils.UserError(
-                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows, {rows} a step, make one step, "
-                "and warm-up takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows make one step, and warm-up "
+                "takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
 
     def check_saving(self) -> None:
@@ -346,44 +289,25 @@ class SPAGTrainer(Trainer):
                 raise utils.UserError(" ".join(message.split())) from error
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The method's loss; `num_items_in_batch` holds the counts from `get_batch_samples`."""
-        logprob = self.logprob(model, self.module, inputs)
-        ref_logprob = self.reference_logprob(inputs) if self.uses_reference else None
-        loss, metrics = self.method_loss(logprob, ref_logprob, inputs, num_items_in_batch)
+        """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
+        logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
+        loss, metrics = self.method_loss(logprob, inputs, num_items_in_batch or Denominators.of(inputs))
         if self.module.training:
             self.not_finite += ~loss.detach().isfinite()
             self.metrics.add(metrics, inputs)
-        else:
-            self.eval_metrics.add(metrics, inputs, weight=len(inputs["labels"]))
         return loss
 
-    def logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
-        """(batch,) log-probabilities under the policy or the reference."""
-        return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
-
-    def evaluate(self, *args, **kwargs):
-        self.eval_metrics.start()
-        return super().evaluate(*args, **kwargs)
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss of a batch, scaled so that the Trainer's mean over rows equals the loss of the whole dataset.
-
-        Several processes fill up the last batch with repeated rows, which then count twice.
-        """
-        inputs = self._prepare_inputs(inputs)
-        rows, sft_rows = self.eval_dataset.counts.rows, self.eval_dataset.counts.sft_rows
-        share = len(inputs["labels"]) / rows
-        totals = Denominators(rows, rows - sft_rows, sft_rows, self.eval_dataset.num_scored_tokens)
-        counts = Denominators(*(count * share for count in totals))
+        """The loss of an evaluation batch; the Trainer averages it over rows."""
         with torch.no_grad():
-            return self.compute_loss(model, inputs, num_items_in_batch=counts), None, None
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of an optimizer step and, under `step` normalization, their counts over all ranks."""
+        """The micro-batches of a step and, unless each is normalized by itself, their counts over all ranks."""
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches or not (self.counts_per_step or self.args.loss_normalization == "step"):
+        if not batches or self.args.loss_normalization == "micro_batch":
             return batches, None
         totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
         totals = self.accelerator.reduce(totals, reduction="sum")
@@ -393,13 +317,12 @@ class SPAGTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset=None):
         """The Trainer's sampler, except that `batch_rebalance` gets our seed and the lengths of our rows."""
-        if self.args.train_sampling_strategy != "batch_rebalance":
-            return super()._get_train_sampler(train_dataset)
         args = self.args
-        groups = args.gradient_accumulation_steps * args.world_size
+        if args.train_sampling_strategy != "batch_rebalance":
+            return super()._get_train_sampler(train_dataset)
         return BatchRebalanceSampler(
-            lengths=np.minimum(self.train_dataset.lengths, args.max_length).tolist(),
-            effective_batch_size=args.train_batch_size * groups,
+            lengths=self.train_dataset.lengths.tolist(),
+            effective_batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             dp_size=args.world_size,
             grad_accum=args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -414,81 +337,57 @@ class SPAGTrainer(Trainer):
     # The reference.
 
     def prepare_reference(self) -> None:
-        """Compute the reference's log-probabilities of all rows, unless an earlier start of this run stored them."""
-        if not self.uses_reference:
-            return
-        missing = []
-        for rows in (self.train_dataset, self.eval_dataset):
-            if rows is None or all(gather_object([rows.ref_logprobs is not None])):
-                continue
-            rows.ref_logprobs = np.zeros(len(rows), dtype=np.float32)
-            if len(self.rows_with_reference(rows)):
-                missing.append(rows)
-        if not missing:
+        """Compute the reference's log-probabilities. A run that continues reads those of the training rows."""
+        path = Path(self.args.output_dir, REFERENCE_FILE)
+        if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
+            self.train_dataset.ref_logprobs = np.load(path)
+        todo = [rows for rows in (self.train_dataset, self.eval_dataset) if rows and rows.ref_logprobs is None]
+        if not todo:
             return
         with self._reference_model() as (model, module):
-            for rows in missing:
-                compared = self.rows_with_reference(rows)
-                rows.ref_logprobs[compared] = self._reference_pass(rows, compared, model, module)
-                if self.args.should_save:
-                    rows.store_ref_logprobs()
+            for rows in todo:
+                rows.ref_logprobs = self._reference_pass(rows, model, module)
+        if utils.rank() == 0:
+            with utils.replacing(path, "wb") as file:
+                np.save(file, self.train_dataset.ref_logprobs)
 
-    def reference_logprob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(batch,) log-probabilities under the reference, from `prepare_reference`."""
-        return batch["ref_logprobs"]
-
-    def _frozen_logprob(self, model: nn.Module, module: PreTrainedModel, batch: dict) -> torch.Tensor:
-        """(batch,) log-probabilities without gradient, under the same autocast as the policy's forward pass."""
-        with torch.no_grad(), self.accelerator.autocast():
-            return self.logprob(model, module, batch)
-
-    def _reference_pass(
-        self, dataset: RowDataset, rows: np.ndarray, model: nn.Module, module: PreTrainedModel
-    ) -> np.ndarray:
-        """Log-probabilities of these rows under the reference, (len(rows),) in fp32; each rank computes a share.
+    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
+        """Log-probabilities of the rows under the reference, (rows,) in fp32; 0 where the loss does not need them.
 
         The rows are sorted by length, longest first, and cut into chunks that hold one batch for each rank. The last
         chunk is filled up with repeated rows. So all ranks make the same number of forward passes.
         """
-        order = np.argsort(-dataset.lengths[rows], kind="stable")
+        rows = np.flatnonzero(~dataset.is_sft | self.compares_sft_rows)
+        result = np.zeros(len(dataset), dtype=np.float32)
+        if not len(rows):
+            return result
+        rows = rows[np.argsort(-dataset.lengths[rows], kind="stable")]
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
         steps = -(-len(rows) // (batch_size * ranks))
-        shares = np.resize(order, (steps, ranks, batch_size))
-        logprobs = []
+        shares = np.resize(rows, (steps, ranks, batch_size))
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
+        logprobs = []
         for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
-            batch = self._prepare_inputs(self.data_collator(dataset.__getitems__(rows[share].tolist())))
-            logprobs.append(self._frozen_logprob(model, module, batch))
-        result = np.zeros(len(rows), dtype=np.float32)
+            batch = self._prepare_inputs(self.data_collator([dataset[index] for index in share]))
+            with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
+                logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
         gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
         result[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
         return result
 
-    def rows_with_reference(self, dataset: RowDataset) -> np.ndarray:
-        """Indices of the rows whose loss compares with the reference."""
-        return np.arange(len(dataset))
-
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
         """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            if self.args.lora_rank:
-                with self.model.disable_adapter():
-                    yield self.model_wrapped, self.module
-            elif self.state.global_step == 0 and self._starts_at_reference():
-                yield self.model_wrapped, self.module
-            else:
-                reference = self._load_reference_model()
-                yield reference, getattr(reference, "module", reference)
-        finally:
-            self.model.train(training)
-
-    def _starts_at_reference(self) -> bool:
-        """Whether policy and reference start from the same weights, compared by content."""
+        self.model.eval()  # until the first step
         policy, reference = (self.args.run_settings[f"{name}model_name_or_path"] for name in ("", "ref_"))
-        return policy["sha256"] == reference["sha256"]
+        if self.args.lora_rank:
+            with self.model.disable_adapter():
+                yield self.model_wrapped, self.module
+        elif self.state.global_step == 0 and policy["sha256"] == reference["sha256"]:
+            yield self.model_wrapped, self.module
+        else:
+            model = self._load_reference_model()
+            yield model, getattr(model, "module", model)
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
@@ -506,112 +405,77 @@ class SPAGTrainer(Trainer):
         engine.eval()
         return engine
 
-    # Checkpoints, the hub, logs.
+    # Checkpoints and logs.
 
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
         self.check_finite()
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            (folder / COMPLETE).unlink(missing_ok=True)  # the folder may exist, with a file missing
-        self.accelerator.wait_for_everyone()
+        folder = Path(self.args.output_dir)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # ranks write into one folder
         if self.args.should_save:
-            utils.write_json(folder / COMPLETE, sizes(folder))
-            for other in checkpoints(self.args.output_dir):
-                if not is_complete(other):  # left by a killed launch; save_total_limit must not count it
-                    shutil.rmtree(other)
-            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Keep the model card that train.py wrote; the Trainer would write its own when it pushes to the hub."""
+            (folder / f"checkpoint-{self.state.global_step}" / COMPLETE).touch()
+            for checkpoint in folder.glob("checkpoint-*"):
+                if not (checkpoint / COMPLETE).is_file():  # of a killed launch; save_total_limit must not count it
+                    shutil.rmtree(checkpoint)
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
 
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""
         if self.accelerator.reduce(self.not_finite).item():
-            raise utils.UserError("the loss has become NaN or infinite; this model is not saved")
+            where = f"at or before step {self.state.global_step}"
+            raise utils.UserError(f"the loss was NaN or infinite {where}; training stops, and no model is saved")
 
     def log(self, logs, start_time=None):
-        """Log these numbers and our metrics since the last log. Raises UserError if the loss is NaN or infinite."""
+        """Log these numbers and, beside a loss, our metrics since the last log."""
         if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
-                step = self.state.global_step
-                raise utils.UserError(f"the loss of step {step} is {logs['loss']}; training stops here")
-            logs |= self.metrics.take(self.accelerator) | {"learning_rate": self.learning_rate}
-            if logs.get("log_ratio", 0) < RUNAWAY:
-                remedy = "--detach_kl True, " if self.args.detach_kl is False else ""
-                remedy += "a smaller --learning_rate or a larger --lm_kl_coeff"
-                message = "step %d: log_ratio is %.2f; the policy is far from the reference and may degenerate. Use %s"
-                utils.warn_on_rank_0(message, self.state.global_step, logs["log_ratio"], remedy)
-        elif "eval_loss" in logs:
-            logs |= {f"eval_{name}": value for name, value in self.eval_metrics.take(self.accelerator).items()}
+            self.check_finite()
+            logs |= self.metrics.take(self.accelerator)
         super().log(logs, start_time)
 
 
-class _Beginnings(TrainerCallback):
-    """Tells the trainer when training and when a step begins."""
-
+class _StartCallback(TrainerCallback):
     def __init__(self, trainer: SPAGTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.before_first_step()
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        # Read here, since after the step DeepSpeed would return the learning rate of the next one.
-        self.trainer.learning_rate = self.trainer._get_learning_rate()
-
 
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
-    card = "Fine-tuned on given answers."
-    uses_reference = False
-    counts_per_step = True
-
-    def method_loss(self, logprob, ref_logprob, batch, counts):
-        tokens = num_scored(batch)
-        return sft_loss(logprob, tokens, counts.tokens if counts else tokens.sum()), {}
+    def method_loss(self, logprob, batch, counts):
+        return sft_loss(logprob, num_scored(batch), counts.tokens), {}
 
 
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
-    card = "Trained by imitation of games, as in SPAG (Cheng et al., 2024, arXiv 2404.10642)."
-
-    def method_loss(self, logprob, ref_logprob, batch, counts):
-        return sft_kl_loss(
-            logprob,
-            ref_logprob,
-            batch["weights"],
-            kl_coeff=self.args.lm_kl_coeff,
-            num_rows=counts.rows if counts else None,
-        )
+    def method_loss(self, logprob, batch, counts):
+        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": counts.rows}
+        return sft_kl_loss(logprob, batch["ref_logprobs"], batch["weights"], **coefficients)
 
 
 class OfflinePOTrainer(SPAGTrainer):
     """Self-play learning."""
 
-    card = "Trained by self-play of {games}, as in SPAG (Cheng et al., 2024, arXiv 2404.10642)."
+    compares_sft_rows = False
 
-    def rows_with_reference(self, dataset):
-        return np.flatnonzero(~dataset.is_sft)
-
-    def method_loss(self, logprob, ref_logprob, batch, counts):
+    def method_loss(self, logprob, batch, counts):
         return offline_po_loss(
             logprob,
-            ref_logprob,
+            batch["ref_logprobs"],
             batch["rewards"],
             batch["weights"],
             batch["sft_mask"],
             kl_coeff=self.args.lm_kl_coeff,
             sft_coeff=self.args.lm_sft_coeff,
             clip_range=self.args.clip_range,
-            num_game_rows=counts.game_rows if counts else None,
-            num_sft_rows=counts.sft_rows if counts else None,
+            num_game_rows=counts.game_rows,
+            num_sft_rows=counts.sft_rows,
             detach_kl=self.args.detach_kl,
         )
 

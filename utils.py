@@ -1,240 +1,111 @@
-"""What all programs share: reading and writing files, settings and locks of runs, ranks, errors. Torch-free."""
+"""What all programs share: files, finished work, ranks, errors. No torch. Importing this module changes nothing."""
 
-import argparse
-import ctypes
-import difflib
-import fcntl
 import functools
-import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import itertools
 import json
 import logging
 import os
-import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
+import unicodedata
 import uuid
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from errno import EDQUOT, EFBIG, ENOSPC
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
-NAMED = 8  # how many files an error message names
-CHUNK = 1 << 20  # bytes or characters read at a time
-# Error messages of safetensors, torch and numpy when the disk is full. Arrow and Python raise an OSError with errno.
-ON_FULL_DISK = re.compile(
-    r"No space left|os error 28|PytorchStreamWriter|file write failed|\d requested and \d+ written"
-)
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # option of prctl, Linux: the signal that a process gets when its parent dies
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "README.md")
-MOST_ON_CPU = 0.4e9  # bytes of weights; a larger model trains on a CPU only on request
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's fingerprint reads so many samples, each so long, of a file
-# Characters that a word must not have: control characters, Unicode's line ends, and surrogates. `open_text` turns
-# bytes that are not UTF-8 into surrogates.
-UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-FULL_DISK = (ENOSPC, EDQUOT, EFBIG)  # no space, quota exceeded, file larger than allowed
-logger = logging.getLogger(__name__)
-START_TIMEOUT = timedelta(minutes=10)  # for all ranks of a launch to start
-MEETING_TIMEOUT = timedelta(hours=1)  # for all ranks to come to a meeting; another machine may be downloading a model
-LOCKED = "{}: another process is writing to this run; end that one first"
-LEFTOVER_SECONDS = 3600  # a temporary file that is older belongs to a killed process
-LOCK_RETRY = 0.5  # seconds until the second try for a lock; `is_locked` in another process may hold it for a moment
-RANK_0_FIRST = 3  # seconds that the other ranks wait before they report an error
+from filelock import FileLock, Timeout
+
 ROOT = Path(__file__).resolve().parent
-FIRST_PARENT = os.getppid()  # the parent process when the program began, which imports this module first
-OWN_MODULES = ("arguments", "dataloaders", "tools", "train", "trainers", "utils")
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+# Files that training writes beside a model. They do not change what the model says.
+RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
+RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's digest reads so many samples, each so long, of a file of weights
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
+GIT_LFS = "version https://git-lfs"  # begins the text that Git leaves in the place of a file that was not downloaded
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """An error that the user can mend. The message says where it is, what is wrong, and what to do.
-
-    `run_program` prints it as one line and exits with status 2. All other errors keep their traceback.
-    """
+    """An error that the user can mend: where it is, what is wrong, what to do. Programs print it as one line."""
 
 
-class BadRecordError(UserError):
-    """An unreadable or invalid record of a file; the message starts with the file and the line."""
-
-
-# Reading.
-
-
-def open_text(path: str | os.PathLike, *, errors: str = "strict"):
-    """Open a UTF-8 file for reading; a byte order mark is skipped. Raises FileNotFoundError that names the path."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
-    return open(path, encoding="utf-8-sig", errors=errors)
+# Files.
 
 
 def read_json(path: str | os.PathLike):
-    """Return the content of a JSON file. Raises FileNotFoundError, or UserError if the file is not JSON."""
-    try:
-        with open_text(path) as file:
-            return json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-
-
-def iter_records(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", object) for every object of a JSON list or JSONL file.
-
-    A file that begins with "[" is a JSON list; any other file is JSONL. Memory is constant for JSONL, and for lists
-    with one object per line, which `write_records` writes. Any other list is loaded whole. Of a file that is cut off,
-    the objects on its complete lines are yielded before the error.
-
-    Raises FileNotFoundError; UserError for an empty file; BadRecordError for text that is not JSON or not UTF-8, and
-    for a record that is not an object.
-    """
-    with open_text(path, errors="surrogateescape") as file:
-        first = file.read(CHUNK).lstrip()[:1]
-        if not first:
-            raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
-        file.seek(0)
-        if first == "[":
-            yield from _iter_list(path, file)
-            return
-        for number, line in enumerate(file, start=1):
-            if not line.isspace():
-                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+    """The content of a JSON file. UserError if it is not JSON."""
+    return _parse(Path(path).read_text(encoding="utf-8-sig"), path)
 
 
 def read_json_or_jsonl(path: str | os.PathLike) -> list[dict]:
-    """Return every object of a JSON list or JSONL file; errors as in `iter_records`."""
-    return [record for _, record in iter_records(path)]
+    """The objects of a JSON list, or of a file with one object a line. UserError names a line that is not JSON."""
+    text = Path(path).read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        records = _parse(text, path)
+    else:  # not splitlines: a reply may hold U+2028
+        lines = ((line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), start=1))
+        records = [_parse(line, where) for line, where in lines if line.strip()]
+    if not records:
+        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
+    return records
 
 
-def _iter_list(path, file: IO) -> Iterator[tuple[str, dict]]:
-    """Read a list line by line. At the first line that does not hold one object, load the file whole instead."""
-    yielded, comma = 0, True  # comma: whether the line before ended with one, so that another object may follow
-    for number, line in enumerate(file, start=1):
-        text, where = line.strip(), f"{path}:{number}"
-        if number == 1 and text == "[":
-            continue
-        if text == "]" and (not comma or not yielded):
-            if not file.read().strip():
-                return
-            break
-        if number == 1 or not comma or not text.startswith("{"):
-            break
-        try:
-            record = _parse(text.removesuffix(","), where)
-        except BadRecordError:
-            break
-        yield where, record
-        yielded, comma = yielded + 1, text.endswith(",")
-    file.seek(0)
-    for number, value in enumerate(_parse(file.read(), str(path), kind=list)[yielded:], start=yielded + 1):
-        where = f"{path}: record {number}"
-        yield where, _as_object(value, where)
-
-
-def _parse(text: str, where: str, kind: type = dict):
-    """Parse a JSON object, or with `kind=list` a whole file that holds a list. Raises BadRecordError."""
+def _parse(text: str, where: str | os.PathLike):
     try:
-        text.encode()
-        value = json.loads(text)
-    except UnicodeEncodeError as error:  # open_text reads bytes that are not UTF-8 as surrogates
-        raise BadRecordError(f"{_line(where, text, error.start, kind)}: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        why = f"{error.msg} at character {error.colno}"
-        raise BadRecordError(
-            f"{_line(where, text, error.pos, kind)}: not JSON, or the file was cut off here ({why})"
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number or brackets without end
-        raise BadRecordError(f"{where}: JSON that Python cannot read ({error})") from None
-    return value if kind is list else _as_object(value, where)
-
-
-def _line(where: str, text: str, position: int, kind: type) -> str:
-    return where if kind is dict else f"{where}:{text.count(chr(10), 0, position) + 1}"
-
-
-def _as_object(value, where: str) -> dict:
-    if not isinstance(value, dict):
-        raise BadRecordError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    return value
+        return json.loads(text)
+    except ValueError as error:
+        if text.startswith(GIT_LFS):
+            raise UserError(f"{where}: a Git LFS pointer, not the file itself; run: git lfs pull") from None
+        raise UserError(f"{where}: not JSON ({error})") from None
 
 
 def read_words(path: str | os.PathLike, check: Callable[[str], None] = lambda word: None) -> list[str]:
-    """Return the words of a file with one word per line. Blank lines are skipped; repeated words are kept.
+    """The words of a file, one a line; blank lines are skipped.
 
-    Raises FileNotFoundError, and UserError if the file has no words. UserError also names the line of a word that is
-    not UTF-8, holds a control character, or makes `check` raise ValueError.
+    Invisible format characters, such as a byte order mark, are stripped from both ends of a word. UserError names the
+    line of a word that has one inside, or that `check` refuses by a ValueError.
     """
     words = []
-    with open_text(path, errors="surrogateescape") as file:
-        for number, line in enumerate(file, start=1):
-            word = line.strip()
-            try:
-                if bad := UNREADABLE.search(word):
-                    raise ValueError(f"{bad[0]!r} in a word; expected one word a line, as UTF-8")
-                if word:
-                    check(word)
-                    words.append(word)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: {error}") from None
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
+        invisible = "".join({each for each in line if unicodedata.category(each) == "Cf"})
+        if not (word := line.strip(invisible + " \t\r\v\f\u00a0\u0085\u2028\u2029")):
+            continue
+        try:
+            if inside := [each for each in invisible if each in word]:
+                raise ValueError(f"{word!r} has the invisible character U+{ord(inside[0]):04X} inside; take it out")
+            check(word)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        words.append(word)
     if not words:
         raise UserError(f"{path}: no words; expected one a line")
     return words
 
 
-# Writing.
-
-
-def refuse_odd_file(path: Path) -> None:
-    """Raise UserError for a link, a folder or a device in the place of an output."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file; an output replaces a file or makes a new one")
-
-
-def refuse_overwriting(inputs: Iterable[str | os.PathLike], outputs: Iterable[str | os.PathLike]) -> None:
-    """Raise FileNotFoundError for a missing input, UserError for an output that is also an input or another output."""
-    taken = set()
-    for path in inputs:
-        open_text(path).close()
-        taken.add(Path(path).resolve())
-    for path in outputs:
-        if Path(path).resolve() in taken:
-            raise UserError(f"{path}: would be written over another file of this run; choose another name")
-        taken.add(Path(path).resolve())
-
-
 @contextmanager
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a file for writing so that readers see the old file or the whole new one, never a part of it.
-
-    The block writes to a temporary file in the same folder, which replaces the old file at the end. If the process is
-    killed, the temporary file stays; a later write deletes it when it is an hour old. Raises UserError if the path is
-    not a regular file, such as a link or a device.
-    """
+    """Open a file for writing so that readers see the old file or the whole new one, never a part of it."""
     path = Path(path)
-    refuse_odd_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):  # another process may have deleted it, or it is another user's
-            if time.time() - left.lstat().st_mtime > LEFTOVER_SECONDS:
-                left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+    text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace"}
     try:
-        with (
-            naming_full_disk(path),
-            open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file,
-        ):
+        with open(temporary, mode, **text) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -243,556 +114,302 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
-@contextmanager
-def naming_full_disk(path: str | os.PathLike) -> Iterator[None]:
-    """If the disk is full, raise an OSError that names the path, whatever error the writing library raised."""
-    try:
-        yield
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number not in FULL_DISK:
-            if not ON_FULL_DISK.search(str(error)):
-                raise
-            number = ENOSPC
-        raise OSError(number, os.strerror(number), str(getattr(error, "filename", None) or path)) from error
-
-
 def write_json(path: str | os.PathLike, value) -> None:
-    """Write `value` as indented JSON, by `replacing`."""
     with replacing(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-@contextmanager
-def writing_records(path: str | os.PathLike) -> Iterator[Callable[[Mapping], object]]:
-    """Write records by `replacing`, with the function that is yielded, one per line.
-
-    The file is JSONL if the path ends in .jsonl, else one JSON list.
-    """
-    jsonl = str(path).endswith(".jsonl")
-    before = itertools.repeat("") if jsonl else itertools.chain(["[\n"], itertools.repeat(",\n"))
-    after = "\n" if jsonl else ""
-    with replacing(path) as file:
-        yield lambda record: file.write(next(before) + to_json(record) + after)
-        if not jsonl:
-            file.write("\n]\n" if file.tell() else "[]\n")
-
-
 def write_records(path: str | os.PathLike, records: Iterable[Mapping]) -> None:
-    """Write all records as `writing_records` does."""
-    with writing_records(path) as write:
-        for record in records:
-            write(record)
+    """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
+    lines = (json.dumps(record, ensure_ascii=False) for record in records)
+    with replacing(path) as file:
+        if str(path).endswith(".jsonl"):
+            file.writelines(f"{line}\n" for line in lines)
+        else:
+            file.write("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-to_json = json.JSONEncoder(ensure_ascii=False).encode  # on one line, with non-ASCII letters as they are
-
-
-# Data.
+# Texts.
 
 
 def alpaca_to_row(example: dict) -> dict:
-    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
-
-    The layout of instructions is defined only here. Raises UserError if a text is missing.
-    """
-    for key in ("instruction", "output"):
-        if not isinstance(example.get(key), str):
-            raise UserError(f"'{key}' is missing; Alpaca records have 'instruction', 'output' and perhaps 'input'")
-    if not isinstance(example.get("input") or "", str):
-        raise UserError(f"'input' must be a text, got {example['input']!r}")
+    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
     prompt = f"### Instruction: {example['instruction']}"
     if example.get("input"):
         prompt += f"\n\n### Input: {example['input']}"
     return {"prompt": prompt + "\n\n### Response: ", "target": example["output"], "type": "sft"}
 
 
-def row_texts(record: dict, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
-    """Return a record's query, its target, and the record itself.
+def row_texts(record: Mapping) -> tuple[str, str, dict]:
+    """A record's query, its target, and the record itself, in which a field that is null counts as absent.
 
-    The texts are `query` and `target`, else `prompt` and `answer`. A raw Alpaca record is converted first. Raises
-    UserError for a text that is missing or cannot be encoded as UTF-8.
+    The texts are `query` and `target`, else `prompt` and `answer`, else those of Alpaca's fields.
     """
-    if not ({"query", "prompt", "target", "answer"} & record.keys()) and "instruction" in record:
-        record = record | from_alpaca(record)
-    texts = []
-    for name, other in (("query", "prompt"), ("target", "answer")):
-        key = name if name in record else other
-        if key not in record:
-            raise UserError(
-                f"'{name}' is missing; every row needs 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's "
-                "'instruction' and 'output')"
-            )
-        if not isinstance(record[key], str):
-            raise UserError(f"'{key}' must be a text, got {record[key]!r}")
+    record = {key: value for key, value in record.items() if value is not None}
+    if "instruction" in record and "output" in record and not {"query", "prompt", "target", "answer"} & record.keys():
+        record |= alpaca_to_row(record)
+    query, target = record.get("query", record.get("prompt")), record.get("target", record.get("answer"))
+    if not isinstance(query, str) or not isinstance(target, str):
+        raise UserError("a row needs the texts 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's fields)")
+    return query, target, record
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD in the place of each half surrogate pair, which no tokenizer reads."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def printable(text: str) -> str:
+    """A text of a model or a file without characters that move the cursor."""
+    return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text)
+
+
+# Models.
+
+
+@functools.cache
+def model_folder(name: str) -> Path:
+    """A model's folder: `name` itself, or a local copy of the hub's model of this name."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
         try:
-            record[key].encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"'{key}' is not Unicode text ({error.reason})") from None
-        texts.append(record[key])
-    return texts[0], texts[1], record
-
-
-def file_digest(paths: Iterable[str | os.PathLike]) -> str:
-    """SHA-256 over the SHA-256 of each file, in the order given."""
-    digests = hashlib.sha256()
-    for path in paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        digests.update(digest.digest())
-    return digests.hexdigest()
-
-
-def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return a model's folder: `name` itself if it is a folder, else a local copy of the hub's model of this name.
-
-    `revision` is a commit, branch or tag on the hub; `name` may also be NAME@REVISION.
-    Raises UserError if there is no such model, for a revision of a folder, or if the folder has no config.json.
-    """
-    repository, revision_in_name = split_revision(name)
-    revision = revision or revision_in_name
-    if os.path.isdir(repository):
-        if revision:
-            raise UserError(f"{repository} is a folder, which has no revision {revision}; only models on the hub have")
-        folder = Path(repository)
-    else:
-        folder = _from_hub(repository, revision)
+            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+        except (OSError, ValueError) as error:
+            why = str(error).strip().split("\n")[0]
+            raise UserError(f"{name}: no such folder, and no such model on the hub or in its cache ({why})") from None
     if not (folder / "config.json").is_file():
         merged = f"; use {folder / 'merged'}" if (folder / "merged").is_dir() else ""
         raise UserError(f"{folder}: no config.json; this is not a model folder{merged}")
     return folder
 
 
-def split_revision(name: str) -> tuple[str, str | None]:
-    """Split NAME@REVISION of a model on the hub. The name of a folder stays whole."""
-    repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
-    return repository, revision or None
-
-
-@functools.cache
-def _from_hub(name: str, revision: str | None = None, files: tuple[str, ...] = MODEL_FILES) -> Path:
-    """Download a model. The answer is kept, since the model on the hub may change while this process runs."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except (OSError, ValueError) as error:
-        kind = type(error).__name__
-        why = {
-            "GatedRepoError": "the hub asks you to accept the model's licence on its page; then: hf auth login",
-            "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in its cache",
-            "RevisionNotFoundError": f"the hub's model has no revision {revision}",
-        }.get(kind, f"no such model on the hub ({kind})")
-        raise UserError(f"{name}: no such folder, and {why}") from None
-
-
-def hub_commit(folder: Path) -> str | None:
-    """The commit of a model's local copy that `model_folder` returned; None for any other folder."""
-    return folder.name if folder.parent.name == "snapshots" else None
-
-
-def refuse_large_model(name: str, request: str) -> None:
-    """Raise UserError if a model, for which PyTorch found no GPU, is too large for a CPU. `request` asks for a CPU."""
-    size = sum(path.stat().st_size for path in model_folder(name).glob("model*.safetensors"))
-    if size > MOST_ON_CPU:
-        raise UserError(
-            f"{name} has {size / 1e9:.1f} GB of weights, and PyTorch finds no GPU: use a machine with a GPU and a "
-            f"PyTorch built for it, or say {request}"
-        )
-
-
-def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over configuration, tokenizer, code, and samples of the *.safetensors; other weights are not read."""
-    digest = hashlib.sha256()
-    small = ("config.json", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-    small += ("chat_template.jinja",)
-    for path in sorted([*(folder / file for file in (*small, *TOKENIZER_FILES)), *folder.glob("*.py")]):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+def model_setting(name: str) -> dict[str, str]:
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights over samples."""
+    folder, digest = model_folder(name), hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
+        if path.suffix not in WEIGHTS:
+            digest.update(path.read_bytes())
+            continue
         with open(path, "rb") as file:
             for sample in range(SAMPLES):
                 file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
+    return {"path": name, "sha256": digest.hexdigest()} | commit
 
 
-def tokenizer_fingerprint(name: str | os.PathLike) -> str:
-    """SHA-256 over the tokenizer's files in a model's folder, or in the hub's model of this name."""
-    repository, revision = split_revision(str(name))
-    folder = Path(name) if os.path.isdir(name) else _from_hub(repository, revision, TOKENIZER_FILES)
-    return file_digest(folder / file for file in TOKENIZER_FILES if (folder / file).is_file())
+def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
+    """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared."""
+    digest = hashlib.sha256(b"".join(hashlib.sha256(Path(path).read_bytes()).digest() for path in paths))
+    return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
 
 
-def model_setting(name: str, revision: str | None = None) -> dict[str, str]:
-    """Return a model in the form in which `stage` compares it, by its sha256; from the hub with its commit."""
-    folder = model_folder(name, revision)
-    commit = hub_commit(folder)
-    return {"path": name, "sha256": model_fingerprint(folder)} | ({"commit": commit} if commit else {})
+def load_tokenizer(name: str, **options):
+    """The tokenizer of a model: from tokenizer.json where there is one, whichever other packages are installed."""
+    from transformers import AutoTokenizer
+
+    folder = model_folder(name)
+    if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
+        require("mistral_common", "mistral-common")  # converts it
+    # By default transformers reads tekken.json by mistral-common if that is installed. The ids of "[INST]" differ.
+    try:
+        return AutoTokenizer.from_pretrained(folder, mistral_format=False, **options)
+    except ValueError as error:
+        raise UserError(f"{folder}: no tokenizer that can be loaded ({' '.join(str(error).split())})") from error
 
 
 # Finished work.
 
-RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "vllm", "numpy")
-
 
 @dataclass
-class Todo:
-    """What `stage` yields: true if there is work to do. `notes` stand in the record beside the settings."""
+class Stage:
+    """What `stage` yields: whether there is work to do, and notes that stand in the record beside the settings."""
 
-    needed: bool
-    notes: dict
-
-    def __bool__(self) -> bool:
-        return self.needed
+    todo: bool
+    notes: dict = field(default_factory=dict)
 
 
 @contextmanager
 def stage(
-    record: str | os.PathLike, settings: Mapping, *, results: Sequence[str], may_change: Collection[str] = ()
-) -> Iterator[Todo]:
-    """Do a piece of work once: `with stage(record, settings, results=...) as todo: if todo: ...`.
+    record: str | os.PathLike, settings: Mapping, *, results: Sequence[str], ranks: bool = True
+) -> Iterator[Stage]:
+    """Do a piece of work once: `with stage(record, settings, results=...) as work: if work.todo: ...`.
 
-    `record` is a JSON file beside the results. It holds `settings`, a flat dictionary of everything that changes the
-    results, the versions that made them, and whether they are finished, which is noted when the block has ended
-    without an error. `results` are names or patterns of the files of this work in the record's folder; while one that
-    is a name is missing, the work is not finished. In `settings` a file or a model is {"path", "sha256"}, and only the
-    sha256 is compared. `may_change` names settings in which a later start may differ. Then the record gets the new
-    values, and the work counts as unfinished until it has ended again.
+    The record is a JSON file beside the results. It holds the settings, versions, notes, and `finished` once the block
+    has ended on all ranks without an error. `results` are patterns of files in its folder; the first is there when the
+    work is finished. A setting with a `sha256` (a file, a model) is compared by it.
 
-    All ranks of a launch enter the block together; rank 0 decides for them, holds the lock and writes the record.
-    Raises UserError, with nothing written, if another launch is at work, if results were made with other settings, or
-    if nothing says how they were made. Settings without any result do not count.
+    All ranks of a launch enter the block together; `ranks=False` is for programs that run as one process, whatever
+    the environment says. UserError, with nothing written, if the results that are there were made with other settings,
+    or if another launch is at work.
     """
-    record = Path(record)
-    lock_path = record.with_name(f".{record.stem}.lock")
-    settings = json.loads(json.dumps(settings))  # tuples are lists in a file
-
-    def begin() -> dict:
-        stored = stored_record(record, settings, results, may_change)
-        if not stored["finished"]:
-            lock(lock_path)
-            stored = stored_record(record, settings, results, may_change)  # another may have ended since
-        if stored["finished"]:
-            logger.info("%s: all is there", record)
-            return stored
-        stored = {"settings": settings, "finished": False, "made_by": made_by()}
-        write_json(record, stored)
-        return stored
-
-    stored = from_rank_0(begin)
-    if different := differences(stored["settings"], settings):
-        raise UserError(f"rank {rank()} was started with other settings than rank 0 ({'; '.join(different)})")
-    todo = Todo(not stored["finished"], {key: stored[key] for key in stored if key not in ("settings", "finished")})
+    record, settings = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
+    lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0)
+    everywhere = on_rank_0 if ranks else lambda make: make()
+    work = Stage(**everywhere(lambda: _begin(record, settings, results, lock)))
     try:
-        yield todo
-        if todo and rank() == 0:
-            write_json(record, {"settings": settings, "finished": True, **todo.notes})
+        yield work
+        everywhere(lambda: None)  # all ranks have ended their part
+        if work.todo and (rank() == 0 or not ranks):
+            write_json(record, {"settings": settings, "finished": True, "made_by": made_by()} | work.notes)
     finally:
-        unlock(lock_path)
+        lock.release()
 
 
-def stored_record(record: Path, settings: Mapping, results: Sequence[str], may_change: Collection[str] = ()) -> dict:
-    """The record of results that exist, else {"finished": False}, as `stage` finds it.
-
-    Raises UserError if they are those of other work.
-    """
-    found = [sorted(str(path.relative_to(record.parent)) for path in record.parent.glob(each)) for each in results]
-    whole = all(files for files, pattern in zip(found, results, strict=True) if "*" not in pattern)
-    names = list(dict.fromkeys(itertools.chain(*found)))
-    if not names:
-        return {"finished": False}
-    remedy = f"write elsewhere, or delete in {record.parent}: {', '.join([*names[:NAMED], record.name])}"
+def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> dict:
+    """Take the lock and compare the settings. Returns the fields of the Stage; frees the lock if it raises."""
+    record.parent.mkdir(parents=True, exist_ok=True)
     try:
-        stored = read_json(record)
-        different = differences(stored["settings"], settings)
-        refused = differences(stored["settings"], settings, but=may_change)
-    except (OSError, UserError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{record}: this file does not say how {names[0]} was made; {remedy}") from None
-    if refused:
-        raise UserError(f"{record}: made with other settings ({'; '.join(refused)}); {remedy}")
-    return stored | {"finished": bool(stored.get("finished") and whole and not different)}
+        lock.acquire()
+    except Timeout:  # an OSError too, so it comes first
+        raise UserError(f"{record.parent}: another launch is at work here; end that one first") from None
+    except (NotImplementedError, OSError) as error:
+        logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
+    try:
+        stored = _stored(record, settings, results)
+        if stored.get("finished") and any(record.parent.glob(results[0])):
+            logger.info("%s: all is there", record)
+            notes = {key: value for key, value in stored.items() if key not in ("settings", "finished")}
+            return {"todo": False, "notes": notes}
+        write_json(record, {"settings": settings, "finished": False, "made_by": made_by()})
+        return {"todo": True}
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _stored(record: Path, settings: dict, results: Sequence[str]) -> dict:
+    """The record of results that are there. UserError if they were made with other settings, or if it is missing."""
+    there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
+    if not there:
+        return {}
+    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join([*there[:8], record.name])}"
+    if not record.is_file():
+        raise UserError(f"{record} is missing, which says how {there[0]} was made; {remedy}")
+    stored = read_json(record)
+    if different := differences(stored["settings"], settings):
+        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
+    return stored
+
+
+def differences(then: Mapping, now: Mapping) -> list[str]:
+    """A phrase for each setting that differs. Files and models differ if their sha256 does."""
+
+    def content(setting):
+        return setting.get("sha256", setting) if isinstance(setting, dict) else setting
+
+    def text(setting) -> str:
+        if isinstance(setting, dict) and "sha256" in setting:
+            return f"{setting.get('path')} (sha256 {setting['sha256'][:8]})"
+        return str(setting)
+
+    names = [name for name in {**then, **now} if content(then.get(name)) != content(now.get(name))]
+    return [f"{name}: {text(then.get(name))} then, {text(now.get(name))} now" for name in names]
 
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """Versions of the packages that compute, the CPU, and this project's commit, with "+" if files were changed."""
-    found = {"cpu": cpu()}
+    """Versions of the packages that compute, and this project's commit, with "+" if files were changed."""
+    versions = {}
     for package in RECORDED_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=40"]
+            versions[package] = importlib.metadata.version(package)
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=40"]
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
-        found["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    return found
-
-
-def cpu() -> str:
-    """The name of this machine's processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (names or [platform.processor() or platform.machine()])[0]
-
-
-def differences(then: Mapping, now: Mapping, but: Collection[str] = ()) -> list[str]:
-    """Return a phrase for each setting that differs, but for those named in `but`."""
-    now = json.loads(json.dumps(now))  # tuples are lists in a file
-    return [
-        f"{key}: {_show(then.get(key))} then, {_show(now.get(key))} now"
-        for key in {**then, **now}
-        if key not in but and _content(then.get(key)) != _content(now.get(key))
-    ]
-
-
-def files_setting(*paths: str | os.PathLike) -> dict[str, str]:
-    """Return files in the form in which `stage` compares them."""
-    return {"path": " ".join(map(str, paths)), "sha256": file_digest(paths)}
-
-
-def _content(setting):
-    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
-
-
-def _show(setting) -> str:
-    if isinstance(setting, dict) and "sha256" in setting:
-        options = f" {setting['options']}" if setting.get("options") else ""
-        return f"{setting.get('path')}{options} (sha256 {str(setting['sha256'])[:8]})"
-    return str(setting)
-
-
-# The locks that this process holds, with their file descriptors. A POSIX lock ends with its process, and children do
-# not inherit it. It also ends when the process closes any other descriptor of the lock file, so only `lock` and
-# `is_locked` may open that file. Lock files are never deleted: otherwise one process could lock a deleted file while
-# another process locks a new file of the same name.
-_locks: dict[Path, int] = {}
-os.register_at_fork(after_in_child=_locks.clear)
-
-
-def lock(path: str | os.PathLike) -> None:
-    """Take this lock for this process. Raises UserError if another process holds it."""
-    path = Path(path).absolute()
-    if path in _locks:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    taken = _try_lock(descriptor, fcntl.LOCK_EX, path)
-    if not taken:
-        time.sleep(LOCK_RETRY)
-        taken = _try_lock(descriptor, fcntl.LOCK_EX, path)
-    if not taken:
-        os.close(descriptor)
-        raise UserError(LOCKED.format(path.parent))
-    _locks[path] = descriptor
-
-
-def unlock(path: str | os.PathLike) -> None:
-    """Release a lock, if this process holds it."""
-    if (descriptor := _locks.pop(Path(path).absolute(), None)) is not None:
-        os.close(descriptor)
-
-
-def is_locked(path: str | os.PathLike) -> bool:
-    """Return whether another process holds this lock; False on a file system without locks."""
-    path = Path(path).absolute()
-    if path in _locks:
-        return False
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH, path)
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
-    try:
-        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either
-        return False
-    except OSError as error:
-        _warn_without_locks(path.parent, str(error))
-    return True
-
-
-@functools.cache
-def _warn_without_locks(folder: Path, error: str) -> None:
-    logger.warning("%s: no locks on this file system (%s); run one launch at a time", folder, error)
+        versions["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return versions
 
 
 # The ranks of a launch.
 
 
-_meetings = itertools.count()
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its value on all ranks, passed as JSON. All ranks of the launch must call this.
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
 
-    If `make` raises UserError or OSError, all ranks raise UserError. Rank 0 returns when all ranks have the answer, so
-    whatever they did before the call is done. A process without MASTER_ADDR was not started by a launcher, so it calls
-    `make` itself.
+
+@functools.cache
+def launch_store():
+    """The key-value store that all ranks of a launch share. Torch's process group uses the same server."""
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://"))
+    return store
+
+
+_calls = itertools.count()
+
+
+def on_rank_0(make: Callable[[], T]) -> T:
+    """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
+
+    All ranks must call this. Rank 0 returns when all of them have the answer, so it is also a barrier.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
-    store, key = launch_store(), f"spag/{next(_meetings)}"
-    answer: dict
+    store, key = launch_store(), f"spag/{next(_calls)}"
     if rank() == 0:
         try:
-            answer = {"value": make()}
+            store.set(key, json.dumps({"value": make()}))
         except (UserError, OSError) as error:
-            answer = {"error": str(error)}
-        store.set(key, json.dumps(answer))
-    while not store.check([key]):  # no time limit: rank 0 may be downloading a model
-        time.sleep(0.1)
+            store.set(key, json.dumps({"error": str(error)}))
+    _wait(store, [key])
     answer = json.loads(store.get(key))
     store.set(f"{key}/{rank()}", "")
-    if rank() == 0:  # (without torchrun rank 0 also serves the store, which would end with it)
-        store.wait([f"{key}/{other}" for other in range(world_size())], MEETING_TIMEOUT)
+    if rank() == 0:
+        _wait(store, [f"{key}/{other}" for other in range(world_size())])
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]
 
 
-@functools.cache
-def launch_store():
-    """Return the key-value store that all ranks of a launch share. Torch's process group uses the same server."""
-    from torch.distributed import rendezvous
-
-    store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
-    return store
+def _wait(store, keys: list[str]) -> None:
+    while not store.check(keys):  # without a time limit: the slowest rank may still play. A dead one ends the launch
+        time.sleep(0.1)
 
 
 # Programs.
 
 
-def unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The error messages for words of a command line that a parser does not know, with the flags that were meant."""
-    known = [name for action in parser._actions for name in action.option_strings if name != "--help"]
-    messages = []
-    for word in words:
-        if word.startswith("-"):
-            close = difflib.get_close_matches(word.split("=")[0], known, n=1)
-            messages.append(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
-    return messages or [f"{word!r} belongs to no flag" for word in words[:1]]
-
-
-def too_small(flags, **least: float) -> list[str]:
-    """Return one phrase for each flag whose value is below its minimum in `least`."""
-    values = {name: getattr(flags, name) for name in least}
-    return [
-        f"--{name} is {values[name]}; it must be at least {minimum}"
-        for name, minimum in least.items()
-        if values[name] is not None and not values[name] >= minimum
-    ]
-
-
 def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError, OSError and a missing package end the program with one line and exit status 2.
-
-    From here on a rank ends when its torchrun is killed. If torchrun was killed before, while this process imported
-    its packages, it ends here.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-        if os.getppid() != FIRST_PARENT:
-            os.kill(os.getpid(), signal.SIGKILL)
+    """Call `main`. UserError and OSError end the program with one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's
+            stream.reconfigure(errors="replace")
     try:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
-    except ModuleNotFoundError as error:
-        _end_if_package_is_missing(error)
-        raise
 
 
 def end_with_error(message: str) -> NoReturn:
-    """End the program with one line and exit status 2.
-
-    Most errors happen on all ranks alike. Ranks other than 0 wait before they report, so the launcher ends them after
-    rank 0's report and the error is printed once.
-    """
-    if rank() > 0:
-        time.sleep(RANK_0_FIRST)
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {shown(message)}\n")
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(message)}\n")
     sys.exit(2)
 
 
 def require(module: str, requirement: str) -> None:
     """Raise UserError with the command that installs an optional package, unless its module is installed."""
     if importlib.util.find_spec(module) is None:
-        package = re.match(r"[\w.-]+", requirement)[0]
-        raise UserError(f"the package {package} is missing: pip install {shlex.quote(requirement)}")
+        name = re.match(r"[\w.-]+", requirement)[0]
+        raise UserError(f"the package {name} is missing: pip install {shlex.quote(requirement)}")
 
 
-def _end_if_package_is_missing(error: BaseException) -> None:
-    """End the program if the error is a missing package of others. A missing module of our own is a bug."""
-    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] not in OWN_MODULES:
-        end_with_error(f"{error} for {sys.executable}: source .venv/bin/activate, or pip install -r requirements.txt")
-
-
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
-    _end_if_package_is_missing(error)
-    sys.__excepthook__(kind, error, trace)
-
-
-# A program imports its packages before it calls run_program. A test or a notebook that imports utils is left alone.
-if Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent in (ROOT, ROOT / "tools"):
-    sys.excepthook = _report_uncaught
-
-
-# Processes.
-
-
-def rank() -> int:
-    """Return the rank of this process in its launch; 0 without a launcher."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size() -> int:
-    """Return the number of processes in the launch; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def end_with_parent() -> None:
-    """Have Linux kill this process when its parent, or the thread of it that started this process, ends."""
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def shown(text: str) -> str:
-    """Make a text from a model, a server or a file safe to print.
-
-    Unprintable characters become U+FFFD, so the text cannot move the cursor. Lines after the first are indented, so
-    the text cannot imitate log lines.
-    """
-    text = text.replace("\t", " ")
-    return "\n    ".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
-
-
-class CleanFormatter(logging.Formatter):
-    """Makes log messages safe to print, since they may quote models, servers and files."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = shown(record.message)
-        return super().formatMessage(record)
-
-
-def set_up_logging() -> None:
+def set_up_logging(*, ranks: bool = True) -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # at each step
-    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)  # a flag of ours
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
-    who = f"rank {rank()} " if world_size() > 1 else ""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(CleanFormatter(f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, handlers=[handler], force=True)
+    several, first = ranks and world_size() > 1, not ranks or rank() == 0
+    who = f"rank {rank()} " if several else ""
+    level = logging.INFO if first else logging.WARNING
+    layout = f"%(asctime)s {who}%(levelname)s %(message)s"
+    logging.basicConfig(level=level, format=layout, datefmt="%H:%M:%S", force=True)
 
 
 def warn_on_rank_0(message: str, *values) -> None:

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034  # sourced by tools/run_spag.sh
+# shellcheck shell=bash disable=SC2034  # read by tools/loop/settings.py
 # All settings of the loop, with their defaults and meanings:
 #
 #   tools/run_spag.sh configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142
@@ -11,10 +11,11 @@ MODEL=             # base model: a folder, or a name on the hub (needed, unless 
 WORDS=             # word list of self-play, one word a line (needed)
 OUTPUT=            # folder of all results (needed)
 IMITATION_DATA=    # rows of imitation, one file or several; empty: MODEL plays as it is
+IMITATION_MODEL=   # a trained imitation model, instead of training one on IMITATION_DATA
 SFT_DATA=          # SFT examples to train on beside the rows of the games, e.g. Alpaca's
 
-CONTROL=           # rows of a control: coin, coin_by_length, cloning, sft or silent (configs/README.md)
-LIKE=              # OUTPUT of another run: its imitation model, its games of epoch 1; sft and silent take its rows
+CONTROL=           # rows of a control: coin_by_length, cloning, sft or silent (configs/README.md)
+LIKE=              # OUTPUT of another run, whose settings, imitation model and games of epoch 1 are the start
 EPOCHS=3           # epochs of self-play
 UNTIL=             # stop after imitation, epochK_play or epochK_train; without it the same command goes on
 SEED=42            # seed of play, rewards and training; epoch k adds k, so take seeds that are further apart
@@ -23,6 +24,7 @@ GAME=taboo         # the game: a name, FILE.py:Class or module:Class
 GAME_OPTIONS=      # its options, KEY=VALUE, one or several
 PROMPTS=           # prompt file; empty: the game's own
 CHAT_TEMPLATE=False # True: play, rows and matches use the model's chat template
+THINKING=False     # True: replies begin with a private thought; MAX_NEW_TOKENS should then be 1024 or more
 MAX_TURNS=         # turns of a game; empty: the game's own number
 GAMES=             # play only this many words, the first of the list
 GAMES_PER_WORD=1   # games of each word in an epoch
@@ -33,8 +35,9 @@ TEMPERATURE=1.2    # of sampling in play and matches
 TOP_K=50           # sample from this many most likely tokens; 0: from all
 
 DECAY_WEIGHT=0.8   # reward decay gamma, applied backwards from the last message
-LOSERS=0.0         # share of the winner's reward that the loser pays; above 0 needs DETACH_KL=True; 0: none
-TIES=0.0           # reward that both roles of a tied game are charged; above 0 needs DETACH_KL=True; 0: no rows of ties
+LOSERS=0.0         # share of the winner's reward that the loser pays; needs DETACH_KL=True
+TIES=0.0           # reward that both roles of a tied game are charged; needs DETACH_KL=True
+BASELINE=none      # role: rewards less the mean of the role's; needs DETACH_KL=True
 ROLE_WEIGHTS=paper # paper: the rows of both roles weigh the same in total; none: each row weighs 1
 
 GLOBAL_BATCH=128   # rows of an optimizer step, over all processes
@@ -52,12 +55,12 @@ EVAL_WORDS=        # word lists of the match against imitation, FILE or NAME=FIL
 EVAL_SEEDS=0       # seeds of the match, one or several
 EVAL_GAMES_PER_WORD=1 # games of each word, role and seed of the match
 EVAL_EVERY=1       # a match after every so many epochs
-EVAL_IMITATION=False # True: a match of imitation against itself too, which shows the spread
 EVAL_TASKS=        # benchmarks for base, imitation and every epoch, e.g. MMLU ARC-c; empty: none
+BELIEF_GAMES=      # games whose hints are read to each epoch's model: what do they tell it? empty: none
 REPORT=True        # True: make report.html after each epoch
 
 PRECISION=auto     # bf16, fp16 or fp32; auto: bf16 where GPU or CPU compute it, else fp16 on GPUs and fp32 on CPUs
-DEEPSPEED=auto     # DeepSpeed's configuration, or none; auto: by the GPUs' memory (tools/loop/README.md)
+DEEPSPEED=auto     # DeepSpeed's configuration, or none; auto: by the GPUs' memory
 GRADIENT_CHECKPOINTING=auto # True or False; auto: True with a GPU
 ENGINE=auto        # engine of play and matches: auto, vllm, slots or generate
 TENSOR_PARALLEL_SIZE=1 # GPUs of each vLLM model; play then has NPROC / this number of processes
@@ -68,11 +71,11 @@ NNODES=1           # machines; the same command runs on each, with OUTPUT on a s
 NODE_RANK=0        # number of this machine, from 0
 RDZV_ENDPOINT=     # host:port of machine 0 (needed with several machines)
 RDZV_ID=spag       # the launch's name, the same on all machines; other launches at RDZV_ENDPOINT need another
-VERBOSE=False      # True: everything that programs print goes to the terminal too
 
 IMITATION_ARGS=    # further flags of train.py in imitation
 TRAIN_ARGS=        # further flags of train.py in self-play
 PLAY_ARGS=         # further flags of tools/play_llm_game.py
-REWARD_ARGS=       # further flags of tools/assign_rewards.py; {epoch} stands for the number of the epoch
+REWARD_ARGS=       # further flags of tools/assign_rewards.py
 EVAL_ARGS=         # further flags of tools/evaluate_games.py
+BELIEF_ARGS=       # further flags of tools/evaluate_belief.py
 REASONING_ARGS=    # further flags of tools/evaluate_reasoning.py

@@ -1,5 +1,13 @@
-# shellcheck shell=bash disable=SC2034,SC2154  # read by tools/run_spag.sh, which sets root
-# Settings of WORLD=english in tools/quickstart.sh: SmolLM2-135M-Instruct on two CPU cores: 38 minutes in bf16.
+# shellcheck shell=bash disable=SC2034,SC2154  # read by tools/loop/settings.py, where root is the project's folder
+# A pretrained model of 135M parameters plays in English, on two CPU cores (38 minutes in bf16):
+#   python -m tools.prepare_data smollm2 --output_dir models/smollm2
+#   python -m tools.prepare_data english --model models/smollm2 --output_dir outputs/english/data
+#   tools/run_spag.sh configs/english.sh OUTPUT=outputs/english
+MODEL=models/smollm2
+IMITATION_DATA=outputs/english/data/imitation.json
+SFT_DATA=outputs/english/data/anchor.json # 300 rows of imitation
+WORDS=outputs/english/data/played.txt
+EVAL_WORDS=held_out=outputs/english/data/held_out.txt
 PROMPTS=$root/data/english/prompts.json
 CHAT_TEMPLATE=True
 MAX_TURNS=5
@@ -12,8 +20,8 @@ LEARNING_RATE=2e-5
 REASONING_ARGS="--limit 300"
 GLOBAL_BATCH=16
 TRAIN_BATCH=16
-IMITATION_ARGS="--use_cpu True --attn_implementation eager" # --use_cpu: the loop refuses a model of this size else
-TRAIN_ARGS="--use_cpu True --attn_implementation eager"      # eager: faster than sdpa on CPUs with rows this short
+IMITATION_ARGS="--attn_implementation eager" # faster than sdpa on CPUs with rows this short
+TRAIN_ARGS="--attn_implementation eager"
 REWARD_ARGS="--training_prompt play"
 NPROC=1
 PRECISION=auto # bf16 on CPUs that compute it (avx512_bf16 or amx_bf16), else fp32

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034  # read by tools/run_spag.sh
+# shellcheck shell=bash disable=SC2034  # read by tools/loop/settings.py
 # The paper's run: Llama-2-7B on 8 GPUs of 80 GB (computed to fit under ZeRO-2, not run here). With your own OUTPUT:
 #   tools/run_spag.sh configs/llama2_7b.sh OUTPUT=outputs/spag
 MODEL=meta-llama/Llama-2-7b-hf # gated: hf auth login

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034  # read by tools/run_spag.sh
+# shellcheck shell=bash disable=SC2034  # read by tools/loop/settings.py
 # Qwen3-4B on one GPU of 80 GB, by LoRA (computed to fit without DeepSpeed, not run here). Its chat template is used
 # in play, rows and matches. The model follows instructions already, so there is no imitation.
 #   tools/run_spag.sh configs/qwen3_4b.sh OUTPUT=outputs/spag_qwen3

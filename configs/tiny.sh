@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034,SC2154  # read by tools/run_spag.sh, which sets root
+# shellcheck shell=bash disable=SC2034,SC2154  # read by tools/loop/settings.py, where $root is the project's folder
 # Settings of the embedded world. They differ from the paper's because model and prompts are far smaller; the
 # losses and their coefficients are the same.
 PROMPTS=$root/data/tiny/prompts.json

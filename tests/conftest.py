@@ -58,12 +58,10 @@ def trials(request):
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory, tiny_model, other_model) -> Path:
-    """The files that the programs of faults/ read; a test that changes one writes it back."""
-    from programs import build_loop, write_inputs  # of faults/
+    """The files that the programs of faults/ read."""
+    from programs import write_inputs  # of faults/
 
-    folder = write_inputs(tmp_path_factory.mktemp("faults") / "inputs", tiny_model, other_model)
-    build_loop(folder)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("faults") / "inputs", tiny_model, other_model)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -87,8 +87,8 @@ def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
 def as_a_process() -> Iterator[None]:
     """Undo, when the block ends, what would end with a process.
 
-    The command line, environment, current folder and logging are restored. Locks are released. What the Trainer keeps
-    in modules (accelerate's state, the DeepSpeed file) is reset.
+    The command line, environment, current folder and logging are restored. What the Trainer keeps in modules
+    (accelerate's state, the DeepSpeed file) is reset.
     """
     argv, environment, folder = sys.argv, dict(os.environ), os.getcwd()
     handlers, level = logging.root.handlers[:], logging.root.level
@@ -106,9 +106,8 @@ def as_a_process() -> Iterator[None]:
 
 
 def reset_process() -> None:
-    """Release locks. If a Trainer was made, reset accelerate and transformers and free the models."""
-    for path in list(utils._locks):
-        utils.unlock(path)
+    """If a Trainer was made, reset accelerate and transformers and free the models."""
+    utils.model_folder.cache_clear()
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tools.games import Game
-from tools.players.player import STOP, Reply, Turn
+from tools.players.player import STOP, Player, Reply, Turn
 
 
 def messages(game: Game, *texts: str) -> list[dict[str, str]]:
@@ -11,7 +11,7 @@ def messages(game: Game, *texts: str) -> list[dict[str, str]]:
     return [{"role": game.roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
-class ScriptedPlayer:
+class ScriptedPlayer(Player):
     """Says `lines[index][k]` as its k-th message in game `index`, and keeps the turns that it saw."""
 
     def __init__(self, lines: Mapping[int, Sequence[str]] | Sequence[Sequence[str]]):

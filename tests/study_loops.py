@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
-from tools.matches.text import write_results as write_matches
-from tools.reasoning import jobs
-from tools.reasoning.jobs import BENCHMARKS
-from tools.reasoning.table import write_results
-from tools.selfplay.counts import GameCounts
+from tools.matches.text import write_results
+from tools.reasoning.harness import BENCHMARKS
+from tools.reasoning.table import Score, result_rows
+from tools.selfplay.episodes import summary
 from utils import write_json, write_records
 
 TABOO = Taboo()
@@ -15,40 +14,22 @@ TWO = [each for each in BENCHMARKS if each.name in ("ARC-e", "PIQA")]
 MATCH = {"against": "imitation", "task_type": "sampling", "seeds": [0], "games_per_word": 1, "max_turns": 5}
 
 
-def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), *, imitation: bool = True, **settings):
-    """A loop of two epochs. `wins` are the games of 100 that imitation and the models of the epochs win as attackers,
-    and their right answers of 100."""
-    known = {"MODEL": "tiny", "GAME": "taboo", "EPOCHS": "2", "SEED": str(seed), "CONTROL": "", "KL": "0.2"}
-    known |= {"GAME_OPTIONS": "", "PROMPTS": "", "LORA_RANK": "", "IMITATION_DATA": "rows.json", "OUTPUT": str(folder)}
-    record = {"settings": known | settings, "finished": True, "made_by": {"torch": "2.9", "spag": "abc123"}}
-    write_json(folder / "settings.json", record)
-    for epoch, won in enumerate(wins):
-        stage = f"epoch{epoch}" if epoch else "imitation"
-        if epoch or imitation:
-            log = [{"rows": 1000, "step": 0}]
-            write_json(folder / stage / "model/trainer_state.json", {"global_step": 16, "log_history": log})
-            write_json(folder / stage / "model/train_results.json", {"train_runtime": 1800.0})
-        if epoch:
-            played = folder / stage / "episodes/x_sampling_words_summary.json"
-            write_json(played, summary(wins[epoch - 1]))
-            sides = [{"attacker": stage, "defender": "imitation"}, {"attacker": "imitation", "defender": stage}]
-            games = [game_of(number, wins=won, **side) for side in sides for number in range(100)]
-            write_match(folder / stage / "eval", games, [stage, "imitation"], "imitation")
+def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), **settings) -> Path:
+    """A loop of two epochs. `wins` are the games of 100 that imitation and the models of epochs win as attackers."""
+    known = {"MODEL": "tiny", "SEED": str(seed), "LIKE": "", "KL": "0.2", "PRECISION": "fp32", "OUTPUT": str(folder)}
+    write_json(folder / "settings.json", {"settings": known | settings, "made_by": {"torch": "2.9", "spag": "abc123"}})
+    for epoch, won in enumerate(wins[1:], start=1):
+        name = f"epoch{epoch}"
+        log = [{"rows": 1000, "step": 0}]
+        write_json(folder / name / "model/trainer_state.json", {"global_step": 16, "log_history": log})
+        played = [game_of(number, wins=wins[epoch - 1]) for number in range(100)]
+        write_json(folder / name / "episodes/x_sampling_words_summary.json", summary(TABOO, played))
+        sides = [{"attacker": name, "defender": "imitation"}, {"attacker": "imitation", "defender": name}]
+        games = [game_of(number, wins=won, **side) for side in sides for number in range(100)]
+        write_records(folder / name / "eval/games_results.json", games)
+        settings = MATCH | {"players": [name, "imitation"]}
+        write_results(folder / name / "eval", folder / name / "eval/games_results.json", settings, TABOO)
     return folder
-
-
-def summary(wins: int) -> dict:
-    """The summary of 100 games of self-play."""
-    counts = GameCounts(TABOO)
-    for number in range(100):
-        counts.add(game_of(number, wins=wins, attacker="x", defender="x"))
-    return counts.as_dict() | {"new_tokens": 7200, "tokens_per_second": 1.0}
-
-
-def write_match(folder: Path, games: list[dict], players: list[str], against: str) -> None:
-    """The files of a match."""
-    write_records(folder / "games_results.json", games)
-    write_matches(folder, folder / "games_results.json", MATCH | {"players": players, "against": against}, TABOO)
 
 
 def game_of(number: int, *, wins: int, **players) -> dict:
@@ -60,15 +41,19 @@ def game_of(number: int, *, wins: int, **players) -> dict:
     return game | {"max_turns": 5} | players
 
 
-def add_benchmarks(folder: Path, right: dict[str, int], commit: str = "abc123") -> None:
+def add_benchmarks(folder: Path, right: dict[str, int], limit: int | None = None) -> None:
     """Results of two benchmarks of 100 questions, of which each model, by name, answers so many right."""
-    found = []
-    for name, number in right.items():
-        for benchmark in TWO:
-            path = jobs.result_path(folder / "reasoning", name, benchmark.task)
-            found.append(jobs.Job(name, benchmark, {"model": {"path": name, "sha256": name}}, path))
-            metrics = {"acc,none": {"value": number / 100, "stderr": 0.05}}
-            scores = {"acc,none": {f"{benchmark.task}/{place}": float(place < number) for place in range(100)}}
-            result = {"questions": 100, "shots": 0, "metrics": metrics, "scores": scores, "seconds": 450.0}
-            write_json(path, result | {"harness": "0.4.13", "data_revisions": {"someone/data": commit}})
-    write_results(folder / "reasoning", found, {}, "bfloat16", None)
+    scores = {model: {each.name: Score(float(number), 5.0, {}) for each in TWO} for model, number in right.items()}
+    settings = {"harness": "0.4.13", "dtype": "bfloat16", "limit": limit, "models": right}
+    settings |= {"benchmarks": [each._asdict() for each in TWO]}
+    rows = result_rows(scores, next(iter(right)), [each.name for each in TWO])
+    write_json(folder / "reasoning/results.json", {"settings": settings, "results": rows})
+
+
+def add_belief(folder: Path, knowledge: dict[str, float]) -> None:
+    """Results of tools/evaluate_belief.py: the knowledge of each model after one hint, which is the last one."""
+    for model, value in knowledge.items():
+        rows = [{"model": model, "outcome": "all", "hints": hints} for hints in (0, 1, "last")]
+        rows = [row | {"belief": -9.0, "knowledge": value if row["hints"] else 0.0} for row in rows]
+        rows += [row | {"outcome": ATTACKER_WINS, "knowledge": 99.0} for row in rows]
+        write_json(folder / model / "belief/belief.json", {"table": rows})

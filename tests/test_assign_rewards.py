@@ -1,8 +1,4 @@
-"""Rewards and rows: the recorded numbers, the properties of rewards, and the program.
-
-faults/ kills the program, damages its files, refuses its flags and other settings, and draws games at random whose
-rewards must add up.
-"""
+"""Rewards and rows: the recorded numbers, rewards worked by hand, and the program."""
 
 import copy
 import json
@@ -10,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-import tracemalloc
 
 import pytest
 from conftest import ROOT, load_golden
@@ -21,10 +16,16 @@ from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay import rows as rows_room
-from tools.selfplay.layout import layout_of
-from tools.selfplay.rewards import RewardFlags, judge_game, judge_games, message_shares
-from tools.selfplay.rows import episode_rows
+from tools.selfplay.rewards import (
+    Balance,
+    Judged,
+    RewardFlags,
+    balance,
+    episode_rows,
+    judge_game,
+    message_shares,
+    permute_outcomes,
+)
 from utils import UserError, read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
@@ -43,13 +44,28 @@ TIED = episode("Hello", "Hi")
 BROKEN = episode("An apple?", "Yes")
 EPISODES = [ATTACKER_WON, TIED, DEFENDER_WON, BROKEN]
 PAID = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))  # messages that become rows
+FIRST, SECOND = 1 / 3, 2 / 3  # shares of two messages with gamma 0.5: 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
 
 
 def rows_of(episodes, seed=0, **settings):
     return assign_rewards(episodes, rng=random.Random(seed), **settings)
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+def rewards_of(episodes, **settings):
+    """Role, reward and weight of all rows with these settings of RewardFlags and gamma 0.5."""
+    flags = RewardFlags(decay_weight=0.5, **settings)
+    games = [judge_game(GAME, each) for each in episodes]
+    means, rows = balance(GAME, games, flags), []
+    for each, judged in zip(episodes, games, strict=True):
+        rows += episode_rows(GAME, each, judged, means, flags, lambda *_: "")
+    return [(row["role"], row["reward"], row["weight"]) for row in rows], means
+
+
+def near(rows):
+    return [(role, pytest.approx(reward), pytest.approx(weight)) for role, reward, weight in rows]
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run["set"]) for run in load_golden("rewards.json")["runs"]])
@@ -62,18 +78,24 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
     before = copy.deepcopy(EPISODES)
-    how = {"weights": {"attacker": 0.75, "defender": 1.5}, "flags": RewardFlags(decay_weight=0.5)}
-    how["prompt_fn"] = lambda said, word, turns: f"{len(said)} {word} {turns}"
-    first, second = 1 / 3, 2 / 3  # 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
-    assert [episode_rows(GAME, game, judge_game(GAME, game), **how) for game in EPISODES] == [
+    means, flags = (
+        Balance({"attacker": 0.75, "defender": 1.5}, dict.fromkeys(GAME.roles, 0.0)),
+        RewardFlags(decay_weight=0.5),
+    )
+    rows = [
+        episode_rows(GAME, game, judge_game(GAME, game), means, flags, lambda said, *task: f"{len(said)} {task}")
+        for game in EPISODES
+    ]
+    queries = [f"{index} ('apple', 5)" for index in range(4)]
+    assert rows == [
         [
-            {"query": "0 apple 5", "target": "Hungry?", "reward": first, "role": "attacker", "weight": 0.75},
-            {"query": "2 apple 5", "target": "For what?", "reward": second, "role": "attacker", "weight": 0.75},
+            {"query": queries[0], "target": "Hungry?", "reward": FIRST, "role": "attacker", "weight": 0.75},
+            {"query": queries[2], "target": "For what?", "reward": SECOND, "role": "attacker", "weight": 0.75},
         ],
         [],
         [
-            {"query": "1 apple 5", "target": "Yes", "reward": first, "role": "defender", "weight": 1.5},
-            {"query": "3 apple 5", "target": GUESS, "reward": second, "role": "defender", "weight": 1.5},
+            {"query": queries[1], "target": "Yes", "reward": FIRST, "role": "defender", "weight": 1.5},
+            {"query": queries[3], "target": GUESS, "reward": SECOND, "role": "defender", "weight": 1.5},
         ],
         [],
     ]
@@ -93,34 +115,86 @@ def test_losers_and_ties_pay_below_zero():
     """N = 4 games pay, 3 the attacker: its rows weigh 4/6, the defender's 4/2; a loser weighs as the winner does."""
     games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED, BROKEN]
     rows = rows_of(games, decay_weight=0.5, losers=0.6, ties=0.25)
-    first, second = 1 / 3, 2 / 3  # shares of two messages
-    won = [("attacker", first), ("defender", -0.6 * first), ("attacker", second), ("defender", -0.6 * second)]
-    lost = [("attacker", -0.6 * first), ("defender", first), ("attacker", -0.6 * second), ("defender", second)]
+    won = [("attacker", FIRST), ("defender", -0.6 * FIRST), ("attacker", SECOND), ("defender", -0.6 * SECOND)]
+    lost = [("attacker", -0.6 * FIRST), ("defender", FIRST), ("attacker", -0.6 * SECOND), ("defender", SECOND)]
     expected = [(*row, 4 / 6) for row in won] + [(*row, 4 / 2) for row in lost] + [(*row, 4 / 6) for row in 2 * won]
     expected += [("attacker", -0.25, 1.0), ("defender", -0.25, 1.0)]  # a breach pays nobody
-    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [
-        (role, pytest.approx(reward), weight) for role, reward, weight in expected
-    ]
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == near(expected)
     assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
     assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
-    for wrong in ({"losers": -1.0}, {"ties": float("nan")}, {"ties": float("inf")}):
-        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .* at least 0"):
-            rows_of(games, **wrong)
+
+
+def test_a_baseline_of_two_games_by_hand():
+    """Each role wins one of two games and has the mean 1/2: the winner's reward is 1/2, the loser's -1/2."""
+    rows, means = rewards_of([ATTACKER_WON, DEFENDER_WON], baseline="role")
+    assert means == ({"attacker": 1.0, "defender": 1.0}, {"attacker": 0.5, "defender": 0.5})
+    won = [("attacker", FIRST / 2, 1), ("defender", -FIRST / 2, 1), ("attacker", SECOND / 2, 1)]
+    won += [("defender", -SECOND / 2, 1)]
+    assert rows == near(won + [(role, -reward, 1) for role, reward, _ in won])
+
+
+def test_a_baseline_of_three_games_by_hand():
+    """Attacker and defender win a game each, one is tied, and a breach counts for nobody.
+
+    With losers 0.6 and ties 0.2 each role is paid 1, -0.6 and -0.2, whose mean is 0.2 / 3.
+    """
+    games = [ATTACKER_WON, DEFENDER_WON, TIED, BROKEN]
+    rows, means = rewards_of(games, baseline="role", losers=0.6, ties=0.2)
+    mean = 0.2 / 3
+    assert means.baselines == pytest.approx({"attacker": mean, "defender": mean})
+    won, lost, tied = 1 - mean, -0.6 - mean, -0.2 - mean
+    expected = [("attacker", won * FIRST), ("defender", lost * FIRST), ("attacker", won * SECOND)]
+    expected += [("defender", lost * SECOND)]
+    expected += [("attacker", lost * FIRST), ("defender", won * FIRST), ("attacker", lost * SECOND)]
+    expected += [("defender", won * SECOND), ("attacker", tied), ("defender", tied)]
+    assert rows == near((*row, 1) for row in expected)
+
+    # Released rewards: means 2/3 and 1/3 over two games of the attacker and one of the defender; all rows of a role
+    # have its weight, 3/4 and 3/2. The rows of ties appear.
+    rows, means = rewards_of([ATTACKER_WON, ATTACKER_WON, DEFENDER_WON], baseline="role")
+    assert means.baselines == pytest.approx({"attacker": 2 / 3, "defender": 1 / 3})
+    assert rows[:2] == near([("attacker", FIRST / 3, 3 / 4), ("defender", -FIRST / 3, 3 / 2)])
+    assert rows[8:10] == near([("attacker", -2 / 3 * FIRST, 3 / 4), ("defender", 2 / 3 * FIRST, 3 / 2)])
+    rows, _ = rewards_of([ATTACKER_WON, TIED], baseline="role")
+    assert rows[-1:] == near([("attacker", -1 / 2, 1 / 2)])  # the defender's rewards are 0, so it has no row
+
+
+def test_rows_of_one_role_have_the_weight_1():
+    games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON]
+    assert rewards_of(games, roles="defender")[0] == near([("defender", FIRST, 1), ("defender", SECOND, 1)])
+    rows, _ = rewards_of(games, roles="defender", losers=0.5)
+    assert len(rows) == 6 and rows[0] == near([("defender", -FIRST / 2, 1)])[0]
 
 
 def test_shares_of_a_reward_decay_backwards():
     assert message_shares(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
     assert message_shares(2, 1) == [0.5, 0.5]
     assert message_shares(1, 0.001) == [1.0]
-    assert message_shares(0, 0.8) == []
 
 
-def test_a_decay_outside_its_bounds_or_too_small_to_compute_with_is_refused():
-    for decay_weight in (0, -0.8, 1.25, float("nan")):
-        with pytest.raises(ValueError, match="decay_weight is .* above 0 and at most 1"):
-            rows_of(EPISODES, decay_weight=decay_weight)
-    with pytest.raises(UserError, match="too small for a game with 3 messages"):
-        message_shares(3, 1e-320)
+def test_rewards_are_permuted_by_a_seed_within_lengths():
+    games = [Judged("defender wins", 2, (0.0, 1.0))] * 50 + [Judged("attacker wins", 2, (1.0, 0.0))] * 50
+    games += [Judged("attacker wins", 4, (1.0, 0.0))] * 5 + [Judged("tied game", 2, (0.0, 0.0))] * 5
+    permuted, changed = permute_outcomes(games, random.Random(1))
+    assert permuted[100:] == games[100:] and sum(game.rewards == (0.0, 1.0) for game in permuted[:100]) == 50
+    assert [game[:2] for game in permuted] == [game[:2] for game in games]  # the games stay as they ended
+    assert changed == sum(one != other for one, other in zip(games, permuted, strict=True)) and 30 < changed < 70
+    assert permute_outcomes(games, random.Random(1)) == (permuted, changed)
+    assert permute_outcomes(games, random.Random(2))[0] != permuted
+
+
+@pytest.mark.parametrize(
+    "setting, complaint",
+    [
+        ({"decay_weight": 0}, "above 0 and at most 1"),
+        ({"decay_weight": 1.25}, "above 0 and at most 1"),
+        ({"losers": -1.0}, "at least 0"),
+        ({"ties": float("nan")}, "at least 0"),
+    ],
+)
+def test_a_coefficient_outside_its_bounds_is_refused(setting, complaint):
+    with pytest.raises(UserError, match=complaint):
+        rows_of(EPISODES, **setting)
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
@@ -184,34 +258,27 @@ def test_the_program_runs_as_a_file_and_as_a_module_without_torch_and_transforme
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
 
 
-@pytest.mark.parametrize("name", ["episodes.json", "episodes.jsonl"])
-def test_games_pass_through_in_constant_memory(tmp_path, name):
-    games = (episode(f"Hello number {i}", "x" * 1000, "So", "An apple") for i in range(4000))
-    utils.write_records(tmp_path / name, games)
-    tracemalloc.start()
-    try:
-        flags = rows_room.RowFlags(training_prompt="play")
-        made = rows_room.make_rows(flags, [str(tmp_path / name)], str(tmp_path / "rows.json"))
-        assert made["rows"]["attacker"] == 8000
-        assert tracemalloc.get_traced_memory()[1] < 3 << 20  # of 5 MB of games
-    finally:
-        tracemalloc.stop()
-
-
-def test_settings_and_counts_stand_beside_the_rows(run, tmp_path):
+def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_them(run, start, refuse, tmp_path):
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
-    rows, printed = run(match="word", seed=7, decay_weight=0.9, prompt_templates=tmp_path / "prompts.json")
+    flags = {"game_options": "match=word", "seed": 7, "prompt_templates": tmp_path / "prompts.json"}
+    rows, printed = run(decay_weight=0.9, **flags)
     assert rows == rows_of(EPISODES, seed=7, decay_weight=0.9, templates=templates)
     saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["game"]["options"]["match"] == "word"
-    assert saved["settings"]["prompt_templates"]["sha256"] == prompts.templates_digest(templates)
-    assert printed == {name: saved[name] for name in ("games", "rows", "weights")}
+    layout = {name: saved["settings"][name] for name in ("training_prompt", "chat_template", "prompt_templates")}
+    digest = utils.files_setting(tmp_path / "prompts.json")
+    assert layout == {"training_prompt": "random", "chat_template": None, "prompt_templates": digest}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
-    assert printed["games"] == {"episodes": 4, **outcomes}
-    assert printed["rows"] == {"attacker": 2, "defender": 2, "sft": 0, "negative": 0, "empty": 0, "dropped": 0}
-    assert printed["weights"] == {"attacker": 1.0, "defender": 1.0}
+    weights = {"attacker": 1.0, "defender": 1.0}
+    assert printed == {
+        "games": {"episodes": 4, **outcomes},
+        "weights": weights,
+        "rows": {"attacker": 2, "defender": 2, "negative": 0},
+    }
+    assert json.loads(start(decay_weight=0.9, **flags).output) == printed
+    assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
 
 
 def test_several_inputs_make_one_set_of_rows_in_either_format(run, tmp_path):
@@ -226,167 +293,91 @@ def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
     said = [message for game, end in zip(EPISODES, (4, 2, 4, 1), strict=True) for message in game["history"][:end]]
     assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in said]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
-    assert results["rows"]["attacker"] == 6
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
+    assert run(messages="all", training_prompt="play", roles="attacker")[0] == [
+        row for row in rows if row["role"] == "attacker"
+    ]
 
 
-def test_losers_and_ties_become_rows_unless_all_messages_do(run, refuse):
-    assert "leave out --losers and --ties" in refuse(messages="all", losers=1)
-    rows, printed = run(losers=0.5, ties=0.1, seed=3)
-    assert rows == rows_of(EPISODES, losers=0.5, ties=0.1, seed=3)
-    negative = sum(row["reward"] < 0 for row in rows)
-    assert printed["rows"] == {"attacker": 5, "defender": 5, "sft": 0, "negative": negative, "empty": 0, "dropped": 0}
-    assert 0 < negative < len(rows)
-
-
-def test_role_weights_none_weigh_every_row_1(run):
+def test_role_weights_none_weigh_every_row_1_and_a_baseline_is_shown(run):
     games = (4 * [ATTACKER_WON] + [DEFENDER_WON, TIED],)
     rows, printed = run(inputs=games, role_weights="none", losers=0.5, ties=0.25)
     assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
-    rows, printed = run(inputs=games)
+    assert printed["rows"] == {"attacker": 11, "defender": 11, "negative": 12}
+    rows, printed = run(inputs=games, baseline="role")
     assert printed["weights"] == {"attacker": 5 / 8, "defender": 5 / 2}
+    assert printed["baselines"] == pytest.approx({"attacker": 4 / 6, "defender": 1 / 6})
 
 
-@pytest.mark.parametrize("won, warned", [(8, False), (10, True)])
-def test_a_role_that_wins_so_seldom_that_its_rows_weigh_above_5_is_warned_of(start, tmp_path, won, warned):
-    inputs = (won * [ATTACKER_WON] + [DEFENDER_WON],)
-    errors = start(inputs=inputs).errors
-    assert ("rows of the defender weigh 5.5" in errors and "--role_weights none" in errors) == warned
-    for flags in ({"messages": "all"}, {"role_weights": "none"}):
-        errors = start(inputs=inputs, output_data_path=tmp_path / f"{next(iter(flags))}.json", **flags).errors
-        assert "weigh" not in errors
+def test_listening_adds_the_right_guess_after_the_last_hint_of_every_game(run):
+    rows, printed = run(training_prompt="play", listening=True)
+    winners, _ = run(training_prompt="play")
+    assert rows[:4] == winners  # the breach has no hint, so three games give a row
+    hints = [game["history"][:end] for game, end in ((ATTACKER_WON, 3), (TIED, 1), (DEFENDER_WON, 3))]
+    assert rows[4:] == [
+        {
+            "query": prompts.play_prompt(GAME, said, WORD, 5),
+            "target": GUESS,
+            "reward": 1.0,
+            "role": "defender",
+            "weight": 1.0,
+        }
+        for said in hints
+    ]
+    assert printed["rows"] == {"attacker": 2, "defender": 5, "negative": 0}
 
 
-# --- token ids, and the layout of rows -------------------------------------------------------------------------------
-
-
-def with_ids(game, **changes):
-    """The game as play stores it: token ids of each reply; the second reply's text tokenizes to other ids."""
-    replies = [{"finish_reason": "stop", "tokens": 3, "token_ids": [7, at]} for at in range(len(game["history"]))]
-    replies[1]["retokenized"] = True
-    return game | {"replies": replies} | changes
-
-
-@pytest.fixture
-def played(tmp_path):
-    """Files of play with token ids, and the record that names their tokenizer; returns the path of the results."""
-
-    def write_run(stem, attacker="abc", defender="abc"):
-        tokenizers = {"attacker": attacker, "defender": defender}
-        utils.write_json(tmp_path / f"{stem}_settings.json", {"settings": {}, "tokenizer_sha256": tokenizers})
-        return write(tmp_path / f"{stem}_results.json", [with_ids(game) for game in EPISODES])
-
-    return write_run
-
-
-def test_rows_in_the_layout_of_play_carry_the_token_ids_of_the_replies(run, start, played, tmp_path):
-    rows, printed = run(input_data_path=played("m"), training_prompt="play")
-    assert [row.pop("target_ids") for row in rows] == [[7, index] for _, index in PAID]
-    assert rows == run(training_prompt="play")[0]
-    assert printed["tokenizer_sha256"] == "abc" and printed["replies"] == {"with_ids": 14, "retokenized": 4}
-    (tmp_path / "rows.json").unlink()
-    assert "retokenized: 4 of 14\n" in start(input_data_path=played("m"), training_prompt="play").errors
-
-
-@pytest.mark.parametrize("flags", [{"training_prompt": "play", "retokenize": True}, {"training_prompt": "random"}])
-def test_rows_of_other_layouts_and_retokenized_rows_have_texts_alone(run, played, flags):
-    rows, printed = run(input_data_path=played("m"), **flags)
-    assert rows == run(**flags)[0] and "tokenizer_sha256" not in printed
-
-
-def test_token_ids_of_an_unknown_tokenizer_or_of_two_are_refused(refuse, run, played, tmp_path):
-    for paths in ([played("one"), played("two", "def", "def")], [played("two", defender="def")]):
-        line = refuse(input_data_path=paths, training_prompt="play")
-        assert "different tokenizers" in line and "--retokenize True" in line
-    (tmp_path / "two_settings.json").unlink()
-    line = refuse(input_data_path=tmp_path / "two_results.json", training_prompt="play")
-    assert "two_settings.json beside it does not name the tokenizer" in line
-    bad = with_ids(DEFENDER_WON, replies=[{"token_ids": [1, -1]}])
-    assert "episodes0.jsonl:1: reply 0: 'token_ids' must be" in refuse(inputs=([bad],), training_prompt="play")
-
-
-def test_the_layout_of_rows_is_read_from_their_record(run, played, tmp_path):
-    digest = prompts.templates_digest(prompts.default_templates(GAME))
-    run(input_data_path=played("m"), training_prompt="play")
-    layout = {"training_prompt": "play", "chat_template": None, "prompt_templates": digest}
-    assert layout_of(tmp_path / "rows.json") == layout | {"tokenizer_sha256": "abc"}
-    run()
-    assert layout_of(tmp_path / "rows.json") == layout | {"training_prompt": "random", "tokenizer_sha256": None}
-    assert layout_of(tmp_path / "foreign.json") is None
-    utils.write_json(tmp_path / "foreign_rewards_settings.json", {"settings": 1})
-    with pytest.raises(UserError, match="not the record of a file of rows"):
-        layout_of(tmp_path / "foreign.json")
-
-
-# --- more of the program ---------------------------------------------------------------------------------------------
-
-
-def test_empty_targets_stay_unless_they_are_to_be_dropped(run):
-    inputs = ([episode(" ", "Hm", "So?", "apple"), DEFENDER_WON],)
-    rows, printed = run(inputs=inputs)
-    assert [row["target"] for row in rows] == ["", "So?", "Yes", GUESS] and printed["rows"]["empty"] == 1
-    kept, printed = run(inputs=inputs, drop_empty_targets=True)
-    assert kept == rows[1:]
-    assert printed["rows"] == {"attacker": 1, "defender": 2, "sft": 0, "negative": 0, "empty": 0, "dropped": 1}
+def test_outcomes_are_permuted_among_games_of_equal_length(run):
+    games = [episode(f"Hint {n}?", "An apple" if n % 2 else GUESS) for n in range(40)]
+    rows, printed = run(inputs=(games,), permute_outcomes=True, seed=1)
+    judged, changed = permute_outcomes([judge_game(GAME, each) for each in games], random.Random(1))
+    assert [row["role"] for row in rows] == [GAME.roles[each.rewards.index(1.0)] for each in judged]
+    assert printed["winners_changed"] == changed > 10
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    game, game_rows, sft = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:3])
+    game, game_rows = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])
+    question, alpaca = (
+        "Name a stringed instrument.",
+        {"instruction": "In French.", "input": "violin", "output": "violon"},
+    )
+    sft = [{"query": question, "target": "The violin."}, {"prompt": question, "answer": "The violin."}, alpaca]
     sft += [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}]
     rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
     for row, documented in zip(rows, game_rows, strict=False):
         assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
         assert row == documented
-    queries = ["Name a stringed instrument."] * 2 + [utils.alpaca_to_row(sft[2])["prompt"], "Q"]
+    queries = [question, question, utils.alpaca_to_row(alpaca)["prompt"], "Q"]
     targets = ["The violin.", "The violin.", "violon", "T"]
     expected = [{"query": q, "target": t, "type": "sft", "weight": 1.0} for q, t in zip(queries, targets, strict=True)]
     assert rows[2:] == expected and printed["rows"]["sft"] == 4
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-BAD_EPISODES = [
-    ({"target_word": WORD, "max_turns": 5}, "'history' is missing"),
-    (TIED | {"history": [{"role": "judge", "content": "x"}]}, "message 0: 'role' is 'judge'"),
-    (TIED | {"game": "bargain"}, "a game of 'bargain', not of 'taboo'"),
-]
-
-
-@pytest.mark.parametrize("broken, complaint", BAD_EPISODES)
-def test_a_bad_episode_is_named_by_file_and_line(refuse, broken, complaint):
-    line = refuse(inputs=([TIED], [TIED, broken]))
-    assert "episodes1.jsonl:2: " in line and complaint in line
-    with pytest.raises(ValueError, match=f"episode 1: {complaint}"):
-        rows_of([TIED, broken])
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "rule, error",
+    "broken, complaint",
     [
-        ({"decide": lambda self, task, history: int("take 2")}, "invalid literal for int"),
-        ({"rewards": lambda self, task, history, outcome: {"attacker": -1.0}}, "pays -1.0 to 'attacker'"),
+        ({"target_word": WORD, "max_turns": 5}, "'history'"),
+        (TIED | {"history": [{"role": "judge", "content": "x"}]}, "judge"),
+        (TIED | {"game": "twenty_questions"}, "twenty_questions"),
     ],
 )
-def test_an_error_in_a_games_own_rules_keeps_its_traceback_and_the_episode_is_named(caplog, rule, error):
-    game = type("Mine", (Taboo,), rule)()
-    with pytest.raises(ValueError, match=error) as raised:
-        judge_games(game, [("episode 0", TIED)])
-    assert not isinstance(raised.value, UserError)  # run_program prints only UserError as one line
-    assert caplog.messages == ["episode 0: the rules of Adversarial Taboo raised an error"]
+def test_a_bad_episode_is_named_by_file_and_number(refuse, broken, complaint):
+    line = refuse(inputs=([TIED], [TIED, broken]))
+    assert "episodes1.jsonl: episode 2: " in line and complaint in line
+    with pytest.raises(ValueError, match=f"episode 1: .*{complaint}"):
+        rows_of([TIED, broken])
 
 
-def test_sft_rows_without_texts_and_too_few_rows_of_games_are_refused(refuse, tmp_path):
-    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}] * 9)
-    assert "4 rows of games, fewer than --min_game_rows 5" in refuse(min_game_rows=5, sft_data_path=sft)
+def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse, tmp_path):
     line = refuse(inputs=([TIED, TIED],))
-    assert "0 rows of games, fewer than --min_game_rows 1" in line and "'tied game': 2" in line
-    write(sft, [{"query": "Q", "target": "T"}, {"query": "Q"}])
-    assert "sft.jsonl:2: 'target' is missing" in refuse(sft_data_path=sft)
-
-
-def test_finished_rows_are_kept_and_their_counts_printed_again(run, start, monkeypatch):
-    _, printed = run()
-    monkeypatch.setattr(rows_room, "judge_games", None)
-    again = start()
-    assert json.loads(again.output) == printed and "rows_rewards_settings.json: all is there" in again.errors
+    assert "the games give no rows" in line and "'tied game': 2" in line
+    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
+    assert "sft.jsonl: record 2: a row needs" in refuse(sft_data_path=sft)
+    assert "leave out --losers" in refuse(messages="all", losers=1)
+    assert "--baseline" in refuse(messages="all", baseline="role")
+    assert "attacker and defender" in refuse(roles="judge")
+    assert "go together" in refuse(chat_template=True)

@@ -6,7 +6,7 @@ from pretend_gpu import DEVICE, PretendGPU, to_cpu
 from test_engine import answer, conversation, llama, sampling
 from torch.testing import assert_close
 
-from tools.engine.attention import BLOCK
+from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine
 
 

@@ -1,36 +1,37 @@
-"""What holds for every game, and 20 Questions as the second one."""
+"""What holds for every game, the games beside Taboo, and each of them through every program."""
 
 import asyncio
 import json
 import random
 import re
+import sys
+from typing import NamedTuple
 
 import pytest
+from graded_game import TEMPLATES, Divide
+from helpers import ROOT, call, flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedPlayer, messages
 
-from tools.assign_rewards import assign_rewards
+from tools import assign_rewards, evaluate_games, play_llm_game, report
+from tools.flags import GameFlags, parse_flags
 from tools.games import load_game, prompts
 from tools.games.chat import chat_messages
-from tools.games.game import Game, Outcome, game_setting, own_games
-from tools.games.twenty_questions import TwentyQuestions
-from tools.selfplay.play import play_game
-from utils import UserError
+from tools.games.game import CLASSES, Game, Outcome
+from tools.selfplay.play import play_game, play_games
+from utils import UserError, read_json_or_jsonl, read_words, write_records
 
-QUESTIONS, CITY, BARGAIN = TwentyQuestions(), load_game("guess_my_city"), load_game("bargain")
-OWN_GAMES = [name for name in own_games() if name != "textarena"]  # which needs a package, and has its own tests
-
-
+QUESTIONS, CITY = load_game("twenty_questions"), load_game("guess_my_city")
+OWN_GAMES = [name for name in CLASSES if name != "textarena"]  # which needs a package, and has its own tests
 # Messages that decide a game with its example task, and some that do not.
-SAID = ["Yes", "No.", "Is it `word`?", "word", "I know the word! It is word", "Are you from `Lyon`?", "In France."]
-SAID += ["[I keep: 1 book]", "[I keep: 9 book]", "[accept]", ""]
+TEXTS = ["Yes", "No.", "Is it `word`?", "word", "I know the word! It is word", "Are you from `Lyon`?", "France", ""]
 
 
 # --- finding a game --------------------------------------------------------------------------------------------------
 
 
-OWN = """
+MINE = """
 from tools.games import Outcome
 from tools.games.twenty_questions import TwentyQuestions
 class Mine(TwentyQuestions):
@@ -41,7 +42,7 @@ class Mine(TwentyQuestions):
 
 
 def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.py").write_text(MINE)
     assert load_game(f"{tmp_path}/mine.py:Mine", shout="yes").shout == "yes"
     monkeypatch.chdir(tmp_path)
     assert load_game("mine:Mine").name == "mine"
@@ -51,10 +52,10 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
     "name, options, complaint",
     [
         ("nowhere:Chess", {}, "nowhere: No module named 'nowhere'"),
-        ("chess", {}, "--game chess: there is bargain, guess_my_city, taboo, textarena, twenty_questions"),
-        ("json:JSONDecoder", {}, "json has no subclass of Game called 'JSONDecoder'"),
-        ("taboo", {"depth": "3"}, "--game_options of Adversarial Taboo: .*'depth'; it has match"),
-        ("twenty_questions", {"match": "word"}, "--game_options of 20 Questions: .*'match'; it has none"),
+        ("chess", {}, "--game chess: there is taboo, twenty_questions, guess_my_city, textarena"),
+        ("json:Chess", {}, "json has no 'Chess'"),
+        ("taboo", {"depth": "3"}, "--game_options: Adversarial Taboo has no option 'depth'; it has match"),
+        ("twenty_questions", {"match": "word"}, "--game_options: 20 Questions has no option 'match'; it has none"),
         ("taboo", {"match": "regex"}, "match is 'regex'; it must be one of substring, word"),
     ],
 )
@@ -63,35 +64,31 @@ def test_an_unknown_game_or_option_is_refused_with_what_there_is(name, options, 
         load_game(name, **options)
 
 
-@pytest.mark.parametrize(
-    "text, complaint",
-    [
-        ('name = "taboo"', "has a game called 'taboo'"),
-        ("def __init__(self): raise ValueError('no shouting')", "20 Questions: no shouting"),
-        ('roles = ("one", "one")', "roles are"),
-        ('roles = ("history", "two")', "roles are"),
-        ('outcomes = (Outcome("a"), Outcome("a"))', "outcomes are called"),
-        ('outcomes = (Outcome("a", winner="judge"),)', "the winner of 'a' is 'judge'"),
-        ("outcomes = ()", "outcomes are called"),
-        ('outcomes = (Outcome("a", points=(1.0,)),)', "the points of 'a' are"),
-        ('outcomes = (Outcome("a", points=(1.0, "0")),)', "the points of 'a' are"),
-        ('outcomes = (Outcome("a", points=(1.0, -0.5)),)', "the points of 'a' are"),
-        ('def next_role(self, task, history): return "Guesser"', "next_role gives 'Guesser'"),
-        ("def __init__(self, size): self.size = size", "20 Questions: .*'size'"),
-    ],
-)
-def test_an_own_game_that_would_give_wrong_results_is_refused(tmp_path, text, complaint):
-    (tmp_path / "mine.py").write_text(OWN.split("    def")[0] + f"    {text}\n")
-    with pytest.raises(UserError, match=complaint):
-        load_game(f"{tmp_path}/mine.py:Mine")
+def test_the_flags_of_a_game_become_a_game_its_prompts_and_settings_of_a_stage(capsys):
+    flags = parse_flags(GameFlags, ["--game_options", "match=word"], description="")
+    game = flags.load_game()
+    templates = flags.load_templates(game)
+    assert game.match == "word" and templates == prompts.default_templates(game)
+    settings = flags.game_settings(game, templates)
+    assert settings["game"] == {"name": "taboo", "options": {"match": "word"}}
+    assert len(settings["prompt_templates"]["sha256"]) == 64
+    with pytest.raises(UserError, match="--game_options match: expected KEY=VALUE"):
+        GameFlags(game_options=["match"]).load_game()
+    with pytest.raises(SystemExit) as ended:
+        parse_flags(GameFlags, ["--match", "word"], description="")
+    assert ended.value.code == 2 and "--match" in capsys.readouterr().err
 
 
-def test_all_that_an_incomplete_game_lacks_is_listed_at_once(tmp_path):
-    half = "from tools.games import Game\nclass Half(Game):\n    name, roles = 'half', ('one', 'two')\n"
-    (tmp_path / "half.py").write_text(half)
-    lacking = ("title", "max_turns", "prompt_file", "outcomes", "example_task", "secrets", "decide")
-    with pytest.raises(UserError, match=".*".join(f"Half.{name} is missing" for name in lacking)):
-        load_game(f"{tmp_path}/half.py:Half")
+def test_an_episode_never_causes_an_import(tmp_path, monkeypatch):
+    """Its game is compared with the one of the flags."""
+    (tmp_path / "trap.py").write_text("raise AssertionError('imported')")
+    monkeypatch.chdir(tmp_path)
+    episode = {"history": [], "target_word": "apple", "max_turns": 3, "game": "trap:Game"}
+    with pytest.raises(ValueError, match="a game of 'trap:Game', not of 'taboo'; pass --game"):
+        load_game().check_episode(episode)
+    with pytest.raises(ValueError, match="'max_turns' is missing"):
+        load_game().check_episode({"history": [], "target_word": "apple"})
+    assert "trap" not in sys.modules
 
 
 # --- what follows for every game -------------------------------------------------------------------------------------
@@ -100,21 +97,20 @@ def test_all_that_an_incomplete_game_lacks_is_listed_at_once(tmp_path):
 @pytest.mark.parametrize("name", OWN_GAMES)
 def test_shipped_prompt_files_fit_their_game(name):
     game = load_game(name)
-    templates = prompts.load_templates(game.prompt_file, game)
     task = game.example_task.replace("word", "zebra")  # which no rule names
     for length in range(3):
         history = messages(game, *["Hm?"] * length)
-        speaks = game.next_role(task, history)
-        known = [secret for role in game.roles for secret in game.secrets(role, task, history).values()]
-        drawn = prompts.training_prompt(game, history, task, 4, rng=random.Random(length), templates=templates)
+        speaker = game.next_role(task, history)
+        secrets = [secret for role in game.roles for secret in game.secrets(role, task, history).values()]
+        drawn = prompts.training_prompt(game, history, task, 4, rng=random.Random(length))
         for prompt in (prompts.play_prompt(game, history, task, 4), drawn):
-            told = [secret in prompt for secret in known]
-            assert told == [secret in game.secrets(speaks, task, history).values() for secret in known]
+            visible = [secret in prompt for secret in secrets]
+            assert visible == [secret in game.secrets(speaker, task, history).values() for secret in secrets]
 
 
 @pytest.mark.parametrize("name", OWN_GAMES)
-@given(st.lists(st.sampled_from(SAID)))
-def test_a_verdict_is_explained_and_its_points_are_shares(name, texts):
+@given(st.lists(st.sampled_from(TEXTS)))
+def test_points_and_rewards_are_shares_and_marks_are_places(name, texts):
     game = load_game(name)
     history, task = messages(game, *texts), game.example_task
     outcome, length = game.judge(history, task, 3)
@@ -122,19 +118,18 @@ def test_a_verdict_is_explained_and_its_points_are_shares(name, texts):
     assert all(0 <= points <= 1 for points in game.points(task, history[:length], outcome))
     rewards = game.rewards(task, history[:length], outcome)
     assert set(rewards) <= set(game.roles) and all(0 <= reward <= 1 for reward in rewards.values())
-    assert game.explain(task, history[:length], outcome)
     for text in texts:
         assert all(0 <= start <= end <= len(text) for _, start, end in game.marks(task, text))
 
 
-def test_runs_are_compared_by_the_options_of_a_game_and_its_source(tmp_path):
-    text = OWN.replace("self.shout = shout", "self.shout, self.cache = shout, {len}")
-    (tmp_path / "mine.py").write_text(text)
-    quiet, loud = (game_setting(load_game(f"{tmp_path}/mine.py:Mine", shout=shout)) for shout in ("no", "yes"))
-    assert quiet["options"] == {"shout": "no"} and quiet["sha256"] != loud["sha256"]
-    json.dumps(loud)
-    (tmp_path / "mine.py").write_text(text + "# another rule")
-    assert game_setting(load_game(f"{tmp_path}/mine.py:Mine"))["sha256"] != quiet["sha256"]
+@pytest.mark.parametrize("name", OWN_GAMES)
+def test_the_answer_is_a_message_that_finds_the_secret(name):
+    game = load_game(name)
+    role, answer = game.answer(game.example_task)
+    texts = [answer] if role == game.roles[0] else ["Hm?", answer]
+    outcome = game.outcome(game.judge(messages(game, *texts), game.example_task, 3).outcome)
+    assert game.rewards(game.example_task, messages(game, *texts), outcome.name)[role] == 1.0
+    assert Divide().answer("10") is None
 
 
 class Counting(Game):
@@ -161,35 +156,29 @@ def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far(task, order)
     episode = asyncio.run(play_game(game, task, players, max_turns=2, templates=templates))
     assert [message["role"] for message in episode["history"]] == order
     for index, role in enumerate(order):
-        history, known = episode["history"][:index], f"You: {role} of {task} after {index}."
-        assert known in prompts.play_prompt(game, history, task, 2, templates)
-        system, first, *_ = chat_messages(history, role, "Count.\n", known)
+        history, secret = episode["history"][:index], f"You: {role} of {task} after {index}."
+        assert secret in prompts.play_prompt(game, history, task, 2, templates)
+        system, first, *_ = chat_messages(history, role, "Count.\n", secret)
         assert (system["role"], first["role"]) == ("system", "user")
         assert (first["content"] == prompts.NO_HISTORY) == (role == order[0])
         (turn,) = [turn for turn in players[role].asked if len(turn.history) == index]
-        assert turn.secrets == {"said": known[5:-1]}
-    rows = assign_rewards([episode], game=game, rng=random.Random(0), templates=templates)
+        assert turn.secrets == {"said": secret[5:-1]}
+    rows = assign_rewards.assign_rewards([episode], game=game, rng=random.Random(0), templates=templates)
     places = [index for index, role in enumerate(order) if role == "left"]  # who wins
     for row, index in zip(rows, places, strict=True):
         assert row["role"] == "left" and re.search(f"You: left of {task} after {index}[.:]", row["query"])
 
 
-def test_outcomes_and_points_that_a_game_must_not_give_are_errors():
-    wrong = {"decide": lambda *_: "fuond", "points": lambda *_: (2.0, 0.0)}
-    game = type("Misspelt", (TwentyQuestions,), wrong)()
+def test_a_misspelt_outcome_is_an_error_that_names_it():
+    game = type("Misspelt", (type(QUESTIONS),), {"decide": lambda *_: "fuond"})()
     with pytest.raises(ValueError, match="has no outcome 'fuond'; it has found, answerer says the word"):
         game.judge(messages(game, "Is it red?"), "apple", 3)
-    with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
-        game.checked_points("apple", [], "found")
-    greedy = type("Greedy", (TwentyQuestions,), {"points": wrong["points"]})()
-    players = dict(zip(greedy.roles, (ScriptedPlayer([["Is it `apple`?"]]), None), strict=True))
-    with pytest.raises(ValueError, match="gives the points .* between 0 and 1"):
-        asyncio.run(play_game(greedy, "apple", players, max_turns=2))
 
 
 def test_what_is_marked_as_the_secret_is_what_the_judge_counts():
     assert load_game("taboo").marks("art", "We start.") == [("secret", 5, 8)]
     assert load_game("taboo", match="word").marks("art", "We start art.") == [("secret", 9, 12)]
+    assert load_game("taboo").marks("art", "I know the word! It is art!") == [("secret", 23, 26), ("guess", 0, 27)]
     assert QUESTIONS.marks("apple", "No pineapple, apple") == [("secret", 14, 19)]
 
 
@@ -216,7 +205,6 @@ def test_points_follow_from_winner_breach_and_outcome():
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
         (["Is it red?", "- *No*"], "not found", 2),
-        (["Is it red?", "_No_"], "not found", 2),
         (["Is it red?", "No1"], "no answer", 2),
         (["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
         (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
@@ -233,7 +221,6 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),
-        (["Where?", "I live in _Lyon_"], "answerer names the place", 2),
         (["Which language?", "I am no Lyonnais."], "not found", 2),
         (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],
@@ -242,62 +229,100 @@ def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
     assert CITY.judge(messages(CITY, *texts), "Lyon, France, Europe", 3) == (outcome, length)
 
 
-# --- a bargain -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "texts, outcome, length, points",
-    [
-        # All is worth 2 * 4 + 1 * 2 = 10 to the first and 2 * 1 + 1 * 8 = 10 to the second.
-        (["[I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),
-        (["[I keep: 2 Book, 1 hat]", "No. [i keep: 1 hat, 1 book]", "Fine: [ACCEPT]"], "deal", 3, (0.4, 0.9)),
-        (["[I keep: ]", "[accept]"], "deal", 2, (0.0, 1.0)),
-        (["[I keep: 1 hat] or rather [I keep: 2 book]", "[accept]"], "deal", 2, (0.8, 0.8)),  # the last one
-        (["[I keep: 2 book]", "Hm.", "[accept]"], "no deal", 3, (0.0, 0.0)),  # nothing to accept
-        (["I keep: 2 book", "[accept]"], "no deal", 2, (0.0, 0.0)),
-        (["[I keep: 3 book]", "[accept]"], "offer of what is not there", 1, (0.0, 0.0)),
-        (["[I keep: everything]"], "offer of what is not there", 1, (0.0, 0.0)),
-        (["a", "b", "c", "d", "e", "[I keep: 2 book]", "[accept]"], "no deal", 6, (0.0, 0.0)),
-    ],
-)
-def test_a_bargain_is_judged_and_paid_by_its_rules(texts, outcome, length, points):
-    history, task = messages(BARGAIN, *texts), "book:2:4/1 hat:1:2/8"
-    assert BARGAIN.judge(history, task, 3) == (outcome, length)
-    assert BARGAIN.points(task, history[:length], outcome) == pytest.approx(points)
-    assert list(BARGAIN.rewards(task, history[:length], outcome).values()) == pytest.approx(points)
-    shares = [f"{share:.0%} " for share in points if outcome == "deal"]
-    assert all(share in BARGAIN.explain(task, history[:length], outcome) for share in shares)
-
-
-@pytest.mark.parametrize(
-    "game, tasks",
-    [
-        (CITY, ["Lyon", "Lyon, France", "Lyon, , Europe", "Lyon, France, Europe, Earth"]),
-        (BARGAIN, ["book", "book:2:4", "book:0:1/1", "book:1:1/1 Book:1:1/1", "book:1:0/5"]),
-    ],
-)
-def test_a_line_that_is_not_a_task_is_refused(game, tasks):
-    game.check_task(game.example_task)
-    for task in tasks:
+def test_each_line_of_the_list_of_cities_is_a_task_and_others_are_refused():
+    cities = read_words(ROOT / "data" / "cities.txt", CITY.check_task)
+    assert len(set(cities)) == len(cities) == 1000
+    for task in ("Lyon", "Lyon, France", "Lyon, , Europe", "Lyon, France, Europe, Earth"):
         with pytest.raises(ValueError, match=re.escape(repr(task))):
-            game.check_task(task)
+            CITY.check_task(task)
+
+
+# --- graded rewards --------------------------------------------------------------------------------------------------
 
 
 def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
-    """Rewards of 0.4 and 0.9, and of 1 and nothing: rows are the share by decay times the role's reward."""
-    task, played = "book:2:4/1 hat:1:2/8", {"game": "bargain", "max_turns": 6}
-    texts = ["[I keep: 2 book, 1 hat]", "[I keep: 1 hat, 1 book]", "[accept]"]
-    fair = played | {"target_word": task, "history": messages(BARGAIN, *texts)}
-    greedy = played | {"target_word": task, "history": messages(BARGAIN, "[I keep: 2 book, 1 hat]", "[accept]")}
-    rows = assign_rewards([fair, greedy], game=BARGAIN, decay_weight=0.5, rng=random.Random(0))
-    # N_first = 2, N_second = 1, N = 3: weights 3 / 4 and 3 / 2. The first's shares of a game of two: 1/3 and 2/3.
-    assert [row["role"] for row in rows] == ["first_buyer", "second_buyer", "first_buyer", "first_buyer"]
-    assert [row["reward"] for row in rows] == pytest.approx([0.4 / 3, 0.9, 0.8 / 3, 1.0])
-    assert [row["weight"] for row in rows] == [0.75, 1.5, 0.75, 0.75]
+    """Rewards of 0.4 and 0.6, and of 1 and nothing: rows are the share by decay times the role's reward."""
+    game = Divide()
+    fair = {"history": messages(game, "[keep 9]", "[refuse]", "[keep 4]", "[accept]")}
+    greedy = {"history": messages(game, "[keep 10]", "[accept]")}
+    for episode in (fair, greedy):
+        episode |= {"game": "divide", "target_word": "10", "max_turns": 3}
+    rows = assign_rewards.assign_rewards(
+        [fair, greedy], game=game, decay_weight=0.5, rng=random.Random(0), templates=TEMPLATES
+    )
+    # Games that pay: N_divider = 2, N_taker = 1, N = 3: weights 3/4 and 3/2. Shares of two messages: 1/3 and 2/3.
+    assert [row["role"] for row in rows] == ["divider", "taker", "divider", "taker", "divider"]
+    assert [row["reward"] for row in rows] == pytest.approx([0.4 / 3, 0.6 / 3, 0.8 / 3, 1.2 / 3, 1.0])
+    assert [row["weight"] for row in rows] == [0.75, 1.5, 0.75, 1.5, 0.75]
 
 
-def test_bargains_are_drawn_and_each_is_a_task():
-    tasks = BARGAIN.tasks(50, random.Random(1))
-    assert len(set(tasks)) == 50 and tasks == BARGAIN.tasks(50, random.Random(1))
-    for task in tasks:
-        BARGAIN.check_task(task)
+# --- each game through every program ---------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A game, two of its tasks, what the roles say in a game of each, and how these games end."""
+
+    game: Game
+    tasks: list[str]
+    messages: tuple[list[list[str]], list[list[str]]]
+    outcomes: list[str]
+    rewards: list[float]  # of the rows, all of the first game
+
+
+CASES = [
+    Case(
+        QUESTIONS,
+        ["apple", "lamp"],
+        ([["Is it round?", "Is it `apple`?"], ["Is it red?", "Is it `sun`?", "Is it big?"]], [["Yes."], ["No."] * 3]),
+        ["found", "not found"],
+        [0.8 / 1.8, 1.0, 1 / 1.8],
+    ),
+    Case(
+        CITY,
+        ["Lyon, France, Europe", "Cusco, Peru, South America"],
+        (
+            [["What is it known for?", "Are you from `Lyon`?"], ["Is it high up?"] * 3],
+            [["Silk, and two rivers."], ["Yes.", "Above the clouds.", "It is."]],
+        ),
+        ["found", "not found"],
+        [0.8 / 1.8, 1.0, 1 / 1.8],
+    ),
+]
+SHORT = {"max_turns": 2, "max_length": 1600, "max_new_tokens": 4, "logging_steps": 0}
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.game.name)
+def case(request):
+    return request.param
+
+
+def test_models_play_a_game_and_meet_in_it_and_the_report_shows_it(case, tiny_model, other_model, tmp_path):
+    words, game = tmp_path / "words.txt", {"game": case.game.name}
+    words.write_text("".join(f"{task}\n" for task in case.tasks))
+    flags = dict.fromkeys(("attacker_model_name_or_path", "defender_model_name_or_path"), tiny_model)
+    flags |= {"data_path": words, "output_dir": tmp_path, "model_prefix": "m", "data_suffix": "w"}
+    call(play_llm_game.main, *flags_of(game | flags | SHORT))
+    games = read_json_or_jsonl(tmp_path / "m_sampling_w_results.json")
+    assert [episode["target_word"] for episode in games] == case.tasks
+    assert {episode["game"] for episode in games} == {case.game.name}
+    assert {message["role"] for episode in games for message in episode["history"]} == set(case.game.roles)
+    call(report.main, tmp_path, *flags_of(game))
+    assert case.game.title in (tmp_path / "report.html").read_text()
+    flags = {"players": [f"a={tiny_model}", f"b={other_model}"], "games_per_word": 1, "words": words}
+    call(evaluate_games.main, *flags_of(game | flags | {"output_dir": tmp_path / "match"} | SHORT))
+    rows = json.loads((tmp_path / "match" / "matches.json").read_text())["results"]
+    both = {row["player"]: row for row in rows if row["role"] == "both"}
+    assert both["a"]["points"] == both["b"]["points"]  # they win together
+
+
+def test_games_that_pay_become_rows(case, tmp_path):
+    players = {role: ScriptedPlayer(texts) for role, texts in zip(case.game.roles, case.messages, strict=True)}
+    episodes, tasks = [], enumerate(case.tasks)
+    asyncio.run(play_games(case.game, tasks, players, max_turns=3, concurrent_games=1, on_episode=episodes.append))
+    assert [episode["outcome"] for episode in episodes] == case.outcomes
+    write_records(tmp_path / "games.json", episodes)
+    flags = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows.json"}
+    call(assign_rewards.main, *flags_of({"game": case.game.name} | flags))
+    rows = read_json_or_jsonl(tmp_path / "rows.json")
+    assert [row["role"] for row in rows] == [message["role"] for message in episodes[0]["history"]]
+    assert [row["reward"] for row in rows] == pytest.approx(case.rewards)

@@ -1,6 +1,5 @@
 """A person at the terminal: the real program on a pseudo-terminal, against the tiny model."""
 
-import asyncio
 import io
 import json
 import os
@@ -15,12 +14,9 @@ import time
 import pytest
 from conftest import ROOT
 from helpers import ENVIRONMENT, call, flags_of
-from scripted import ScriptedPlayer
 
 from tools import play_llm_game
-from tools.games import Game, Outcome, load_game
-from tools.players.human import HumanPlayer, HumanQuit, read_line
-from tools.selfplay.play import play_game
+from tools.players.human import HumanQuit, read_line, show_answers
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
@@ -146,15 +142,12 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.type("Is it large?\n")
     assert "turn 2 of 2" in screen.wait_for("you, defender> ")
     screen.type("I know the word! It is `piano`!\n")
-    screen.wait_for("--- defender wins (the guess was right); ")
-    screen.wait_for("the target word was `piano` ---")
+    screen.wait_for("--- defender wins; the target word was `piano` ---")
     assert "game 2: you are the defender" in screen.wait_for("you, defender> ")
     screen.type("It is a violin, I think.\n")
-    screen.wait_for("--- attacker wins (the defender said the target word or a form")
-    screen.wait_for("the target word was `violin` ---")
+    screen.wait_for("--- attacker wins; the target word was `violin` ---")
     status, error = screen.finish()
     assert status == 0, error
-    assert json.loads(screen.screen.splitlines()[-1])["games"] == 2
     assert "game/s" not in screen.screen + error  # no bar between the lines
     first, second = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
     said = [message["content"] for message in first["history"][1::2]]
@@ -169,9 +162,9 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
 ):
     screen = terminal(flags("human", tiny_model))
     intro = screen.wait_for("you, attacker> ")
-    assert "game 1: you are the attacker" in intro and "target word: piano" in intro
+    assert "game 1: you are the attacker" in intro and "piano" in intro
     screen.type("Say piano.\n")
-    screen.wait_for("--- attacker breaks the rules (the attacker may not say ")
+    screen.wait_for("--- attacker breaks the rules; ")
     screen.wait_for("you, attacker> ")
     screen.type("\x04")
     screen.wait_for("You have left.")
@@ -189,41 +182,11 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
 
 
-def test_what_a_model_writes_does_not_steer_the_terminal(capsys):
-    player = HumanPlayer(load_game())
-    player._show_answers([{"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"}])
-    assert capsys.readouterr().out == "attacker: clear \ufffd[2J\n    the screen, \u00e9\n"
-
-
-class Boards(Game):
-    """The dealer speaks twice, then the guesser; the board changes with each message, the card does not."""
-
-    name, title, max_turns, roles, example_task = "boards", "Boards", 3, ("dealer", "guesser"), "x"
-    outcomes = (Outcome("end"),)
-    prompt_file = None
-
-    def secrets(self, role, task, history):
-        return {"board": f"{len(history)} messages", "card": "ace"}
-
-    def next_role(self, task, history):
-        return "guesser" if len(history) % 3 == 2 else "dealer"
-
-    def decide(self, task, history):
-        return None
-
-
-def test_a_person_is_introduced_once_and_sees_all_new_messages_and_changed_secrets(monkeypatch, capsys):
-    game = Boards()
-    monkeypatch.setattr("builtins.input", lambda prompt: "mine")
-    players = {"dealer": ScriptedPlayer([["one", "two", "three", "four"]] * 2), "guesser": HumanPlayer(game)}
-    templates = {"rules": ["Rules.\n"], "dealer_instruction": "Deal.", "guesser_instruction": "Guess."}
-    for index in range(2):  # the second game begins anew
-        asyncio.run(play_game(game, "x", players, max_turns=3, index=index, templates=templates))
-        begun, first, second = re.split(r"turn \d of 3\n", capsys.readouterr().out)
-        assert f"game {index + 1}: you are the guesser" in begun and "Rules.\n\nGuess." in begun
-        assert "The board: 2 messages\nThe card: ace\n" in begun
-        assert first.strip() == "dealer: one\ndealer: two"
-        assert second.strip() == "dealer: three\ndealer: four\nThe board: 5 messages"
+def test_all_new_messages_are_shown_and_none_steers_the_terminal(capsys):
+    history = [{"role": role, "content": role} for role in ("attacker", "defender", "attacker")]
+    history.append({"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"})
+    show_answers(history, "defender")
+    assert capsys.readouterr().out == "attacker: attacker\nattacker: clear \ufffd[2J\n    the screen, \u00e9\n"
 
 
 def test_two_people_are_both_introduced_and_told_the_end_once(flags, terminal):
@@ -234,28 +197,25 @@ def test_two_people_are_both_introduced_and_told_the_end_once(flags, terminal):
     screen.type("I know the word! It is `piano`!\n")
     status, error = screen.finish()
     assert status == 0, error
-    assert screen.screen.count("--- defender wins (") == 1
+    assert screen.screen.count("--- defender wins; ") == 1
 
 
-def test_lines_that_say_nothing_or_are_no_text_are_asked_for_again(monkeypatch, capsys):
-    lines = iter(["  ", "half a \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), " So. ", EOFError()])
+def test_blank_lines_are_asked_for_again_and_ctrl_d_leaves(monkeypatch):
+    lines = iter(["  ", "", " So. "])
 
     def typed(prompt):
-        line = next(lines)
-        if isinstance(line, Exception):
-            raise line
-        return line
+        for line in lines:
+            return line
+        raise EOFError
 
     monkeypatch.setattr("builtins.input", typed)
     before = signal.getsignal(signal.SIGINT)
     assert read_line("> ") == "So."
-    assert capsys.readouterr().out.count("not UTF-8") == 2
     with pytest.raises(HumanQuit):
         read_line("> ")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_person_without_a_terminal_is_told_so(flags, tmp_path, monkeypatch):
+def test_a_person_without_a_terminal_is_told_so(flags, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert "human needs a terminal" in call(play_llm_game.main, *flags(), status=2).errors
-    assert not (tmp_path / "out").exists()

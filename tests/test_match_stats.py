@@ -13,6 +13,7 @@ from tools.matches.stats import (
     clustered_standard_error,
     count_matches,
     estimate,
+    mean_difference,
     result_rows,
     t_quantile,
     wilson,
@@ -65,15 +66,15 @@ def test_wilsons_interval_is_that_of_the_textbooks():
     ],
 )
 def test_games_that_are_all_alike_count_once_a_word(sizes, totals, mean, interval):
-    found, bounds = estimate(sizes, totals)
-    assert found == mean
+    value, bounds = estimate(sizes, totals)
+    assert value == mean
     assert bounds == (interval if interval is None else pytest.approx(interval, abs=1e-4))
 
 
 def test_games_that_are_all_alike_count_once_a_word_where_points_are_thirds():
     assert estimate([3] * 7, [1 / 3 + 1 / 3 + 1 / 3] * 7)[1] == estimate([3] * 7, [1] * 7)[1]
-    found, bounds = estimate([3] * 7, [0.1 + 0.1 + 0.1] * 7)
-    assert bounds == pytest.approx(wilson(found, 7, 1.959964))
+    mean, bounds = estimate([3] * 7, [0.1 + 0.1 + 0.1] * 7)
+    assert bounds == pytest.approx(wilson(mean, 7, 1.959964))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,6 +84,14 @@ def test_an_interval_holds_its_mean_and_stays_within_0_and_1(seed):
         sizes = [draw.randint(1, 4) for _ in range(words)]
         mean, (low, high) = estimate(sizes, [draw.randint(0, 2 * size) / 2 for size in sizes])
         assert 0 <= low <= mean <= high <= 1
+
+
+def test_the_interval_of_a_difference_is_students_over_words():
+    """Residuals as above; two degrees of freedom, although a third word has no observations."""
+    mean, (low, high) = mean_difference([2, 2, 0, 4], [2, -1, 0, 3])
+    error = clustered_standard_error([2, 2, 4], [2, -1, 3])
+    assert mean == 4 / 8 and (low + high) / 2 == pytest.approx(mean)
+    assert (high - low) / 2 == pytest.approx(4.302653 * error)
 
 
 # --- counting ------------------------------------------------------------------------------------------------------
@@ -96,9 +105,9 @@ def game(attacker, defender, outcome, word="a", *, words="played", seed=0, messa
 
 def rows_of(games, of=TABOO):
     rows = list(result_rows(count_matches(games, of)))
-    found = {(row["player"], row["opponent"], row["words"], row["role"], row["seed"]): row for row in rows}
-    assert len(found) == len(rows)  # no row twice
-    return found
+    by_key = {(row["player"], row["opponent"], row["words"], row["role"], row["seed"]): row for row in rows}
+    assert len(by_key) == len(rows)  # no row twice
+    return by_key
 
 
 NEW_AGAINST_OLD = [
@@ -123,7 +132,6 @@ def test_a_row_counts_its_players_games_in_its_role():
         "tie": 0.25,
         "breach": 0.25,
     }
-    assert (row["clean"]["games"], row["clean"]["points"]) == (1, 1.0)  # the second has an empty reply
     assert row["mean_length"] == (4 + 4 + 1 + 2) / 4
     assert (row["empty_replies"], row["messages"]) == (1, 6)  # its own: the other's empty reply counts for the other
 
@@ -132,7 +140,6 @@ def test_a_breach_of_the_attacker_is_the_defenders_win():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", DEFENDER, None]
     assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (3, 2, 1, 0, 1)
     assert (row["breach_wins"], row["breach_losses"]) == (1, 0)
-    assert (row["clean"]["games"], row["clean"]["points"]) == (2, 0.5)
     assert (row["empty_replies"], row["messages"]) == (0, 2)
 
 
@@ -196,7 +203,6 @@ def test_points_and_roles_are_those_of_the_game():
         row = rows[player, opponent, "played", role, None]
         assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 0, 0, 4, 1)
         assert (row["breach_wins"], row["breach_losses"], row["points"]) == (0, 0, 0.5)
-        assert (row["clean"]["games"], row["clean"]["points"]) == (2, 1.0)
         assert row["points_interval"] == estimate([3, 1], [2, 0])[1]
 
 

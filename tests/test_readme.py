@@ -14,19 +14,20 @@ import pytest
 from helpers import ROOT, call
 
 from tools import assign_rewards, evaluate_games, play_llm_game
-from tools.loop.fit import DEFAULTS
+from tools.loop.settings import DEFAULTS_FILE, read_file
 from tools.players.player import STOP, Player, Reply
-from tools.selfplay.lineup import Lineup
+from tools.selfplay import play
 from utils import read_json_or_jsonl
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for pattern in ("README.md", "*/README.md", "*/*/README.md")
+    for pattern in ("README.md", "data/RESULTS.md", "*/README.md", "*/*/README.md")
     for path in sorted(ROOT.glob(pattern))
     if not any(part.startswith(".") or part in ("outputs", "runs") for part in path.relative_to(ROOT).parts)
 }
 TOP = TEXTS["README.md"]
 LOOP = "tools/run_spag.sh"
+DEFAULTS = read_file(DEFAULTS_FILE)
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
 KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
 KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
@@ -177,10 +178,11 @@ def test_every_file_and_function_that_is_named_is_there(name):
         assert re.search(rf"(def|class) {function}\b", (ROOT / f"{module}.py").read_text()), function
 
 
-def test_the_top_readme_names_every_room_and_program():
-    rooms = [path.name for path in (ROOT / "tools").iterdir() if (path / "__init__.py").is_file()]
+def test_the_readmes_name_every_room_and_program():
+    rooms = {path.parent.name for path in (ROOT / "tools").glob("*/*.py")}
     programs = [path for path in (ROOT / "tools").glob("*.py") if '"__main__"' in path.read_text(encoding="utf-8")]
-    assert [room for room in rooms if f"](tools/{room}/README.md)" not in TOP] == []
+    maps = TOP + TEXTS["tools/README.md"]
+    assert [room for room in sorted(rooms) if f"{room}/README.md)" not in maps] == []
     assert [path.name for path in programs if not re.search(rf"tools[./]{path.stem}\b", "".join(TEXTS.values()))] == []
 
 
@@ -228,10 +230,10 @@ def nim(tmp_path, monkeypatch, tiny_model, other_model) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     players = {tiny_model: Careful(), other_model: Greedy()}
 
-    def build_players(lineup, names, **how):
-        return {role: players[name] for role, name in zip(lineup.game.roles, names, strict=True)}, 4
+    def make_players(names, game, flags, **_):
+        return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, 4
 
-    monkeypatch.setattr(Lineup, "build_players", build_players)
+    monkeypatch.setattr(play, "make_players", make_players)
     return {"careful": tiny_model, "greedy": other_model}
 
 

@@ -18,7 +18,7 @@ import pytest
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from dataloaders import encode_example
-from tools.engine.model import ModelTokens
+from tools.engine.local import ModelTokens
 from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling

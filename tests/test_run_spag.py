@@ -14,27 +14,33 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from helpers import ENVIRONMENT, ROOT, descendants, finish, kill_all, start, users_of, wait_for, words_of
-from safetensors.torch import load_file
+from helpers import ENVIRONMENT, ROOT, descendants, finish, start, users_of, wait_for, words_of
 
 import arguments
+from tools.assign_rewards import Flags as RewardFlags
+from tools.controls import Cloning, Sft
+from tools.evaluate_belief import Flags as BeliefFlags
+from tools.evaluate_games import Flags as MatchFlags
 from tools.flags import parse_flags
 from tools.play_llm_game import Flags as PlayFlags
 
 SCRIPT = str(ROOT / "tools" / "run_spag.sh")
 STAGES = ["imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report"]
+FLAGS = {"play_llm_game": PlayFlags, "assign_rewards": RewardFlags, "evaluate_games": MatchFlags}
+FLAGS |= {"evaluate_belief": BeliefFlags}
 
-# In the place of Python, but for the loop's own programs: notes the command, leaves a checkpoint, and does as a test
+# In the place of Python, but for the loop's own program: notes the command, leaves a checkpoint, and does as a test
 # says.
 STUB = """#!/bin/sh
-case "$1 $2" in "-m tools.loop."* | -c*) exec {python} "$@" ;; esac
+case "$1 $2" in "-m tools.loop."*) exec {python} "$@" ;; esac
 {{ printf '%s\\t' "$@"; echo; }} >>{folder}/calls
+env >{folder}/environment
 for word; do [ "$last" != --output_dir ] || mkdir -p "$word/checkpoint-1"; last=$word; done
 printf '\\033[Agames:  45%%|####      | 9/20\\r'
 echo speaks >&2
 case "$*" in {does} esac
 echo last words
+printf 'games: 100%%|##########| 20/20\\r'
 """
 
 # The commands of an epoch under the paper's settings on 8 GPUs.
@@ -47,11 +53,11 @@ COMMANDS = """
   --model_prefix imitation --data_suffix words --game taboo {sampling}
 {root}/tools/assign_rewards.py --input_data_path {out}/epoch1/episodes/imitation_sampling_words_results.json
   --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --losers 0.0 --ties 0.0
-  --role_weights paper --min_game_rows 128 --sft_data_path {data}/sft.json
+  --baseline none --role_weights paper --sft_data_path {data}/sft.json --chat_template False
 {launch} {root}/train.py --output_dir {out}/epoch1/model --model_name_or_path {out}/imitation/model
-  --ref_model_name_or_path {out}/imitation/model {training} --train_data_path {out}/epoch1/rows/rows.json --seed 43
-  --train_method OfflinePO --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2 --detach_kl False
-  --learning_rate 2e-6
+  --ref_model_name_or_path {out}/imitation/model {training} --train_method OfflinePO
+  --train_data_path {out}/epoch1/rows/rows.json --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2
+  --detach_kl False --learning_rate 2e-6 --seed 43
 {launch} {root}/tools/evaluate_games.py --players imitation={out}/imitation/model epoch1={out}/epoch1/model
   --against imitation --words played={data}/words.txt {data}/held_out.txt --seeds 0 --games_per_word 1
   --output_dir {out}/epoch1/eval --game taboo {sampling}
@@ -60,10 +66,10 @@ COMMANDS = """
 LAUNCH = "-m torch.distributed.run --nproc_per_node 8 --standalone"
 TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048
   --padding_side right --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0
-  --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --save_strategy steps
+  --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --tf32 True --save_strategy steps
   --save_steps 0.2 --save_total_limit 1 --gradient_checkpointing True"""
-SAMPLING = """--task_type sampling --max_length 2048 --max_new_tokens 256 --temperature 1.2 --top_k 50
-  --bf16 True --engine auto --tensor_parallel_size 1"""
+SAMPLING = """--task_type sampling --chat_template False --thinking False --max_length 2048 --max_new_tokens 256
+  --temperature 1.2 --top_k 50 --bf16 True --tf32 True --engine auto --tensor_parallel_size 1"""
 
 
 @pytest.fixture
@@ -93,38 +99,37 @@ class Loop:
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.environment["PYTHON"] = str(folder / "python")
 
-    def start(self, does: str = "", files: tuple = (), environment=None, cwd=ROOT, stdout=subprocess.PIPE, **changes):
+    def start(self, does: str = "", files: tuple = (), environment=None, stdout=subprocess.PIPE, **changes):
         """Start it with changed settings; `does` are cases of a shell's `case` over the command's words."""
         (self.folder / "calls").write_text("")
         stub = STUB.format(python=sys.executable, folder=shlex.quote(str(self.folder)), does=does)
         (self.folder / "python").write_text(stub)
         (self.folder / "python").chmod(0o755)
-        pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         return subprocess.Popen(
-            [SCRIPT, *files, *words_of(self.settings | changes)],
+            [SCRIPT, *map(str, files), *words_of(self.settings | changes)],
             env=self.environment | (environment or {}),
-            cwd=cwd,
+            cwd=ROOT,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
-            **pipes,
         )
 
-    def run(self, does: str = "", status: int = 0, **how) -> tuple[str, str]:
+    def run(self, does: str = "", status: int = 0, **changes) -> tuple[str, str]:
         """Run it to its end with this status; (output, errors)."""
-        process = self.start(does, **how)
+        process = self.start(does, **changes)
         out, err = process.communicate(timeout=300)
         assert process.returncode == status, out + err
         return out, err
 
-    def commands(self, does: str = "", **how) -> dict[str, list[str]]:
+    def commands(self, does: str = "", **changes) -> dict[str, list[str]]:
         """Run it to its good end; the words of each stage's command (of the last report's)."""
-        out, _ = self.run(does, **how)
+        out, _ = self.run(does, **changes)
         return dict(zip(re.findall(r"\] (\w+); its log: ", out), self.calls(), strict=True))
 
     def calls(self) -> list[list[str]]:
         return [line.split("\t")[:-1] for line in (self.folder / "calls").read_text().splitlines()]
-
-    def stored(self) -> dict[str, str]:
-        return json.loads((self.output / "settings.json").read_text())["settings"]
 
 
 @pytest.fixture
@@ -132,7 +137,19 @@ def loop(tmp_path, inputs) -> Loop:
     return Loop(tmp_path, inputs)
 
 
-# --- the commands ----------------------------------------------------------------------------------------------------
+def check_flags(words: list[str]) -> None:
+    """The program accepts the flags of this command."""
+    place = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    program, flags = Path(words[place]).stem, words[place + 1 :]
+    if program == "train":
+        arguments.parse_arguments([*flags, "--use_cpu", "True"])
+    elif program == "controls":
+        parse_flags({"sft": Sft, "cloning": Cloning}[flags[0]], flags[1:], description="")
+    elif program in FLAGS:
+        parse_flags(FLAGS[program], flags, description="")
+
+
+# The commands.
 
 
 def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, tmp_path):
@@ -143,56 +160,54 @@ def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, t
     expected = [line.split() for line in text.replace("\n ", " ").strip().splitlines()]
     assert list(commands.values()) == expected and list(commands) == STAGES
     assert not list(loop.output.glob("*/model/checkpoint-*"))  # deleted after each training
-    words = commands["imitation"]
-    arguments.parse_arguments([*words[words.index(str(ROOT / "train.py")) + 1 :], "--use_cpu", "True"])
-    words = commands["epoch1_play"]
-    parse_flags(PlayFlags, words[words.index(str(ROOT / "tools/play_llm_game.py")) + 1 :], description="")
+    for words in commands.values():
+        check_flags(words)
 
 
 def test_each_epoch_starts_from_the_model_before(loop):
-    commands = loop.commands(epochs=3, eval_every=2)
-    assert list(commands)[:4] == STAGES[:4] and "epoch2_eval" in commands and "epoch3_eval" not in commands
+    belief = {"belief_games": loop.settings["sft_data"], "belief_args": "--split held_out"}
+    commands = loop.commands(epochs=3, eval_every=2, **belief)
+    out = loop.output
+    assert "epoch2_eval" in commands and "epoch3_eval" not in commands
     for number, stage in ((1, "epoch2"), (2, "epoch3")):
-        model, rows = f"{loop.output}/epoch{number}/model", f"{loop.output}/{stage}/rows/rows.json"
+        model, rows = f"{out}/epoch{number}/model", f"{out}/{stage}/rows/rows.json"
         assert commands[f"{stage}_play"].count(model) == 2  # attacker and defender
         assert commands[f"{stage}_train"].count(model) == 2  # start and reference
-        episodes = f"{loop.output}/{stage}/episodes/epoch{number}_sampling_words_results.json"
+        episodes = f"{out}/{stage}/episodes/epoch{number}_sampling_words_results.json"
         assert episodes in commands[f"{stage}_rewards"]
         assert rows in commands[f"{stage}_rewards"] and rows in commands[f"{stage}_train"]
         for name in ("play", "rewards", "train"):
             assert f"--seed {43 + number} " in " ".join(commands[f"{stage}_{name}"]) + " "
-    match = " ".join(commands["epoch2_eval"])
-    assert f"--players imitation={loop.output}/imitation/model epoch2={loop.output}/epoch2/model --against" in match
+    assert f"--players imitation={out}/imitation/model epoch2={out}/epoch2/model" in " ".join(commands["epoch2_eval"])
+    first, second = (" ".join(commands[f"epoch{epoch}_belief"]) for epoch in (1, 2))
+    models = f"base={loop.settings['model']} imitation={out}/imitation/model epoch1={out}/epoch1/model"
+    assert f"--models {models} --games" in first and f"--models epoch2={out}/epoch2/model --games" in second
+    check_flags(commands["epoch1_belief"])
 
 
 @pytest.mark.parametrize(
     "changes, stage, there, not_there",
     [
         ({"imitation_data": ""}, "epoch1_play", "--attacker_model_name_or_path {model} ", "imitation/model"),
-        ({"imitation_data": "", "eval_imitation": "True"}, "imitation_eval", "--players imitation={model} --ag", "LR"),
+        ({"imitation_model": "done"}, "epoch1_play", "--attacker_model_name_or_path done ", "imitation/model"),
         ({"save_steps": "0.0"}, "imitation", "--save_strategy no ", "--save_steps"),
         ({"lora_rank": 4}, "imitation", "--lora_rank 4 --lora_merge True .* --learning_rate 1e-4 ", "5e-6"),
         ({"lora_rank": 4}, "epoch1_train", "{out}/imitation/model/merged .* --learning_rate 1e-4 ", "2e-6"),
-        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0.0 --role_weights paper", "XX"),
+        ({"losers": 0.5, "detach_kl": "True"}, "epoch1_rewards", "--losers 0.5 --ties 0.0 ", "XX"),
+        ({"baseline": "role", "detach_kl": "True"}, "epoch1_rewards", "--baseline role ", "none"),
         ({"role_weights": "none"}, "epoch1_rewards", "--role_weights none ", "paper"),
-        ({"max_turns": 4}, "epoch1_eval", "--max_turns 4 ", "--chat_template"),
-        ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "--match"),
+        ({"chat_template": "True"}, "epoch1_rewards", "--chat_template True --tokenizer {model} ", "False"),
+        ({"thinking": "True"}, "epoch1_rewards", "--thinking True --training_prompt play ", "XX"),
+        ({"thinking": "True"}, "epoch1_eval", "--thinking True ", "XX"),
+        ({"max_turns": 4}, "epoch1_eval", "--max_turns 4 --chat_template False ", "XX"),
+        ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "XX"),
         ({"eval_args": "--max_words 3 \n --x *", "play_batch": 7}, "epoch1_eval", "7 --max_words 3 --x [*] $", "7 $"),
     ],
 )
 def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
-    (loop.folder / "peft.py").write_text("")
-    command = " ".join(loop.commands(environment={"PYTHONPATH": str(loop.folder)}, **changes)[stage]) + " "
+    command = " ".join(loop.commands(**changes)[stage]) + " "
     assert re.search(there.format(out=loop.output, model=loop.settings["model"]), command), command
     assert not re.search(not_there, command)
-
-
-def test_another_game_reaches_all_that_play_or_judge(loop, tmp_path):
-    (tmp_path / "words.txt").write_text("dog\n")
-    commands = loop.commands(game="twenty_questions", eval_words="", max_turns=9)
-    for stage in ("epoch1_play", "epoch1_rewards", "report"):
-        assert "--game twenty_questions" in " ".join(commands[stage])
-    assert "--max_turns 9 " in " ".join(commands["epoch1_play"])
 
 
 def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop, tmp_path):
@@ -200,32 +215,34 @@ def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop
     commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch2_play")
     assert list(commands) == [stage for stage in STAGES if stage != "epoch1_play"] + ["epoch2_play"]
     assert str(tmp_path / "games.json") in commands["epoch1_rewards"]
-    commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch1_play")
-    assert list(commands) == ["imitation"]  # there is nothing to play
 
 
-def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(loop, tmp_path):
+@pytest.mark.parametrize("control", ["coin_by_length", "cloning", "sft", "silent"])
+def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(loop, tmp_path, control):
     spag = loop.output
-    loop.commands(epochs=2)
+    loop.commands("*SFTwithKL*) echo '{\"finished\": true}' >\"$3/settings.json\" ;;", epochs=2)
     first = spag / "epoch1/episodes/imitation_sampling_words_results.json"
     first.write_text("[]")
-    for control in ("coin", "coin_by_length", "cloning", "sft", "silent"):
-        commands = loop.commands(control=control, epochs=2, like=spag, output=tmp_path / control, sft_coeff=0.25)
-        plays = control not in ("sft", "silent")
-        assert "imitation" not in commands and "epoch1_play" not in commands
-        assert ("epoch2_play" in commands) == plays
-        for epoch in (1, 2):
-            rewards = " ".join(commands[f"epoch{epoch}_rewards"]) + " "
-            assert f" --control {control} " in rewards
-            assert (f" --like_rows {spag}/epoch{epoch}/rows/rows.json " in rewards) != plays
-            assert (" --sft_coeff 0.25 --rows_at_once 2 " in rewards) == (control == "cloning")
-            no_games = "--allow_no_game_rows True" in " ".join(commands[f"epoch{epoch}_train"])
-            assert no_games == (control in ("cloning", "sft"))
-        assert (str(first) in commands["epoch1_rewards"]) == plays
-        assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
-        assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
-        stored = json.loads((tmp_path / control / "settings.json").read_text())["settings"]
-        assert (stored["CONTROL"], stored["LIKE"]) == (control, str(spag))
+    own = {"control": control, "like": spag, "output": tmp_path / "own", "sft_coeff": 0.25}
+    commands = loop.commands(**own, epochs=2)
+    plays = control in ("coin_by_length", "cloning")
+    assert "imitation" not in commands and "epoch1_play" not in commands and ("epoch2_play" in commands) == plays
+    for epoch in (1, 2):
+        rows, trained = tmp_path / f"own/epoch{epoch}/rows", commands[f"epoch{epoch}_train"]
+        assert trained[trained.index("--train_data_path") + 1] == f"{rows}/rows.json"
+        assert ("--allow_no_game_rows" in trained) == (control in ("cloning", "sft"))
+        if control == "coin_by_length":
+            assert "--permute_outcomes True" in " ".join(commands[f"epoch{epoch}_rewards"])
+            continue
+        made = commands[f"epoch{epoch}_{control}"]
+        source = f"{rows}/winners.json" if plays else f"{spag}/epoch{epoch}/rows/rows.json"
+        assert made[1:6] == [control, "--rows", source, "--output", f"{rows}/rows.json"]
+        if control != "silent":
+            check_flags(made)
+    if plays:
+        assert str(first) in commands["epoch1_rewards"]
+    assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
+    assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
 
 
 def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop):
@@ -242,7 +259,7 @@ def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop)
 def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
     several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
     other = loop.commands(node_rank=1, **several)  # it may come first
-    assert sorted(path.name for path in loop.output.glob("[!.]*")) == ["epoch1", "imitation", "logs"]
+    assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
     first = loop.commands(node_rank=0, **several)
     assert list(first) == STAGES and list(other) == ["imitation", "epoch1_play", "epoch1_train", "epoch1_eval"]
     for stage, words in other.items():
@@ -253,60 +270,13 @@ def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop)
         assert (loop.output / "logs" / f"{stage}.node1.log").is_file()
 
 
-# --- settings ------------------------------------------------------------------------------------------------------
-
-
-def test_of_files_and_words_the_last_one_wins_and_the_environment_changes_nothing(loop, tmp_path):
-    (tmp_path / "my settings.sh").write_text(
-        "# a comment\nTEMPERATURE=0.9  # another\nTOP_K=7\n\nMAX_TURNS=3\nSEED=5\n"
-        "TRAIN_ARGS='--max_steps 3 --x *'\nKL=0.3\nREWARD_ARGS=\"--training_prompt play\"\n"
-    )
-    (tmp_path / "more.sh").write_text("TOP_K=8\nPROMPTS=$root/configs/prompts.json\n")
-    given = {"files": ("SEED=6", "my settings.sh", "more.sh"), "seed": 7, "reward_args": ""}
-    commands = loop.commands(environment={"TEMPERATURE": "8", "EPOCHS": "6"}, cwd=tmp_path, **given)
-    names = ("TEMPERATURE", "TOP_K", "MAX_TURNS", "SEED", "KL", "EPOCHS", "REWARD_ARGS", "PROMPTS")
-    expected = ["0.9", "8", "3", "7", "0.3", "1", "", f"{ROOT}/configs/prompts.json"]
-    assert [loop.stored()[name] for name in names] == expected
-    assert commands["epoch1_train"][-4:] == ["--max_steps", "3", "--x", "*"]
-    assert "--max_steps" not in commands["imitation"]
-
-
-def test_values_are_data_not_shell(loop, tmp_path):
-    output = tmp_path / "my $(touch results); `x` 'y'"
-    commands = loop.commands(output=output, train_args=f"--x $(touch {tmp_path}/made) * 'a \" b'")
-    assert commands["epoch1_train"][-5:] == ["--x", "$(touch", f"{tmp_path}/made)", "*", 'a " b']
-    assert (output / "logs/epoch1_train.log").is_file() and not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    "word, named",
-    [
-        ("--output", "unknown flag --output"),
-        ("none.sh", "none.sh: neither a setting NAME=VALUE nor a file"),
-        ("EPOCS=2", "unknown setting EPOCS; did you mean EPOCHS?"),
-        ("epochs=2", "unknown setting epochs; did you mean EPOCHS?"),
-        ("PATH=/tmp", "unknown setting PATH; did you mean"),
-    ],
-)
-def test_words_that_are_no_settings_are_refused_with_the_nearest_one(loop, word, named):
-    _, err = loop.run(files=[word], status=2)
-    assert named in err and len(err.splitlines()) == 1 and not loop.output.exists()
-
-
-@pytest.mark.parametrize(
-    "line, named",
-    [
-        ("EPOCS=2", "wrong.sh: unknown setting EPOCS; did you mean EPOCHS?"),
-        ("epochs: 2", "wrong.sh:2: expected NAME=VALUE"),
-        ("rm -r x", "wrong.sh:2: expected NAME=VALUE"),
-        ("EVAL_SEEDS=0 true", "wrong.sh:2: expected NAME=VALUE, a value with blanks in quotes"),
-        ("PLAY_ARGS='--a' b", "wrong.sh:2: expected NAME=VALUE"),
-    ],
-)
-def test_a_wrong_line_of_a_settings_file_is_refused(loop, tmp_path, line, named):
-    (tmp_path / "wrong.sh").write_text(f"KL=0.2\n{line}\n")
-    _, err = loop.run(files=[tmp_path / "wrong.sh"], status=2)
-    assert named in err and loop.calls() == [] and not loop.output.exists()
+def test_variables_of_a_platform_that_launches_do_not_reach_the_stages(loop):
+    platform = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2"}
+    platform |= {"PET_NNODES": "2", "OMPI_COMM_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TEMPERATURE": "8"}
+    commands = loop.commands(environment=platform)
+    names = {line.partition("=")[0] for line in (loop.folder / "environment").read_text().splitlines()}
+    assert not names & (platform.keys() - {"TEMPERATURE"})
+    assert "--temperature 1.2 " in " ".join(commands["epoch1_play"])  # the environment changes no setting
 
 
 CONFIGS = sorted(path.stem for path in ROOT.glob("configs/*.sh") if path.stem not in ("defaults", "slurm_4x8"))
@@ -314,31 +284,23 @@ CONFIGS = sorted(path.stem for path in ROOT.glob("configs/*.sh") if path.stem no
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_settings_files_are_accepted_and_reach_the_commands(loop, name):
-    (loop.folder / "peft.py").write_text("")
-    del loop.settings["global_batch"], loop.settings["gradient_checkpointing"]
-    (loop.folder / "model").symlink_to(loop.settings["model"])
-    Path(loop.settings["model"], "chat_template.jinja").touch()
-    changes = {"reasoning_args": "--lm_eval harness", "gradient_checkpointing": "False"}
-    if not (ROOT / f"data/{name}/prompts.json").is_file():
-        changes["prompts"] = ""
-    commands = loop.commands(
-        files=[ROOT / f"configs/{name}.sh"], environment={"PYTHONPATH": str(loop.folder)}, **changes
-    )
-    Path(loop.settings["model"], "chat_template.jinja").unlink()
+    del loop.settings["global_batch"]
+    commands = loop.commands(files=[ROOT / f"configs/{name}.sh"], lora_rank="", reasoning_args="--lm_eval harness")
     assert ("reasoning" in commands) == ("EVAL_TASKS" in (ROOT / f"configs/{name}.sh").read_text())
-    assert (f"{ROOT}/data/{name}/prompts.json" in commands["epoch1_play"]) == ("prompts" not in changes)
+    prompts = ROOT / f"data/{name}/prompts.json"
+    assert (str(prompts) in commands["epoch1_play"]) == prompts.is_file()
     for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval"):
-        assert ("--chat_template" in commands[stage]) == (name in ("qwen3_4b", "english"))
+        words = commands[stage]
+        assert (words[words.index("--chat_template") + 1] == "True") == (name in ("qwen3_4b", "english"))
 
 
-def test_help_is_the_file_of_all_settings(loop):
-    shown = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
-    loop.commands()
+def test_help_is_the_file_of_all_settings():
+    environment = os.environ | {"PYTHON": sys.executable}
+    shown = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True, env=environment).stdout
     assert shown == (ROOT / "configs/defaults.sh").read_text()
-    assert re.findall(r"^([A-Z_]+)=.* # \w", shown, flags=re.MULTILINE) == list(loop.stored())
 
 
-# --- failures, logs, signals -----------------------------------------------------------------------------------------
+# Failures, logs, signals.
 
 
 @pytest.mark.parametrize("stage, program", [("imitation", "train.py"), ("epoch1_train", "train.py*epoch1/")])
@@ -355,13 +317,12 @@ def test_a_failing_report_does_not_stop_the_loop(loop):
     assert list(commands)[-1] == "epoch2_eval" and sum("report.py" in words[0] for words in loop.calls()) == 2
 
 
-def test_logs_hold_the_command_and_all_output_of_each_start_and_warnings_are_repeated(loop):
-    warns = "*train.py*) echo 12:00:00 rank 0 WARNING saw something; echo 12:00:01 rank 1 WARNING saw something ;;"
-    _, err = loop.run(warns)
-    assert err.splitlines()[-3:] == ["Warnings:", "  imitation: saw something", "  epoch1_train: saw something"]
-    out, err = loop.run(verbose=True)
-    assert "Warnings:" not in err  # those of this start
-    assert out.count("speaks") == out.count("last words") == len(STAGES)
+def test_the_terminal_shows_warnings_and_last_line_of_each_stage_and_logs_hold_all(loop):
+    warns = "*imitation/model*SFT*) for rank in 0 1; do echo 12:00:0$rank rank $rank WARNING saw something; done ;;"
+    out, _ = loop.run(warns)
+    assert out.count("WARNING: saw something") == 1 and out.count("\nlast words\n") == len(STAGES)
+    assert "speaks" not in out
+    loop.run()
     for stage in STAGES:
         starts = (loop.output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:]
         assert len(starts) == 2 and all("speaks\n" in text and "last words\n" in text for text in starts)
@@ -387,9 +348,7 @@ def test_a_terminal_shows_the_bar_of_the_stage_at_work(loop):
     [
         ("SIGINT", 130, "sleep 60; true"),
         ("SIGTERM", 143, "sleep 60; true"),
-        ("SIGHUP", 143, "sleep 60; true"),
-        ("SIGUSR1", 143, "sleep 60; true"),
-        ("SIGTERM", 143, "trap '' TERM; sleep 60; true"),
+        ("SIGUSR1", 143, "trap '' TERM; sleep 60; true"),
     ],
 )
 def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, does):
@@ -406,7 +365,7 @@ def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, do
 
 
 def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
-    process = loop.start("*play_llm*) sleep 4; true ;;")
+    process = loop.start("*play_llm*) sleep 4; true ;;", until="epoch1_play")
     assert wait_for(lambda: len(loop.calls()) == 2, process)
     assert wait_for(sleeping := lambda: descendants(process.pid, "sleep"), process)
     (stage,) = {each.parent() for each in sleeping()}
@@ -417,155 +376,58 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
     finally:
         stage.resume()
     process.communicate(timeout=60)
-    assert process.returncode == 0 and json.loads((loop.output / "settings.json").read_text())["finished"]
+    assert process.returncode == 0
 
 
-def test_a_signal_while_it_checks_ends_the_loop(loop, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\nclass Slow: pass\n"
-    )
-    process = loop.start(game=f"{tmp_path}/slow.py:Slow")
-    assert wait_for((tmp_path / "begun").exists, process)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 143 and "run_spag.sh: stopped; the same" in err
-    assert users_of(loop.output) == [] and loop.calls() == []
-
-
-def test_after_a_sigkill_of_the_script_the_stage_at_work_keeps_other_starts_out(loop):
-    process = loop.start("*play_llm*) sleep 60; true ;;")
-    assert wait_for(lambda: len(loop.calls()) == 2, process)
-    at_work = [each for each in psutil.Process(process.pid).children() if "play_llm" in " ".join(each.cmdline())]
-    process.kill()
-    process.wait()
-    (stage,) = at_work
-    record = (loop.output / "settings.json").read_bytes()
-    _, err = loop.run(status=2, seed=7)
-    assert f"another process is at work in this folder: pid {stage.pid} (" in err and loop.calls() == []
-    assert (loop.output / "settings.json").read_bytes() == record
-    for each in [*stage.children(), stage]:
-        each.kill()
-    process.communicate()  # all have closed their output
-    assert list(loop.commands()) == STAGES
-
-
-def test_a_second_start_beside_a_loop_is_refused(loop):
-    process = loop.start("*play_llm*) sleep 60; true ;;")
-    assert wait_for(lambda: len(loop.calls()) == 2, process)
-    second = subprocess.run([SCRIPT, *words_of(loop.settings)], env=loop.environment, capture_output=True, text=True)
-    assert second.returncode == 2 and f"pid {process.pid} (" in second.stderr
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-
-
-# --- the record of the loop ------------------------------------------------------------------------------------------
-
-TRAINED = "*train.py*epoch1/*) mkdir -p {out}/epoch1/model; echo '{{}}' >{out}/epoch1/model/train_results.json ;;"
-
-
-def test_the_record_is_finished_when_the_loop_has_ended(loop):
-    def finished() -> bool:
-        return json.loads((loop.output / "settings.json").read_text())["finished"]
-
-    trained = TRAINED.format(out=loop.output)
-    loop.run(trained, until="epoch1_train")
-    assert not finished()
-    loop.run(trained)
-    assert finished()
-    record = (loop.output / "settings.json").read_bytes()
-    assert list(loop.commands(trained)) == STAGES and (loop.output / "settings.json").read_bytes() == record
-    loop.run("*epoch2*) exit 3 ;;", epochs=2, status=1)
-    assert not finished() and loop.stored()["EPOCHS"] == "2"
-
-
-@pytest.mark.parametrize("changes", [{"model": "{other}"}, {"train_args": "--max_steps 3"}, {"seed": 7}])
-def test_a_loop_with_results_refuses_other_settings_and_writes_nothing(loop, other_model, changes):
-    loop.run(TRAINED.format(out=loop.output))
-    before = {path: path.read_bytes() for path in loop.output.rglob("*") if path.is_file()}
-    changes = {name: str(value).format(other=other_model) for name, value in changes.items()}
-    _, err = loop.run(status=2, **changes)
-    (name,) = changes
-    assert f"made with other settings ({name.upper()}: " in err and loop.calls() == []
-    assert {path: path.read_bytes() for path in loop.output.rglob("*") if path.is_file()} == before
-
-
-def test_the_machine_may_change_and_so_may_what_is_only_added(loop):
-    loop.run(TRAINED.format(out=loop.output), eval_words="")
-    added = {"epochs": 2, "eval_words": loop.settings["words"], "eval_tasks": "MMLU", "report": "False"}
-    added["reasoning_args"] = "--lm_eval harness"
-    commands = loop.commands(
-        nproc=2, play_batch=3, save_steps=0, train_batch=2, gradient_checkpointing="True", **added
-    )
-    assert "epoch2_eval" in commands and "reasoning" in commands and loop.stored()["NPROC"] == "2"
-
-
-# --- with the real programs ------------------------------------------------------------------------------------------
-
-
-def any_filled(pattern: str) -> bool:
-    """Whether a file of these names has content; checkpoints come and go."""
-    with contextlib.suppress(FileNotFoundError):
-        return any(map(os.path.getsize, glob.glob(pattern)))
-    return False
+# With the real programs.
 
 
 def start_loop(settings: dict) -> subprocess.Popen:
     return start([SCRIPT, *words_of(settings)], env=ENVIRONMENT | {"PYTHON": sys.executable})
 
 
-@pytest.mark.kills
-def test_a_loop_killed_in_play_and_in_training_ends_with_the_results_of_one_that_was_not(inputs):
-    output = inputs["output"]
-    settings = inputs | {"max_turns": 1, "max_length": 1600, "max_new_tokens": 4, "games_per_word": 6, "save_steps": 1}
-    settings |= {"play_batch": 1, "report": "False", "global_batch": 2, "learning_rate": "1e-3", "eval_words": ""}
-    settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
-    settings["imitation_data"] = ""  # fewer programs to start; imitation is interrupted below
-    played = "epoch1/episodes/imitation_sampling_words_rank0.jsonl"
-    for sign in (played, "epoch1/model/checkpoint-*/complete.json"):
-        process = start_loop(settings)
-        assert wait_for(lambda: any_filled(f"{output}/{sign}"), process)  # noqa: B023
-        kill_all(process, output)
-    finish(start_loop(settings))
-
-    starts = {stage: (output / f"logs/{stage}.log").read_text().split("\n=== ")[1:] for stage in STAGES[1:4]}
-    assert [len(starts[stage]) for stage in starts] == [3, 2, 2]
-    assert not list((output / "epoch1/model").glob("checkpoint-*"))
-    games = [json.loads(line) for line in (output / played).read_text().splitlines()]
-    assert sorted(game["index"] for game in games) == list(range(18))  # none played twice
-    counts = json.loads((output / "epoch1/rows/rows_rewards_settings.json").read_text())
-    assert counts["games"]["episodes"] == 18 and counts["rows"]["sft"] == 12
-
-    # The training again in one go, by the command of its first start.
-    command = starts["epoch1_train"][0].splitlines()[0].partition(f"{sys.executable} ")[2]
-    finish(start([sys.executable, *command.replace(f"{output}/epoch1/model", f"{output}/undisturbed").split()]))
-    weights = [load_file(output / name / "model.safetensors") for name in ("epoch1/model", "undisturbed")]
-    before = load_file(Path(settings["model"], "model.safetensors"))
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in weights[0].items())
-
-
-def test_a_loop_that_is_preempted_under_torchrun_leaves_no_process_and_continues(inputs):
+def test_a_preempted_loop_continues_and_after_a_sigkill_its_stage_keeps_another_start_out(inputs):
     output = inputs["output"]
     settings = inputs | {"nproc": 2, "until": "imitation", "save_steps": 1}
+    complete = f"{output}/imitation/model/checkpoint-*/complete"
+
     process = start_loop(settings)
-    assert wait_for(lambda: any_filled(f"{output}/imitation/model/checkpoint-*/complete.json"), process)
+    assert wait_for(lambda: bool(glob.glob(complete)), process)
     process.send_signal(signal.SIGTERM)
     finish(process, status=143)
     assert users_of(output) == []
-    finish(start_loop(settings))
+
+    process = start_loop(settings)
+    assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each, output)], process)
+    (training,) = at_work()
+    process.kill()
+    process.wait()
+    training.suspend()  # so that it is at work long enough
+    assert "train.py: error: " in (printed := finish(start_loop(settings), status=1))
+    assert "another launch is at work here" in printed
+    training.resume()
+    psutil.wait_procs([training])
+
+    assert "all is there" in finish(start_loop(settings))
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
-    assert (output / "logs/imitation.log").read_text().count("\n=== ") == 2
 
 
-# --- the scripts -----------------------------------------------------------------------------------------------------
+def has_lock(process: psutil.Process, output: Path) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return f"{output}/imitation/model/.settings.lock" in [file.path for file in process.open_files()]
+    return False
 
-SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/run.sh", "loop/settings.sh", "loop/environment.sh")
+
+# The scripts.
+
+SCRIPTS = ("run_spag.sh", "quickstart.sh", "test.sh", "loop/common.sh", "loop/environment.sh")
 
 
 def test_shellcheck_finds_nothing():
-    scripts, shellcheck = [f"tools/{script}" for script in SCRIPTS], Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([shellcheck, "-x", *scripts, *glob.glob("configs/*.sh")], cwd=ROOT, capture_output=True)
+    scripts = [*(f"tools/{script}" for script in SCRIPTS), *glob.glob(f"{ROOT}/configs/*.sh"), ".ci/run"]
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
 
 

@@ -2,11 +2,9 @@
 
 import importlib.metadata
 import json
-import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +13,12 @@ import pytest
 import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, reset_process, start
-from huggingface_hub import ModelCard
-from huggingface_hub.constants import HF_HUB_CACHE
-from safetensors import SafetensorError
+from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import arguments
-import dataloaders
 import train
 import trainers
 import utils
@@ -80,13 +74,13 @@ def make_rows(count: int) -> list[dict]:
     """Rows of game and SFT kind in no regular order, of 10 to 70 tokens."""
     rng = random.Random(0)
     rows = []
-    for index in range(count):
+    for _ in range(count):
         texts = {"query": "ask " * rng.randint(2, 12), "target": "say " * rng.randint(1, 6)}
         row = texts | {"weight": rng.uniform(0.5, 2)}
         if rng.random() < 0.3:
             row |= {"type": "sft"}
         else:
-            row |= {"reward": rng.uniform(-0.5, 1), "role": ["attacker", "defender"][index % 2]}
+            row |= {"reward": rng.uniform(-0.5, 1)}
         rows.append(row)
     return rows
 
@@ -181,11 +175,9 @@ def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
     assert_close([norm, moved], [recorded["final"]["param_norm"], recorded["final"]["update_norm"]], rtol=1e-4, atol=0)
 
 
-def test_rows_that_made_the_recorded_run_nan_are_refused_by_line_or_dropped(tmp_path):
+def test_the_rows_that_made_a_recorded_run_nan_are_refused(tmp_path):
     settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
-    refused(tmp_path / "out", settings, r"\.jsonl:\d+: .*--drop_unscored_rows")
-    steps = run(tmp_path / "out", settings, drop_unscored_rows=True)
-    assert all(np.isfinite(step["loss"]) and np.isfinite(step["grad_norm"]) for step in steps)
+    refused(tmp_path / "out", settings, r"\.jsonl: row \d+: .*cuts off the whole target .*--truncation_side left")
 
 
 # --- ways to train that must agree ---------------------------------------------------------------------------------
@@ -251,12 +243,10 @@ def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model
     steps = launch(tmp_path / "out", 2, settings)
     expected, output = plain_runs[reference]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
-    assert not (tmp_path / "out" / "derived").exists()
+    assert not list((tmp_path / "out").glob("*.npy"))
 
 
-def test_deepspeed_in_bf16_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
-    tmp_path, plain_runs, mixed_rows, tiny_model
-):
+def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain_runs, mixed_rows, tiny_model):
     """In one process, which needs no launcher."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
     finish(start([PYTHON, "train.py", *flags(tmp_path / "out", settings)]))
@@ -265,8 +255,6 @@ def test_deepspeed_in_bf16_saves_bf16_and_keeps_rewards_and_logprobs_in_fp32(
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     expected, _ = plain_runs[tiny_model]
     assert_close([step["loss"] for step in steps], [step["loss"] for step in expected], rtol=0.02, atol=0.02)
-    rewards = [step["reward_attacker"] for step in steps]
-    assert_close(rewards, [step["reward_attacker"] for step in expected], rtol=1e-6, atol=0)
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
@@ -322,45 +310,34 @@ def saved_steps(output: Path) -> list[int]:
 
 
 def contents(folder: Path) -> dict:
-    """Every file and folder, with its content; locks by name alone, since opening them here would end them."""
-    return {
-        path: path.read_bytes() if path.is_file() and path.suffix != ".lock" else None for path in folder.rglob("*")
-    }
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
 @pytest.fixture
 def no_second_time(monkeypatch):
-    """Encoding rows, and passing them through the reference, are errors."""
+    """Passing rows through the reference is an error."""
 
     def refuse(*_):
         raise AssertionError("made again")
 
-    monkeypatch.setattr(dataloaders, "encode_and_cut", refuse)
     monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", refuse)
 
 
-def test_encoded_rows_and_logprobs_are_kept_for_the_same_command_and_go_at_the_end(again, no_second_time):
+def test_reference_logprobs_are_kept_for_the_same_command_and_go_at_the_end(again, no_second_time):
     output, settings = again
-    assert {"record.json", "train.arrow"} == {path.name for path in (output / "derived").iterdir()}
+    assert np.load(output / "ref_logprobs.npy").shape == (64,)
     steps = run(output, settings)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]  # also where no step was left
-    assert not (output / "derived").exists()
+    assert not list(output.glob("*.npy"))
 
 
-@pytest.mark.parametrize("changed", ["library", "source", "settings"])
-def test_other_libraries_sources_or_settings_make_derived_files_again(again, no_second_time, monkeypatch, changed):
+def test_other_settings_never_read_reference_logprobs_that_a_stopped_run_left(again, no_second_time):
     output, settings = again
-    if changed == "library":
-        monkeypatch.setattr(utils, "made_by", lambda: {"torch": "0"})
-    elif changed == "source":
-        monkeypatch.setattr(trainers, "__file__", train.__file__)
-    else:  # which is no other run as long as there are no results
-        settings = settings | {"max_length": 40}
-        for step in (2, 4):
-            shutil.rmtree(output / f"checkpoint-{step}")
-        (output / "model.safetensors").unlink()
+    for step in (2, 4):
+        shutil.rmtree(output / f"checkpoint-{step}")
+    (output / "model.safetensors").unlink()
     with pytest.raises(AssertionError, match="made again"):
-        run(output, settings)
+        run(output, settings | {"max_length": 40})
 
 
 def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
@@ -372,79 +349,94 @@ def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
     monkeypatch.setattr(utils, "made_by", lambda: {"torch": "0"})
     before = contents(output)
     loaded.clear()
-    for resume in (None, True, "lost"):
+    for resume in (None, True):
         more = {"resume_from_checkpoint": resume, "logging_steps": 2, "dataloader_num_workers": 1}
         assert "all is there" in call(train.main, *flags(output, settings | more)).errors
-    files = "delete in .*out: train_results.json, model.safetensors, checkpoint-2, checkpoint-4, settings.json"
+    files = "delete in .*out: checkpoint-2 checkpoint-4 model.safetensors train_results.json settings.json"
     message = "settings.json: made with other settings .learning_rate: 0.001 then, 0.002 now; max_steps: 4 then, 5 now"
     refused(output, settings, f"{message}.*{files}", learning_rate=2e-3, max_steps=5)
     assert not loaded and contents(output) == before
 
 
-def test_a_checkpoint_of_the_same_run_is_continued_elsewhere_and_any_other_is_refused(tmp_path, again):
+def test_a_model_is_not_trained_into_its_own_folder(tmp_path, mixed_rows, tiny_model):
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    before = contents(folder)
+    refused(folder, sft(mixed_rows, folder), "settings.json is missing, which says how model.safetensors was made")
+    assert contents(folder) == before
+
+
+def test_a_resumed_run_without_stored_logprobs_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
     output, settings = again
-    named = {"learning_rate": 2e-3, "resume_from_checkpoint": output / "checkpoint-2"}
-    refused(tmp_path / "other", settings, "again/settings.json: made with other settings .learning_rate", **named)
-    refused(tmp_path / "other", settings, "nowhere: not a complete", resume_from_checkpoint="nowhere")
-    assert not (tmp_path / "other").exists()
-    steps = run(tmp_path / "other", settings, resume_from_checkpoint=output / "checkpoint-2")
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    (output / "checkpoint-4" / "optimizer.pt").unlink()
-    utils.write_json(output / "checkpoint-4" / trainers.COMPLETE, trainers.sizes(output / "checkpoint-4"))
-    refused(output, settings, "checkpoint-4: no optimizer.pt")
-    (output / "settings.json").write_text("{}")
-    refused(output, settings, "settings.json: this file does not say how")
-    (output / "settings.json").unlink()
-    refused(output, settings, "settings.json: this file does not say how")
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_without_derived_files_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
-    output, settings = again
-    shutil.rmtree(output / "derived")
+    (output / "ref_logprobs.npy").unlink()
     shutil.rmtree(output / "checkpoint-4")
-    steps = run(output, settings, resume_from_checkpoint=output / "checkpoint-2")
+    steps = run(output, settings)
     assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
 
 
 def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_ones(again, monkeypatch):
     output, settings = again
     last = output / "checkpoint-4"
-    assert trainers.is_complete(last)
-    with open(last / "model.safetensors", "ab") as file:
-        file.truncate(5)
-    assert not trainers.is_complete(last)
+    assert trainers.last_checkpoint(output) == str(last) and (last / "complete").read_bytes() == b""
+    shutil.rmtree(last)
     with monkeypatch.context() as patch:  # the next start writes it again, and is stopped while it does
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
         with pytest.raises(KeyboardInterrupt):
             run(output, settings)
-    assert not trainers.is_complete(last)
+    assert last.is_dir() and trainers.last_checkpoint(output) == str(output / "checkpoint-2")
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
-    assert saved_steps(output) == [4] and trainers.is_complete(last)
-    (last / "optimizer.pt").unlink()
-    assert not trainers.is_complete(last)
+    assert saved_steps(output) == [4] and trainers.last_checkpoint(output) == str(last)
+
+
+def test_a_checkpoint_without_an_optimizer_is_not_continued_with_a_new_one(again):
+    output, settings = again
+    (output / "checkpoint-4" / "optimizer.pt").unlink()
+    refused(output, settings, "checkpoint-4: no optimizer.pt .*delete it to begin anew")
 
 
 # --- LoRA ----------------------------------------------------------------------------------------------------------
 
 
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(10, 40).unsqueeze(0)).logits
+
+
+def merged_and_adapted(output: Path, base) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of OUTPUT_DIR/merged, and those of the base model with the adapters of OUTPUT_DIR."""
+    from peft import PeftModel
+
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(output / "merged"))
+    return merged, logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output))
+
+
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
     steps = run(tmp_path / "out", settings, gradient_checkpointing=True)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    tokens = torch.arange(10, 40).unsqueeze(0)
-    with torch.no_grad():
-        base = AutoModelForCausalLM.from_pretrained(tiny_model)
-        before = base(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")(tokens).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")(tokens).logits
+    merged, adapted = merged_and_adapted(tmp_path / "out", tiny_model)
     assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
-    assert (adapted - before).abs().max() > 1e-3
+    assert (adapted - logits_of(AutoModelForCausalLM.from_pretrained(tiny_model))).abs().max() > 1e-3
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "merged").eos_token == "</s>"
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_of_tied_weights_are_not_merged_into_both_layers(tmp_path, mixed_rows, tokenizer, layer, tied):
+    pytest.importorskip("peft")
+    for part in (build_llama(0, len(tokenizer), tie_word_embeddings=tied), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    settings = sft(mixed_rows, tmp_path / "model", max_steps=2, lora_rank=4, lora_merge=True, learning_rate=0.02)
+    if tied:
+        message = f"--lora_merge True: {layer} shares its weights with another layer"
+        refused(tmp_path / "refused", settings, message, lora_target_modules=["q_proj", layer])
+        run(tmp_path / "out", settings)  # the default layers share none
+    else:
+        run(tmp_path / "out", settings, lora_target_modules=["q_proj", layer])
+    merged, adapted = merged_and_adapted(tmp_path / "out", tmp_path / "model")
+    assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [None, "zero3.json"])
@@ -477,12 +469,6 @@ def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_r
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-def test_unknown_layers_for_adapters_are_refused(tmp_path, mixed_rows, tiny_model):
-    pytest.importorskip("peft")
-    settings = sft(mixed_rows, tiny_model, lora_rank=4, lora_target_modules="query_key")
-    refused(tmp_path / "out", settings, "--lora_target_modules query_key")
-
-
 # --- what a run leaves and shows -----------------------------------------------------------------------------------
 
 
@@ -491,13 +477,12 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
     settings = offline_po(mixed_rows, tiny_model, other_model, eval_data_path=mixed_rows, evaluation_strategy="steps")
     steps = run(tmp_path / "out", settings | {"report_to": "tensorboard", "eval_steps": 2})
     always = {"loss", "grad_norm", "learning_rate", "log_ratio", "ratio", "ratio_max", "clip_fraction", "policy_loss"}
-    always |= {"sft_loss", "reward_attacker", "reward_defender", "tokens_per_second", "peak_memory_gib"}
+    always |= {"sft_loss", "tokens_per_second", "peak_memory_gib"}
     assert all(always <= step.keys() for step in steps)
     history = history_of(tmp_path / "out")
     assert history[0]["rows"] == 64 and history[0]["rows_truncated"] == 0
     evaluations = [entry for entry in history if "eval_loss" in entry]
     assert len(evaluations) == 3 and evaluations[0]["eval_loss"] != evaluations[1]["eval_loss"]
-    assert {"eval_log_ratio", "eval_reward_attacker"} <= evaluations[0].keys()
     assert list((tmp_path / "events").rglob("events.out.tfevents*"))
     saved = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["finished"] is True
@@ -505,33 +490,24 @@ def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
-def test_the_parts_of_the_loss_add_up_and_shares_are_shares_of_rows(tmp_path, tiny_model, other_model, normalization):
-    """Micro-batches of one game row, one SFT row, and two game rows: a mean over micro-batches would be wrong."""
-    game, told = {"query": "q", "target": "t", "reward": 1.0, "role": "attacker"}, {"query": "q", "target": "tt"}
-    rows = [game, told | {"type": "sft"}, game, game | {"reward": 0.25}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = offline_po(path, tiny_model, other_model, max_steps=1, loss_normalization=normalization)
-    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "eval_data_path": path}
-    (step,) = run(tmp_path / "out", settings, per_device_eval_batch_size=3, learning_rate=0)
-    (evaluation,) = [entry for entry in history_of(tmp_path / "out") if "eval_loss" in entry]
-    for log, prefix in ((step, ""), (evaluation, "eval_")):
-        parts = log[f"{prefix}policy_loss"] + 0.5 * log[f"{prefix}sft_loss"]
-        assert log[f"{prefix}loss"] == pytest.approx(parts, rel=1e-5)
-        assert log[f"{prefix}reward_attacker"] == pytest.approx(0.75)
-    assert step["log_ratio"] == pytest.approx(evaluation["eval_log_ratio"], rel=1e-5)
+def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, tiny_model, other_model, normalization):
+    """Micro-batches of two game rows, and of a game row and an SFT row: a mean over micro-batches would be wrong."""
+    game, other = {"query": "q", "target": "t", "reward": 1.0}, {"query": "q", "target": "tt"}
+    rows = [game, game, other, {"query": "q", "target": "t", "type": "sft"}]
+    settings = offline_po(write_rows(tmp_path / "rows.jsonl", rows), tiny_model, other_model, max_steps=1)
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0}
+    (step,) = run(tmp_path / "out", settings, loss_normalization=normalization)
+    assert step["loss"] == pytest.approx(step["policy_loss"] + 0.5 * step["sft_loss"], rel=1e-5)
+    (whole,) = run(tmp_path / "whole", settings, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    assert step["log_ratio"] == pytest.approx(whole["log_ratio"], rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["SFT", "OfflinePO"])
-def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path, tiny_model, other_model, method):
-    rows = sorted(make_rows(20), key=lambda row: "type" in row)  # batches of one kind
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = sft(path, tiny_model) if method == "SFT" else offline_po(path, tiny_model, other_model)
-    settings |= {"eval_data_path": path, "max_steps": 1, "per_device_train_batch_size": 20, "learning_rate": 0}
-    losses = []
-    for size in (3, 20):
-        (step,) = run(tmp_path / str(size), settings, per_device_eval_batch_size=size)
-        losses.append(json.loads((tmp_path / str(size) / "eval_results.json").read_text())["eval_loss"])
-    assert_close(losses, [step["loss"]] * 2, rtol=1e-5, atol=1e-6)
+def test_an_evaluation_loss_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
+    settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
+    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
+    results = utils.read_json(tmp_path / "out" / "eval_results.json")
+    assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
 def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
@@ -540,100 +516,32 @@ def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, othe
     settings = offline_po(path, tiny_model, other_model, show_examples=2)
     printed = call(train.main, *flags(tmp_path / "out", settings)).output
     assert "[[<s>a question]]an answer</s>" in printed and "[[<s>p]]a</s>" in printed
-    assert printed.count("---") == 2 and "rows.jsonl:1: weight 0.5, reward 0.25, SFT False" in printed
+    assert printed.count("---") == 2 and "weight 0.5, reward 0.25, SFT False" in printed
     assert not (tmp_path / "out").exists()
 
 
-# --- models of the hub, and model cards ----------------------------------------------------------------------------
+def test_a_trained_folder_keeps_the_lengths_and_sides_of_the_tokenizer(tmp_path, mixed_rows, tiny_model):
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    start_model = {"model_max_length": 1000, "truncation_side": "right", "padding_side": "left"}
+    AutoTokenizer.from_pretrained(folder, **start_model).save_pretrained(folder)
+    run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1, save_strategy="steps", save_steps=1))
+    for trained in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
+        saved = AutoTokenizer.from_pretrained(trained)
+        assert (saved.model_max_length, saved.truncation_side, saved.padding_side) == (1000, "right", "left")
 
 
-@pytest.fixture
-def hub_model(tiny_model, other_model) -> Iterator[str]:
-    """A model in the local copy of the hub. Its first commit is `tiny_model`, its last one `other_model`."""
-    repository = Path(HF_HUB_CACHE) / "models--spag--tiny"
-    for commit, folder in ((FIRST, tiny_model), (LAST, other_model)):
-        snapshot = Path(shutil.copytree(folder, repository / "snapshots" / commit))
-        (snapshot / "README.md").write_text("---\nlicense: other\nlicense_name: tiny\n---\nA tiny model.\n")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(LAST)
-    yield "spag/tiny"
-    shutil.rmtree(repository)
+def test_a_finished_model_is_uploaded_with_its_card(tmp_path, monkeypatch, mixed_rows, tiny_model):
+    uploads: list[set[str]] = []
 
+    def upload(folder_path, **_):
+        uploads.append({path.name for path in Path(folder_path).iterdir()})
 
-FIRST, LAST = "a" * 40, "b" * 40
-
-
-def test_a_revision_of_a_model_on_the_hub_is_trained_and_its_commit_recorded(
-    tmp_path, hub_model, mixed_rows, plain_runs
-):
-    settings = offline_po(mixed_rows, hub_model, hub_model, model_revision=FIRST)
-    (expected, _) = next(iter(plain_runs.values()))
-    assert curve(run(tmp_path / "out", settings)) == curve(expected)
-    recorded = utils.read_json(tmp_path / "out" / "settings.json")["settings"]
-    assert recorded["model_name_or_path"]["commit"] == FIRST and recorded["ref_model_name_or_path"]["commit"] == LAST
-    same = settings | {"model_revision": None, "model_name_or_path": f"{hub_model}@{FIRST}"}
-    assert "all is there" in call(train.main, *flags(tmp_path / "out", same)).errors
-    refused(tmp_path / "out", settings | {"model_revision": None}, "other settings .model_name_or_path")
-    refused(tmp_path / "no", settings | {"model_revision": "v9"}, "spag/tiny: no such folder, and the hub cannot be")
-
-
-def test_a_folder_has_no_revision(tmp_path, mixed_rows, tiny_model):
-    refused(tmp_path / "out", sft(mixed_rows, tiny_model, model_revision="main"), "is a folder, which has no revision")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_card_tells_where_a_model_comes_from_also_of_later_epochs(tmp_path, hub_model, mixed_rows):
-    run(tmp_path / "epoch1", offline_po(mixed_rows, hub_model, hub_model, max_steps=1))
-    start = tmp_path / "epoch1"
-    run(tmp_path / "epoch2", offline_po(mixed_rows, start, start, max_steps=1, train_method="SFTwithKL"))
-    for name in ("epoch1", "epoch2"):
-        card = ModelCard.load(tmp_path / name / "README.md")
-        assert card.data.base_model == hub_model and card.data.license_name == "tiny" and "spag" in card.data.tags
-    first, second = ((tmp_path / name / "README.md").read_text() for name in ("epoch1", "epoch2"))
-    assert "Trained by self-play of Adversarial Taboo" in first and f"| {hub_model} (commit {LAST}) |" in first
-    assert "| lm_kl_coeff | 0.2 |" in first and "| steps | 1 |" in first and f"| rows | {mixed_rows} " in first
-    assert "Trained by imitation" in second and f"| base | {start} (sha256 " in second
-
-
-class Hub:
-    """A stand-in for the hub: it remembers what is uploaded, or fails."""
-
-    def __init__(self):
-        self.uploads: list[tuple[str, set[str]]] = []
-        self.error: Exception | None = None
-
-    def create_repo(self, name, **_):
-        return SimpleNamespace(repo_id=name)
-
-    def upload_folder(self, repo_id, folder_path, **_):
-        if self.error:
-            raise self.error
-        self.uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
-
-
-@pytest.fixture
-def hub(monkeypatch) -> Hub:
-    hub = Hub()
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=upload)
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    return hub
-
-
-def test_a_finished_model_is_uploaded_once_with_its_card(tmp_path, hub, mixed_rows, tiny_model):
-    settings = sft(
-        mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model", save_strategy="steps", save_steps=2
-    )
-    run(tmp_path / "out", settings)
-    ((repository, files),) = hub.uploads
-    assert repository == "me/model" and {"README.md", "model.safetensors", "train_results.json"} <= files
-    assert "derived" not in files
-    assert "Fine-tuned" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_an_upload_that_fails_loses_no_model(tmp_path, hub, mixed_rows, tiny_model):
-    hub.error = OSError("the hub is down")
-    settings = sft(mixed_rows, tiny_model, push_to_hub=True, hub_model_id="me/model")
-    refused(tmp_path / "out", settings, "out: the model is saved, but .* .the hub is down.; hf upload me/model")
-    assert "all is there" in call(train.main, *flags(tmp_path / "out", settings)).errors
+    run(tmp_path / "out", sft(mixed_rows, tiny_model, max_steps=1, push_to_hub=True, hub_model_id="me/model"))
+    assert {"README.md", "model.safetensors", "train_results.json"} <= uploads[-1]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- spag" in card and "- SFT" in card
 
 
 # --- models and machines -------------------------------------------------------------------------------------------
@@ -679,26 +587,6 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
     assert trained == {name for name in names if not lora_rank or "lora_" in name} != set()
 
 
-def test_a_tokenizer_longer_than_the_embedding_is_refused_only_for_rows_that_need_it(tmp_path, tiny_model):
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<image>"])
-    tokenizer.save_pretrained(folder)
-    rows = make_rows(16)
-    settings = sft(write_rows(tmp_path / "rows.jsonl", rows), folder, max_steps=1)
-    assert len(run(tmp_path / "out", settings)) == 1
-    write_rows(tmp_path / "rows.jsonl", [*rows, {"query": "<image>", "target": "t"}])
-    refused(tmp_path / "other", settings, r"rows.jsonl:17: the model's vocabulary of 260 .*'<image>'")
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
-def test_a_large_model_trains_on_a_cpu_only_on_request(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    monkeypatch.setattr(utils, "MOST_ON_CPU", 1000)
-    settings = sft(mixed_rows, tiny_model, max_steps=1)
-    refused(tmp_path / "out", settings, "finds no GPU.*--use_cpu True")
-    assert len(run(tmp_path / "out", settings, use_cpu=True)) == 1
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -710,7 +598,7 @@ def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tin
 
 
 def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp_path, tiny_model):
-    rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2), "role": "attacker"} for n in range(8)]
+    rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2)} for n in range(8)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     settings = offline_po(path, tiny_model, tiny_model, max_steps=2, learning_rate=0.03)
     message = "4 rows have negative rewards. .*log-ratio runs away.*--allow_negative_rewards True"
@@ -731,126 +619,98 @@ def test_a_training_without_a_step_above_learning_rate_0_is_refused(tmp_path, mi
     assert len(run(tmp_path / "meant", settings, learning_rate=0)) == 1
 
 
-def test_token_ids_of_another_tokenizer_are_refused_unless_the_texts_are_meant(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", [row | {"target_ids": [97, 98]} for row in make_rows(16)])
-    record, settings = tmp_path / "rows_rewards_settings.json", sft(path, tiny_model, max_steps=1)
-    utils.write_json(record, {"tokenizer_sha256": "0" * 64})
-    refused(tmp_path / "out", settings, r"rows.jsonl:1: .* another tokenizer .sha256 00000000.*--retokenize True")
-    (texts,) = run(tmp_path / "texts", settings, retokenize=True)
-    utils.write_json(record, {"tokenizer_sha256": utils.tokenizer_fingerprint(Path(tiny_model))})
-    (ids,) = run(tmp_path / "out", settings)
-    assert ids["loss"] != texts["loss"]
-
-
-def test_a_missing_package_is_one_line_under_torchrun(tmp_path, mixed_rows, tiny_model):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['peft'] = None\n")
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [
-        *TORCHRUN,
-        "--nproc_per_node=2",
-        "train.py",
-        *flags(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4)),
-    ]
-    printed = finish(start(command, env=environment), 1)
-    assert "train.py: error: --lora_rank needs the package peft: pip install peft" in printed
-    assert "Traceback" not in printed.partition("train.py: error")[0] and not (tmp_path / "out").exists()
-
-
 def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
     settings = sft(write_rows(tmp_path / "rows.jsonl", [{"query": "a", "target": None}]), tiny_model)
     printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(tmp_path / "out", settings)]), 1)
-    assert re.search("train.py: error: .*rows.jsonl:1: 'target' must be a text", printed)
-    assert not list((tmp_path / "out").rglob("*.arrow"))
+    assert re.search("train.py: error: .*rows.jsonl: row 1: a row needs the texts 'query' and 'target'", printed)
 
 
-def broken_models(folder: Path, tiny_model, other_model) -> dict[str, Path]:
-    """Models that cannot be loaded, or cannot be a reference, by what is wrong with them."""
-    models = {name: folder / name for name in ("weightless", "no_tokenizer", "layerless", "cut_off", "swapped")}
-    for name, model in models.items():
-        shutil.copytree(other_model if name == "swapped" else tiny_model, model)
+def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model):
+    names = ("weightless", "no_tokenizer", "layerless", "swapped")
+    models = {name: Path(shutil.copytree(tiny_model, tmp_path / name)) for name in names}
     (models["weightless"] / "model.safetensors").unlink()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (models["no_tokenizer"] / name).unlink()
     weights = load_file(models["layerless"] / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, models["layerless"] / "model.safetensors", metadata={"format": "pt"})
-    os.truncate(models["cut_off"] / "model.safetensors", 5000)
-    tokenizer = models["swapped"] / "tokenizer.json"
-    words = json.loads(tokenizer.read_text(encoding="utf-8"))
-    vocabulary = words["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    tokenizer.write_text(json.dumps(words), encoding="utf-8")
-    build_llama(0, vocab_size=300).save_pretrained(folder / "larger")
-    return models | {"larger": folder / "larger"}
-
-
-def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model, other_model):
-    models = broken_models(tmp_path, tiny_model, other_model)
+    tokenizer = utils.read_json(models["swapped"] / "tokenizer.json")
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    utils.write_json(models["swapped"] / "tokenizer.json", tokenizer)
+    build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
     for model, reference, message in [
-        (tiny_model, models["larger"], "different vocabularies"),
+        (tiny_model, tmp_path / "larger", "different vocabularies"),
         (tiny_model, models["swapped"], "swapped: the reference has another tokenizer"),
-        (tiny_model, models["weightless"], "weightless: no weights as safetensors"),
-        (models["no_tokenizer"], tiny_model, "no_tokenizer: Tokenizer cannot be loaded"),
+        (models["no_tokenizer"], tiny_model, "no_tokenizer: no tokenizer that can be loaded"),
+        (tmp_path / "nowhere", tiny_model, "nowhere: no such folder"),
     ]:
         refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
-    (models["no_tokenizer"] / "tokenizer.json").write_text("[" * 100_000)
-    refused(tmp_path / "out", sft(mixed_rows, models["no_tokenizer"]), "no_tokenizer: Tokenizer cannot be loaded")
     assert not loaded
-    message = "layerless: weights are missing .model.norm.weight."
-    refused(tmp_path / "out", sft(mixed_rows, models["layerless"]), message)
-    refused(tmp_path / "out", sft(mixed_rows, models["cut_off"]), "cut_off: ModelForCausalLM cannot be loaded")
-
-
-def test_a_loss_that_is_not_finite_stops_training(tmp_path, tiny_model):
-    rows = [{"query": "q", "target": "t", "reward": 3e38, "weight": 3e38}] * 8
-    path = write_rows(tmp_path / "rows.jsonl", rows)
     refused(
-        tmp_path / "out", offline_po(path, tiny_model, tiny_model), "the loss of step 1 is .*; training stops here"
+        tmp_path / "out", sft(mixed_rows, models["layerless"]), "layerless: weights are missing .model.norm.weight"
     )
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    refused(tmp_path / "out", sft(mixed_rows, models["weightless"]), "model.safetensors")
 
 
-@pytest.mark.parametrize(("module", "name"), [(trainers, "offline_po_loss"), (dataloaders, "normalize_row")])
-def test_a_slip_in_the_code_keeps_its_traceback(tmp_path, mixed_rows, tiny_model, monkeypatch, module, name):
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(tmp_path, mixed_rows, tiny_model, logging_steps):
+    settings = sft(mixed_rows, tiny_model, learning_rate=1e30, max_steps=4, logging_steps=logging_steps)
+    settings |= {"save_strategy": "steps", "save_steps": 3}
+    for _ in range(2):
+        refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [23]; training stops")
+    assert not list((tmp_path / "out").glob("**/*.safetensors"))
+
+
+def test_a_slip_in_the_code_keeps_its_traceback(tmp_path, mixed_rows, tiny_model, monkeypatch):
     def slip(*_, **__):
         raise ValueError("a slip")
 
-    monkeypatch.setattr(module, name, slip)
+    monkeypatch.setattr(trainers, "offline_po_loss", slip)
     with pytest.raises(ValueError, match="^a slip$"):
-        run(tmp_path / name, offline_po(mixed_rows, tiny_model, tiny_model))
+        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model))
 
 
-def test_code_that_comes_with_a_model_runs_only_on_request(tmp_path, mixed_rows, tiny_model, monkeypatch):
+def test_code_that_comes_with_a_model_does_not_run_unless_asked_for(tmp_path, mixed_rows, tiny_model, monkeypatch):
     """The code of the reference too; and nobody is asked at the terminal."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
-    (folder / "tokenizer.json").unlink()
     (folder / "own.py").write_text("raise AttributeError('this code ran')")
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     utils.write_json(folder / "tokenizer_config.json", own)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", stop)
     for model, reference in ((folder, tiny_model), (tiny_model, folder)):
-        message = "own: Tokenizer .*it brings its own code; --trust_remote_code True runs it"
-        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
-    message = "own: Tokenizer cannot be loaded .AttributeError: this code ran"
-    refused(tmp_path / "out", offline_po(mixed_rows, folder, folder), message, trust_remote_code=True)
+        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), "own: .*trust_remote_code")
+    with pytest.raises(AttributeError, match="this code ran"):
+        run(tmp_path / "out", offline_po(mixed_rows, folder, folder), trust_remote_code=True)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:626] . PytorchStreamWriter failed writing file data/7"),
-    ],
-)
-def test_a_full_disk_ends_training_with_a_line(tmp_path, monkeypatch, mixed_rows, tiny_model, error):
-    def fail(*_, **__):
-        raise error
+# --- tokenizers ----------------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(trainers.SPAGTrainer, "_save_checkpoint", fail)
-    settings = sft(mixed_rows, tiny_model, save_strategy="steps", save_steps=1)
-    refused(tmp_path / "out", settings, f"error: .Errno 28. No space left on device: '{tmp_path}/out'$")
+
+@pytest.mark.parametrize("tokenizer_class", [None, "LlamaTokenizerFast"])
+def test_mistral_common_beside_transformers_changes_no_token(tmp_path, monkeypatch, tokenizer, tokenizer_class):
+    """transformers would read tekken.json, if it is there, by mistral-common instead of tokenizer.json."""
+    tokenizer.save_pretrained(tmp_path)
+    transformers.MistralConfig().save_pretrained(tmp_path)
+    settings = utils.read_json(tmp_path / "tokenizer_config.json") | {"tokenizer_class": tokenizer_class}
+    utils.write_json(tmp_path / "tokenizer_config.json", settings)
+    (tmp_path / "tekken.json").write_text("{}")
+    auto = transformers.models.auto.tokenization_auto
+    monkeypatch.setitem(auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    monkeypatch.setattr(transformers.integrations.mistral.tokenizer, "is_mistral_common_available", lambda: True)
+    assert auto._use_mistral_format(str(tmp_path))  # the pretence works
+    assert utils.load_tokenizer(str(tmp_path))("[INST] hé").input_ids == tokenizer("[INST] hé").input_ids
+
+
+def test_a_model_with_tekken_json_alone_names_the_package_that_reads_it(tmp_path):
+    transformers.MistralConfig().save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(utils.UserError, match="pip install mistral-common"):
+        utils.load_tokenizer(str(tmp_path))
+
+
+# --- a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -859,23 +719,3 @@ def test_training_on_a_gpu_follows_the_curve_of_the_cpu(tmp_path, mixed_rows, ti
     on_gpu = run(tmp_path / "gpu", settings, tf32=False)
     on_cpu = run(tmp_path / "cpu", settings, use_cpu=True)
     assert_close(curve(on_gpu), curve(on_cpu), rtol=1e-3, atol=1e-3)
-
-
-def test_a_checkpoint_that_deepspeed_cannot_load_here_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(utils.UserError, match="without DeepSpeed"):
-        train.check_parts(tmp_path)
-    (tmp_path / "global_step4").mkdir()
-    for rank in range(2):
-        (tmp_path / "global_step4" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text("")
-    with pytest.raises(utils.UserError, match="by 2 processes"):
-        train.check_parts(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    train.check_parts(tmp_path)
-
-
-def test_a_run_that_diverged_between_two_logs_saves_no_model(tmp_path, mixed_rows, tiny_model):
-    settings = sft(mixed_rows, tiny_model, learning_rate=1e30, max_steps=4, logging_steps=100)
-    settings |= {"save_strategy": "steps", "save_steps": 3}
-    for _ in range(2):
-        refused(tmp_path / "out", settings, "the loss has become NaN")
-    assert not list((tmp_path / "out").glob("**/*.safetensors"))

@@ -7,7 +7,6 @@ import importlib.util
 import multiprocessing
 import os
 import random
-import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,16 +16,15 @@ import psutil
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
-from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, users_of, wait_for, write_place
+from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, write_place
 
 from tools import evaluate_games, play_llm_game
-from tools.engine import model as engine_model
 from tools.engine import vllm
-from tools.engine.model import load_local_model, load_tokens
-from tools.engine.slots import SlotEngine
+from tools.engine.local import ModelTokens
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
+from tools.selfplay import engines
 from utils import UserError, read_json_or_jsonl
 
 GAME = Taboo()
@@ -43,11 +41,8 @@ class StandIn:
     """An LLMEngine that answers three requests a step. A reply depends on prompt and seed only."""
 
     made: list["StandIn"] = []
-    fault = None  # raised at the start of an engine
 
     def __init__(self, words):
-        if self.fault:
-            raise self.fault
         names = ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES", vllm.IN_PROCESS)
         self.words, self.environment = words, {name: os.environ.get(name) for name in names}
         self.open, self.asked, self.ended = {}, {}, False
@@ -77,10 +72,6 @@ class StandIn:
             for request_id, ids in done
         ]
 
-    def abort_request(self, request_ids):
-        for request_id in request_ids:
-            self.open.pop(request_id, None)
-
     def shutdown(self):
         self.ended = True
 
@@ -108,10 +99,10 @@ def stand_in(monkeypatch):
     module("vllm.utils.argparse_utils", FlexibleArgumentParser=Parser)
     module("vllm.sampling_params", RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
     monkeypatch.setattr(StandIn, "made", [])
-    monkeypatch.setattr(vllm.VLLMEngine, "ended", 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     vllm.claim_gpus.cache_clear()
     yield StandIn.made
+    engines.drop_models()
     assert all(engine.ended and not engine.open for engine in StandIn.made)
     vllm.claim_gpus.cache_clear()
 
@@ -133,7 +124,9 @@ def play(place, model, output, *words, status=0, **changes):
     return called.errors if status else read_json_or_jsonl(Path(output, f"{STEM}_results.json"))
 
 
-def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(stand_in, place, tiny_model, tmp_path, monkeypatch):
+def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
+    stand_in, place, tiny_model, tokenizer, tmp_path, monkeypatch
+):
     launcher = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"}
     for name, value in (launcher | {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}).items():
         monkeypatch.setenv(name, value)
@@ -148,7 +141,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(stand_in, plac
     given = dict(zip(engine.words, engine.words[1:], strict=False))
     assert {name: given[f"--{name}"] for name in expected} == expected and engine.words[-1] == "--enforce-eager"
 
-    tokens = load_tokens(tiny_model, Sampling(max_length=110, max_new_tokens=8))
+    tokens = ModelTokens(tokenizer, Sampling(max_length=110, max_new_tokens=8))
     templates, cuts = load_templates(place / "prompts.json", GAME), []
     how = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "min_tokens": 2, "max_tokens": 8, "stop_token_ids": [2]}
     for game in games:
@@ -157,7 +150,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(stand_in, plac
             secrets = GAME.secrets(role, game["target_word"], history)
             turn = Turn(GAME, role, history, 2, game["index"], secrets, templates)
             ids, params = engine.asked[draw_seed(42, turn)]
-            assert (ids, reply["prompt_cut"]) == tokens.encode_turn(turn)
+            assert (ids, reply["prompt_cut"]) == tokens.encode(turn.prompt())
             assert params | how == params
             assert reply["tokens"] == len(message["content"]) + (reply["finish_reason"] == "stop")
             cuts.append(reply["prompt_cut"])
@@ -181,28 +174,6 @@ def test_two_models_share_the_memory_and_all_leave_before_others_come(
     assert all("0.450" in engine.words for engine in stand_in)
 
 
-def test_what_games_that_were_given_up_had_asked_is_dropped(stand_in, tiny_model):
-    engine = vllm.VLLMFlags().load_vllm(Path(tiny_model), load_tokens(tiny_model, Sampling()))
-    for number in range(5):
-        engine.start(number, "abc", game=number)
-    assert len(engine.run()) == 3
-    engine.start(5, "abc", game=5)
-    engine.drop_requests()
-    engine.start(6, "abc", game=6)
-    assert [request for request, _ in engine.run()] == [6]
-    engine.end()
-
-
-def test_what_vllm_refuses_is_said_in_a_line(stand_in, place, tiny_model, tmp_path, monkeypatch):
-    said = play(place, tiny_model, tmp_path, "--vllm_args=--port=1", status=2)
-    assert "error: --vllm_args: unrecognized arguments: --port=1" in said
-    monkeypatch.setattr(StandIn, "fault", ValueError("no such\narchitecture"))
-    said = play(place, tiny_model, tmp_path, status=2)
-    assert said.endswith("vLLM cannot run it (ValueError: no such architecture); --engine slots plays without vLLM\n")
-    monkeypatch.setattr(vllm.VLLMEngine, "ended", 2)
-    assert "the same command goes on in a new process" in play(place, tiny_model, tmp_path, status=2)
-
-
 def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     for number, rank, own in ((1, 0, ["0"]), (1, 4, ["4"]), (2, 1, ["2", "3"])):
@@ -217,21 +188,16 @@ def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
         vllm.claim_gpus(2)
 
 
-def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_a_run_keeps_it(
-    stand_in, place, tiny_model, tmp_path, monkeypatch
-):
-    play(place, tiny_model, tmp_path / "slots", engine=None, max_games=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(engine_model, "own_device", lambda: torch.device("cpu"))  # PyTorch for CUDA would start a GPU
-        play(place, tiny_model, tmp_path / "slots", engine=None, max_games=3)
-        assert stand_in == []
-        play(place, tiny_model, tmp_path / "vllm", engine=None, max_games=2)
-    vllm.claim_gpus.cache_clear()
-    play(place, tiny_model, tmp_path / "vllm", engine=None, max_games=3)  # without a GPU
-    assert len(stand_in) == 2
+def test_what_vllm_cannot_run_is_refused(stand_in, place, tiny_model, tmp_path, monkeypatch):
+    assert play(place, tiny_model, tmp_path, "--vllm_args=--port=1", status=2).endswith(
+        "error: --vllm_args: unrecognized arguments: --port=1\n"
+    )
+    (tmp_path / "pickled").mkdir()
+    with pytest.raises(UserError, match="no weights in .safetensors form"):
+        vllm.VLLMEngine(tmp_path / "pickled", vllm.VLLMFlags(), Sampling())
     monkeypatch.setattr(vllm, "has_vllm", lambda: False)
-    assert vllm.INSTALL in play(place, tiny_model, tmp_path / "vllm", engine="vllm", max_games=4, status=2)
+    assert vllm.INSTALL in play(place, tiny_model, tmp_path, status=2)
+    assert stand_in == []
 
 
 # The real vLLM.
@@ -273,59 +239,23 @@ def answers(engine, numbers) -> dict:
     return {number: replies[number] for number in sorted(numbers)}
 
 
-def memory() -> float:
-    """The memory of this process in GiB."""
-    return psutil.Process().memory_info().rss / 2**30
-
-
 def use_engines(folders: list[Path]) -> dict:
     """What is seen of real engines, in a process of its own."""
     os.environ.update(REAL)
-    tokens, options = load_tokens(folders[0], Sampling(max_new_tokens=16)), vllm.VLLMFlags(vllm_args="--enforce-eager")
-    one, other = (options.load_vllm(folder, tokens, models=2) for folder in folders)
+    sampling, flags = Sampling(max_new_tokens=16), vllm.VLLMFlags(vllm_args="--enforce-eager")
+    one, other = (vllm.VLLMEngine(folder, flags, sampling, models=2) for folder in folders)
     seen = {"replies": answers(one, range(60)), "backwards": answers(one, range(59, -1, -1))}
     seen |= {"other": answers(other, range(60)), "children": psutil.Process().children()}
-    one.start(1, "abc", game=1, limit=100)
-    one._add(*one.waiting.popleft())
-    one.llm.step()
-    seen["unfinished"] = one.llm.get_num_unfinished_requests()
-    one.drop_requests()
-    seen |= {"dropped": one.llm.has_unfinished_requests(), "both": memory()}
-    one.end(), other.end()
-    seen["after"] = memory()
-    third = options.load_vllm(folders[0], tokens)
-    seen["third"] = answers(third, range(60))
-    third.end()
-    slots = SlotEngine(load_local_model(folders[0], tokens.sampling), 60)
-    return seen | {"slots": answers(slots, range(60))}
+    for engine in (one, other):
+        engine.end()
+    third = vllm.VLLMEngine(folders[0], flags, sampling)
+    return seen | {"third": answers(third, range(60))}
 
 
 @needs_vllm
-def test_seeds_repeat_and_models_that_go_leave_their_memory(tmp_path):
+def test_seeds_repeat_in_any_order_and_in_an_engine_that_follows_others(tmp_path):
     folders = [build_model(tmp_path / f"model{seed}", seed) for seed in (0, 1)]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         seen = pool.submit(use_engines, folders).result()
     assert seen["replies"] == seen["backwards"] == seen["third"] != seen["other"]
-    assert seen["children"] == [] and (seen["unfinished"], seen["dropped"]) == (1, False)
-    assert seen["after"] < seen["both"] - 1.8  # the two caches have 1 GiB each
-    lengths = [[reply.tokens for reply in seen[engine].values()] for engine in ("replies", "slots")]
-    error = (sum(map(statistics.variance, lengths)) / 60) ** 0.5
-    assert abs(statistics.mean(lengths[0]) - statistics.mean(lengths[1])) < 4 * error
-
-
-@needs_vllm
-def test_nothing_outlives_a_killed_rank_and_the_same_command_goes_on(place, tmp_path):
-    folder = build_model(tmp_path / "model")
-    words = [*flags(place, folder, tmp_path, concurrent_games=1), QUICK]
-    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "tools.play_llm_game", *words]
-    process = start(command, env=ENVIRONMENT | REAL)
-    stored = tmp_path / f"{STEM}_rank1.jsonl"
-    assert wait_for(lambda: stored.exists() and stored.stat().st_size, process)
-    (launcher,) = [each for each in users_of(folder) if each.pid == process.pid]
-    launcher.children()[1].kill()
-    finish(process, status=1)
-    assert users_of(folder) == []
-    safe = stored.read_bytes()
-    finish(start(command, env=ENVIRONMENT | REAL))
-    assert stored.read_bytes().startswith(safe[: safe.rfind(b"\n") + 1])
-    assert len(read_json_or_jsonl(tmp_path / f"{STEM}_results.json")) == len(WORDS)
+    assert seen["children"] == []

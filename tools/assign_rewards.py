@@ -3,40 +3,138 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers SHARE and --ties COST
-also make rows with rewards below 0, of losers' messages and of tied games. Train on those with --detach_kl True:
-without it, the loss lowers their probability without end, and replies degenerate. --control makes the rows of a
-control instead (tools/selfplay/controls.py). Settings and counts are written beside the output, to
-OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
+Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers, --ties and --baseline
+make rewards below 0. Train on those with --detach_kl True: without it, the loss lowers their probability without end,
+and replies degenerate. Settings and counts are written beside the output, to OUTPUT_rewards_settings.json.
+data/README.md has the formats of all files; tools/controls.py turns rows into those of a control.
 """
 
-import gc
+import glob
+import inspect
 import json
+import random
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from tools.flags import flag, parse_flags
-from tools.selfplay.row_flags import RowFlags
-from tools.selfplay.rows import assign_rewards, make_rows
-from utils import run_program, set_up_logging
+from tools.flags import GameFlags, flag, parse_flags
+from tools.games import prompts
+from tools.games.game import Game, load_member
+from tools.selfplay import rewards
+from tools.selfplay.rewards import ChatFlags, PromptFn, RewardFlags, Shape, assign_rewards
+from utils import UserError, files_setting, read_json_or_jsonl, run_program, set_up_logging, stage, write_records
 
 __all__ = ["assign_rewards"]
+RANDOM, PLAY = "random", "play"  # values of --training_prompt
+ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
 
 
 @dataclass(kw_only=True)
-class Flags(RowFlags):
-    input_data_path: list[str] | None = flag(
-        "files of episodes, JSON or JSONL, read in this order; the controls sft and silent read none", default=None
-    )
+class Flags(GameFlags, ChatFlags, RewardFlags):
+    """The flags of this program."""
+
+    input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
+    listening: bool = flag(
+        "True: add a row of each game, its messages up to the last hint -> the right guess; for imitation",
+        default=False,
+    )
+    permute_outcomes: bool = flag(
+        "True: permute rewards among games of equal length, a control of self-play", default=False
+    )
+    shape: str | None = flag(
+        "function (row, episode, outcome) -> reward that gives each row of a game its final reward",
+        default=None,
+        metavar="FILE.py:FUNCTION",
+    )
+    seed: int = flag("seed of all that is drawn, such as training prompts", default=0)
+    training_prompt: str = flag(
+        "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
+    )
+
+    def check(self, game: Game) -> None:
+        self.check_rewards(game)
+        if self.thinking and self.training_prompt != PLAY:
+            raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
+        if self.listening and game.answer(game.example_task) is None:
+            raise UserError(f"--listening True: {game.title} has no message that names a secret")
+
+    def settings(self, game: Game, templates: prompts.Templates, chat) -> dict:
+        """All that the rows depend on: the flags, files by their content, the chat template by its text."""
+        flags = {name: value for name, value in vars(self).items() if name not in ELSEWHERE}
+        files = {"input_data_path": files_setting(*self.input_data_path)}
+        if self.sft_data_path:
+            files["sft_data_path"] = files_setting(self.sft_data_path)
+        if self.shape:
+            files["shape"] = files_setting(inspect.getfile(self.load_shape()))
+        return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game, templates) | files
+
+    def load_shape(self) -> Shape | None:
+        """The function of --shape; data never names it, only the user."""
+        if not self.shape:
+            return None
+        place, _, function = self.shape.rpartition(":")
+        return load_member(place, function)
+
+    def prompt_fn(self, game: Game, templates: prompts.Templates, chat) -> PromptFn:
+        """Return the function that makes queries: prompts of play, or training prompts drawn at random."""
+        rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
+        if chat:
+            return partial(chat.play_prompt, game, templates=templates, rng=rng)
+        if rng:
+            return partial(prompts.training_prompt, game, rng=rng, templates=templates)
+        return partial(prompts.play_prompt, game, templates=templates)
+
+
+def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> tuple[list[dict], dict]:
+    """All rows, and the counts that stand in the record."""
+    prompt, episodes = flags.prompt_fn(game, templates, chat), []
+    for path in flags.input_data_path:
+        records = read_json_or_jsonl(path)
+        rewards.check_episodes(game, records, f"{path}: episode", 1)
+        episodes += records
+    games = [rewards.judge_game(game, episode) for episode in episodes]
+    outcomes = Counter(judged.outcome for judged in games)
+    notes: dict = {"games": {"episodes": len(games)} | {each.name: outcomes[each.name] for each in game.outcomes}}
+    if flags.permute_outcomes:
+        games, notes["winners_changed"] = rewards.permute_outcomes(games, random.Random(flags.seed))
+    balance = rewards.balance(game, games, flags)
+    notes["weights"] = balance.weights
+    if flags.baseline == rewards.ROLE:
+        notes["baselines"] = balance.baselines
+    rows, shape = [], flags.load_shape()
+    for episode, judged in zip(episodes, games, strict=True):
+        rows += rewards.episode_rows(game, episode, judged, balance, flags, prompt, shape, thinking=flags.thinking)
+    if flags.listening:
+        for episode, judged in zip(episodes, games, strict=True):
+            rows += rewards.listening_rows(game, episode, judged, prompt, templates)
+    if not rows:
+        raise UserError(
+            f"the games give no rows ({notes['games']}). Likely causes: a --max_length of play that cuts the rules, "
+            "a model that has not learned the rules by imitation, one that never ends a reply"
+        )
+    if chat:
+        rows = [chat.row(row) for row in rows]
+    if flags.sft_data_path:
+        rows += rewards.read_sft_rows(flags.sft_data_path, chat)
+    return rows, notes | {"rows": rewards.count_rows(rows)}
 
 
 def main() -> None:
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
-    set_up_logging()
-    gc.disable()  # there are no reference cycles, and the search for them takes a tenth of the time
-    counts = make_rows(flags, flags.input_data_path or [], flags.output_data_path, sft=flags.sft_data_path)
-    print(json.dumps(counts))
+    set_up_logging(ranks=False)
+    game, output = flags.load_game(), Path(flags.output_data_path)
+    flags.check(game)
+    templates, chat = flags.load_templates(game), flags.load_chat_template()
+    settings = flags.settings(game, templates, chat)
+    with stage(rewards.record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:
+        if work.todo:
+            rows, notes = make_rows(flags, game, templates, chat)
+            write_records(output, rows)
+            work.notes.update(notes)
+    print(json.dumps({name: note for name, note in work.notes.items() if name != "made_by"}))
 
 
 if __name__ == "__main__":

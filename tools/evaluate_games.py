@@ -10,34 +10,26 @@ player meets itself. Finished games are stored at once: after a kill, the same c
 torchrun each process plays a share of the games.
 """
 
-import argparse
-import itertools
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
-from tools.games.game import Game
-from tools.matches.stats import ALL, Match, pairs, schedule
+from tools.matches.stats import Match, pairs, schedule
 from tools.matches.text import RESULTS, TABLE, write_results
 from tools.players.player import TESTING
-from tools.selfplay.files import EpisodeFiles
-from tools.selfplay.flags import PlayFlags, kind_of, words_setting
-from tools.selfplay.play import Play, Run
-from utils import UserError, rank, read_words, run_program, set_up_logging, too_small
+from tools.selfplay.engines import choose_engine, player_setting
+from tools.selfplay.episodes import EpisodeFiles
+from tools.selfplay.flags import PlayFlags, words_setting
+from tools.selfplay.play import play_words
+from utils import UserError, rank, read_words, run_program, set_up_logging, stage
 
-STEM = "games"  # first part of the names of the games' files
 GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
 
 
 def named_words(text: str) -> NamedPath:
-    """The `type` of --words."""
-    name, equals, path = text.partition("=")
-    named = NamedPath(name, path) if equals else NamedPath(Path(text).stem, text)
-    if not (named.name and named.path):
-        raise argparse.ArgumentTypeError(f"expected NAME=FILE or FILE, got {text!r}")
-    return named
+    """Read NAME=FILE, or FILE, which is called like the file; the `type` of --words."""
+    return named_path(text if "=" in text else f"{Path(text).stem}={text}")
 
 
 @dataclass(kw_only=True)
@@ -57,65 +49,54 @@ class Flags(PlayFlags):
     output_dir: str = flag("folder of the results, shared by all processes")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.games_per_word is None:
             self.games_per_word = 1 if self.task_type == TESTING else GAMES_PER_WORD
-
-    def check(self) -> None:
-        paths = [player.path for player in self.players]
-        problems = too_small(self, games_per_word=1, max_words=1) + self.problems(paths)
-        names, lists = [player.name for player in self.players], [item.name for item in self.words]
-        for name, values in (("players", names), ("words", lists), ("seeds", self.seeds)):
-            if repeated := sorted({value for value in values if values.count(value) > 1}):
-                problems.append(f"--{name} names {repeated[0]} twice")
-        if people := [path for path in paths if kind_of(path).at_terminal]:
-            problems.append(f"--players: {people[0]} plays by tools.play_llm_game only")
-        if ALL in lists:
-            problems.append(f"--words names a list {ALL!r}, which is the name of the rows that pool lists")
-        if self.against is not None and self.against not in names:
-            problems.append(f"--against {self.against} is none of the --players {', '.join(names)}")
-        if self.task_type == TESTING and (self.games_per_word > 1 or len(self.seeds) > 1):
-            problems.append(
-                f"--task_type {TESTING} plays a word the same way each time: leave out --games_per_word and --seeds"
-            )
-        if problems:
-            raise UserError("; ".join(problems))
-
-    def plays(self, game: Game, lists: Mapping[str, Sequence[str]]) -> list[Play]:
-        """The plays of all matches; `lists` are the word lists by name."""
-        paths = dict(self.players)
-        plays = []
-        for match in schedule(pairs(list(paths), self.against), list(lists), self.seeds):
-            names, labels = (paths[match.first], paths[match.second]), dict(zip(Match.keys(game), match, strict=True))
-            # The seed is made of the players' names too, so a match does not depend on those before it.
-            plays.append(Play(names, json.dumps(match), [*lists[match.words]] * self.games_per_word, labels))
-        return plays
+        for flag_name, items in (("players", self.players), ("words", self.words)):
+            names = [item.name for item in items]
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise UserError(f"--{flag_name} names {repeated[0]} twice")
+        if self.against is not None and self.against not in dict(self.players):
+            raise UserError(f"--against {self.against} is none of the --players {', '.join(dict(self.players))}")
 
 
 def main() -> None:
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
     set_up_logging()
-    flags.check()
-    game = flags.load_game()
-    templates, players = flags.load_templates(game), dict(flags.players)
-    lists = {item.name: read_words(item.path, game.check_task)[: flags.max_words] for item in flags.words}
-    plays = flags.plays(game, lists)
-    words = list(itertools.chain(*(play.tasks for play in plays)))
-    files = EpisodeFiles(flags.output_dir, STEM, words, game)
-    flags = flags.with_engine(list(players.values()), files.settings_then())
+    flags.warn()
+    game, players = flags.load_game(), dict(flags.players)
+    templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))
+    lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
+    matches = schedule(pairs(list(players), flags.against), list(lists), flags.seeds)
+    games = [(match, word) for match in matches for word in lists[match.words] * flags.games_per_word]
+    files = EpisodeFiles(flags.output_dir, "games", [word for _, word in games], game)
     settings = {
         "players": list(players),
         "against": flags.against,
         "words": list(lists),
         "seeds": flags.seeds,
         "games_per_word": flags.games_per_word,
-        **{f"player {name}": flags.player_setting(path) for name, path in players.items()},
+        **{f"player {name}": player_setting(path, flags) for name, path in players.items()},
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game, templates),
     }
-    with files.stage(settings, made_of_games=[RESULTS, TABLE]) as todo:
-        if todo:
-            todo.notes["tokenizer_sha256"] = flags.tokenizer_fingerprints(players)
-            Run(flags, game, templates, plays, files).play_missing()
+    with stage(files.record_path, settings, results=[TABLE, RESULTS, *files.patterns]) as work:
+        if work.todo:
+            missing = files.missing()
+            for number, match in enumerate(matches, start=1):
+                play_words(
+                    game,
+                    [(index, word) for index, word in missing if games[index][0] == match],
+                    (players[match.first], players[match.second]),
+                    flags,
+                    files,
+                    templates=templates,
+                    # The seed is made of the players' names too, so a match does not depend on those before it.
+                    seed=json.dumps(match),
+                    labels=dict(zip(Match.keys(game), match, strict=True)),
+                    title=f"match {number} of {len(matches)}",
+                )
+            files.finish()
             if rank() == 0:
                 write_results(files.folder, files.results_path, settings, game)
     if rank() == 0:

@@ -2,47 +2,20 @@
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 
-All tasks are checked first. Then each model is asked each benchmark by one command of the harness, whose result is
-kept as DIR/MODEL/TASK.json. The same command runs those that are missing; a task that was stopped starts from its
-first question. The exit status is 1 if a result is missing. tools/reasoning/README.md describes the files.
+Results are kept by model and task, and the same command asks what is missing. tools/reasoning/README.md tells more.
 """
 
-import argparse
 import logging
-import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip  (first: it imports utils, see train.py)
-import torch
+from tools.reasoning.harness import BENCHMARKS, Benchmark, HarnessError, ask, result_path
+from tools.reasoning.table import MEAN, Score, cell_text, read_score, result_rows, table_text
+from utils import model_setting, replacing, require, run_program, set_up_logging, write_json
 
-from tools.reasoning.jobs import (
-    BENCHMARKS,
-    Benchmark,
-    Job,
-    check_jobs,
-    result_path,
-    run_jobs,
-    task_digest,
-    write_task_files,
-)
-from tools.reasoning.table import write_results
-from utils import (
-    UserError,
-    lock,
-    model_fingerprint,
-    model_folder,
-    run_program,
-    set_up_logging,
-    too_small,
-)
-
-LOCK, CHECKS, TASK_FILES = ".evaluate_reasoning.lock", ".checks", ".tasks"  # in --output_dir
-STOPPED = 130  # exit status after Ctrl-C
 METRIC = "acc"  # of tasks outside the eight benchmarks
 CPU_BATCH = "8"  # on a CPU the harness's search for a batch size takes longer than it saves
 logger = logging.getLogger(__name__)
@@ -51,13 +24,11 @@ logger = logging.getLogger(__name__)
 def benchmark_of(text: str) -> Benchmark:
     """The `type` of --tasks: one of the eight benchmarks or a task of the harness, perhaps with shots and metric."""
     name, *changes = text.split(":")
-    if not all([name, *changes]):
-        raise argparse.ArgumentTypeError(f"expected NAME, NAME:SHOTS, NAME:METRIC or NAME:SHOTS:METRIC, got {text!r}")
-    known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    found = known.get(name, Benchmark(name, name, None, METRIC))
+    benchmark = {each.name: each for each in BENCHMARKS}.get(name, Benchmark(name, name, None, METRIC))
     for change in changes:
-        found = found._replace(shots=int(change)) if change.isdecimal() else found._replace(metric=change)
-    return found
+        field = {"shots": int(change)} if change.isdecimal() else {"metric": change}
+        benchmark = benchmark._replace(**field)
+    return benchmark
 
 
 @dataclass(kw_only=True)
@@ -83,71 +54,58 @@ class Flags:
         default=None,
         metavar="COMMAND",
     )
-    backend: str = flag("the harness's --model, which runs the model: hf or vllm", default="hf")
-    include_path: str | None = flag("folder of your own tasks, as YAML files of the harness", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
-    def check(self) -> None:
-        """Raise one UserError for all that is wrong with the flags."""
-        names, tasks = [model.name for model in self.models], [task.task for task in self.tasks]
-        problems = too_small(self, limit=1)
-        for given, values in (("models", names), ("tasks", tasks)):
-            problems += [f"--{given} names {value} twice" for value in sorted(set(values)) if values.count(value) > 1]
-        no_folders = [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]
-        problems += [f"--models {name}: a name may have letters, digits and . _ -" for name in no_folders]
-        if self.lm_eval is None and not find_spec("lm_eval"):
-            problems.append("needs lm-evaluation-harness: pip install lm-eval==0.4.13, or --lm_eval names its command")
-        if problems:
-            raise UserError("; ".join(problems))
+    def settings(self) -> dict:
+        """What changes results, for all models and tasks. In bfloat16 the batch size changes some, by rounding."""
+        import torch
 
-    def jobs(self) -> list[Job]:
-        """All models on all benchmarks."""
-        jobs = []
-        for name, model in self.models:
-            folder = model_folder(model).resolve()
-            of_model = {"path": str(folder), "sha256": model_fingerprint(folder)}
-            for benchmark in self.tasks:
-                asked = {"task": benchmark.task, "shots": benchmark.shots, "limit": self.limit, "dtype": self.dtype}
-                settings = asked | {"model": of_model, "backend": self.backend, "batch_size": self.batches()}
-                settings["own_tasks"] = task_digest(benchmark.task, self.include_path)
-                path = result_path(Path(self.output_dir), name, benchmark.task)
-                jobs.append(Job(name, benchmark, settings, path))
-        return jobs
+        batch_size = self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)
+        return {"limit": self.limit, "dtype": self.dtype, "batch_size": batch_size}
 
-    def batches(self) -> str:
-        """The harness's --batch_size. In bfloat16 it changes some answers, because sums are rounded differently."""
-        return self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)
-
-    def ask(self, jobs: Sequence[Job]) -> dict[Path, str]:
-        """Check the tasks of these jobs; if all are right, ask the models. Returns reasons of failures by job.path."""
-        folder = Path(self.output_dir)
+    def command(self) -> list[str]:
+        """The start of the harness's command. UserError if the harness is not installed."""
+        if self.lm_eval is None:
+            require("lm_eval", "lm-eval==0.4.13")
         program = shlex.split(self.lm_eval) if self.lm_eval else [sys.executable, "-m", "lm_eval"]
-        program += ["run", "--include_path", str(write_task_files(folder / TASK_FILES, self.include_path).resolve())]
-        program += ["--trust_remote_code"] if self.trust_remote_code else []
-        if problems := check_jobs(jobs, [*program, "--model", "dummy", "--limit", "1"], folder / CHECKS):
-            return {job.path: "not asked, because another task failed its check" for job in jobs} | problems
-        limit = [] if self.limit is None else ["--limit", str(self.limit)]
-        return run_jobs(jobs, [*program, "--model", self.backend, "--batch_size", self.batches(), *limit])
+        return [*program, "run", *(["--trust_remote_code"] if self.trust_remote_code else [])]
+
+
+def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
+    """Scores by model and benchmark, and the harness's versions. A run that fails is logged, and the others go on."""
+    command, settings, versions = flags.command(), flags.settings(), set()
+    scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
+    for name, model in flags.models:
+        of_model = settings | {"model": model_setting(model)}
+        for benchmark in flags.tasks:
+            logger.info("%s on %s", name, benchmark.name)
+            asked = of_model | {"task": benchmark.task, "shots": benchmark.shots}
+            try:
+                result = ask(command, asked, result_path(Path(flags.output_dir), name, benchmark.task))
+            except HarnessError as error:
+                logger.error("%s on %s: %s", name, benchmark.name, error)
+                continue
+            scores[name][benchmark.name] = read_score(result, benchmark.metric)
+            versions.add(result["harness"])
+    return scores, versions
 
 
 def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
-    set_up_logging()
-    flags.check()
-    jobs, folder = flags.jobs(), Path(flags.output_dir)
-    lock(folder / LOCK)
-    missing = [job for job in jobs if not job.is_finished()]
-    logger.info("%d of %d results are there", len(jobs) - len(missing), len(jobs))
-    try:
-        problems = flags.ask(missing) if missing else {}
-    except KeyboardInterrupt:
-        logger.error("stopped; the same command runs what is missing, the stopped task from its first question")
-        sys.exit(STOPPED)
-    if len(problems) == len(jobs):
-        raise UserError("; ".join(dict.fromkeys(problems.values())))
-    print(write_results(folder, jobs, problems, flags.dtype, flags.limit), end="")
-    if problems:
-        logger.error("%d of %d results are missing; the same command asks for them", len(problems), len(jobs))
+    set_up_logging(ranks=False)
+    scores, versions = ask_all(flags)
+    settings = {"harness": ", ".join(sorted(versions)), "dtype": flags.dtype, "limit": flags.limit}
+    settings |= {"against": flags.models[0].name, "models": dict(flags.models)}
+    settings |= {"benchmarks": [benchmark._asdict() for benchmark in flags.tasks]}
+    rows = result_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
+    write_json(f"{flags.output_dir}/results.json", {"settings": settings, "results": rows})
+    text = table_text(rows, settings)
+    with replacing(f"{flags.output_dir}/table.md") as file:
+        file.write(text)
+    means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
+    print(f"{text}\nreasoning, {MEAN}: {means or '-'}")
+    if number := len(flags.models) * len(flags.tasks) - sum(map(len, scores.values())):
+        logger.error("%d results are missing; the same command asks for them", number)
         sys.exit(1)
 
 

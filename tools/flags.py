@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from utils import end_with_error, unknown_words
+from tools.games import prompts
+from tools.games.game import DEFAULT_GAME, Game, load_game
+from utils import UserError, end_with_error, files_setting
 
 T = TypeVar("T")
 
@@ -32,19 +35,19 @@ def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     """Add the `flag` fields of a dataclass to a parser. A list takes several values, a bool True or False."""
     hints = get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        hint = hints[each.name]
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
         inner, *_ = [part for part in get_args(hint) if part is not type(None)] or [hint]
         several = list in (get_origin(hint), get_origin(inner))
         plain = (*get_args(inner), inner)[0]
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
-        line = each.metadata["help"]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        line = field.metadata["help"]
         if default not in (dataclasses.MISSING, None, []):
             line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
-        names = [f"--{name}" for name in (each.name, *each.metadata["names"])]
+        names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
+        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         settings |= {"required": default is dataclasses.MISSING, "default": default, "help": line.replace("%", "%%")}
-        parser.add_argument(*names, dest=each.name, **settings | each.metadata["settings"])
+        parser.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
@@ -54,10 +57,7 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     )
     parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
-    values, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error("; ".join(unknown_words(unknown, parser)))
-    return kind(**vars(values))
+    return kind(**vars(parser.parse_args(argv)))
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
@@ -83,3 +83,32 @@ def named_path(text: str) -> NamedPath:
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")
     return NamedPath(name, path)
+
+
+@dataclass(kw_only=True)
+class GameFlags:
+    """Flags for a game, its options and its prompts."""
+
+    game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
+    game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
+    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
+
+    def load_game(self) -> Game:
+        """The game that the flags name. UserError if it or one of its options does not exist."""
+        return load_game(self.game, **self._options())
+
+    def load_templates(self, game: Game) -> prompts.Templates:
+        """The prompts that the flags name. UserError if the file does not fit the game."""
+        return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
+
+    def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
+        """The game and its prompts as settings of a stage."""
+        setting = {"name": game.name, "options": self._options()}
+        return {"game": setting, "prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
+
+    def _options(self) -> dict[str, str]:
+        pairs = [text.partition("=") for text in self.game_options]
+        for key, equals, _ in pairs:
+            if not (key and equals):
+                raise UserError(f"--game_options {key}: expected KEY=VALUE")
+        return {key: value for key, _, value in pairs}

@@ -12,14 +12,15 @@ command plays the missing ones. Without a launcher (python -m tools.play_llm_gam
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.flags import flag, parse_flags
+from tools.games.game import Game
 from tools.players.human import HUMAN
-from tools.selfplay.files import EpisodeFiles
+from tools.selfplay.engines import choose_engine, player_setting
+from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
-from tools.selfplay.play import Play, Run
-from utils import UserError, rank, read_json, read_words, run_program, set_up_logging, too_small
+from tools.selfplay.play import play_words
+from utils import rank, read_json, read_words, run_program, set_up_logging, stage
 
 MOST_TIED = 0.5  # share of undecided games above which there is a warning
 logger = logging.getLogger(__name__)
@@ -35,55 +36,36 @@ class Flags(PlayFlags):
     output_dir: str = flag("folder of the results, shared by all processes")
     model_prefix: str = flag("first part of the names of the result files")
     data_suffix: str = flag("last part of the names of the result files")
-    max_games: int | None = flag("play only the first so many words; a larger number extends a run", default=None)
+    max_games: int | None = flag("play only the first so many words", default=None)
     seed: int = flag("seed of sampling", default=42)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The players of roles[0] and roles[1]."""
-        return self.attacker_model_name_or_path, self.defender_model_name_or_path
-
-    @property
-    def stem(self) -> str:
-        """The first part of the names of all files."""
-        return f"{self.model_prefix}_{self.task_type}_{self.data_suffix}"
-
-    def check(self) -> None:
-        problems = too_small(self, max_games=1) + self.problems(self.names)
-        for name in ("model_prefix", "data_suffix"):
-            value = getattr(self, name)
-            if not value or Path(value).name != value:
-                problems.append(f"--{name} {value!r} is no part of a file name")
-        if problems:
-            raise UserError("; ".join(problems))
 
 
 def main() -> None:
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
     set_up_logging()
-    flags.check()
+    flags.warn()
     game = flags.load_game()
     templates = flags.load_templates(game)
-    words = read_words(flags.data_path, game.check_task)
-    files = EpisodeFiles(flags.output_dir, flags.stem, words[: flags.max_games], game)
-    flags = flags.with_engine(flags.names, files.settings_then())
+    words = read_words(flags.data_path, game.check_task)[: flags.max_games]
+    names = flags.attacker_model_name_or_path, flags.defender_model_name_or_path
+    flags = choose_engine(flags, names)
+    files = EpisodeFiles(flags.output_dir, f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}", words, game)
     settings = {
-        "attacker_model_name_or_path": flags.player_setting(flags.names[0]),
-        "defender_model_name_or_path": flags.player_setting(flags.names[1]),
+        "attacker_model_name_or_path": player_setting(names[0], flags),
+        "defender_model_name_or_path": player_setting(names[1], flags),
         "data_path": words_setting(flags.data_path, words),
         **flags.settings(game, templates),
         "seed": flags.seed,
     }
-    with files.stage(settings) as todo:
-        if todo:
-            players = dict(zip(game.roles, flags.names, strict=True))
-            todo.notes["tokenizer_sha256"] = flags.tokenizer_fingerprints(players)
-            Run(flags, game, templates, [Play(flags.names, flags.seed, files.words)], files).play_missing()
+    with stage(files.record_path, settings, results=files.patterns) as work:
+        if work.todo:
+            play_words(game, files.missing(), names, flags, files, templates=templates, seed=flags.seed)
+            files.finish()
     if rank() == 0:
         show_summary(files, game)
 
 
-def show_summary(files: EpisodeFiles, game) -> None:
+def show_summary(files: EpisodeFiles, game: Game) -> None:
     """Print the summary, with a warning if most games give no rows to learn from."""
     summary = read_json(files.summary_path)
     logger.info("%s: %d games", files.results_path, summary["games"])

@@ -8,30 +8,27 @@ The page needs no network. It holds Plotly, which draws its charts, and is there
 import argparse
 from pathlib import Path
 
-from tools.flags import add_flags
-from tools.games.flags import GameChoice
+from tools.flags import GameFlags, add_flags
 from tools.pages.contents import read_folder
-from tools.pages.page import page_html, verdict
-from utils import replacing, run_program, set_up_logging, shown
+from tools.pages.page import page_html
+from utils import printable, replacing, run_program, set_up_logging
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "folder", type=Path, help="OUTPUT of the loop, or a folder of played games, a training, matches or reasoning"
-    )
+    what = "OUTPUT of the loop, or a folder of played games, a training, matches or reasoning"
+    parser.add_argument("folder", type=Path, help=what)
     parser.add_argument("--output", type=Path, help="file to write (default: FOLDER/report.html)")
-    add_flags(parser, GameChoice)
+    add_flags(parser, GameFlags)
     flags = vars(parser.parse_args())
     folder, output = flags.pop("folder"), flags.pop("output")
-    set_up_logging()
-    report = read_folder(folder, GameChoice(**flags).load_game())
+    set_up_logging(ranks=False)
+    report = read_folder(folder, GameFlags(**flags).load_game())
     output = output or folder / "report.html"
     with replacing(output) as file:
         file.write(page_html(report))
-    for line in (*verdict(report), *(f"not in the report: {line}" for line in report.missing)):
-        print(shown(line))
-    print(shown(str(output)) + f": {output.stat().st_size / 2**20:.1f} MiB, {len(report.games):,} games to read")
+    size = output.stat().st_size / 2**20
+    print(printable(f"{output}: {size:.1f} MiB, {len(report.games):,} games to read"))
 
 
 if __name__ == "__main__":

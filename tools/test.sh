@@ -4,8 +4,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-# shellcheck source=tools/loop/run.sh
-. tools/loop/run.sh
+# shellcheck source=tools/loop/common.sh
+. tools/loop/common.sh
 # shellcheck source=tools/loop/environment.sh
 . tools/loop/environment.sh
 

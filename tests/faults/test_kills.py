@@ -27,6 +27,7 @@ from tools import assign_rewards, evaluate_games, play_llm_game
 
 WORDS = [f"word{number}" for number in range(24)]
 LEAVING = 10  # seconds within which a launch has ended after SIGTERM
+SURVIVING = 120  # seconds within which ranks have ended their work after a kill of their launcher
 
 
 class Program(NamedTuple):
@@ -63,7 +64,6 @@ MATRIX = [
     Kill("play", "torchrun"),
     Kill("play", "torchrun", "launcher", always=True),
     Kill("play", "torchrun", "SIGTERM", always=True),
-    Kill("play", "torchrun", "SIGUSR1"),
     Kill("rewards", always=True),
     Kill("matches", always=True),
     Kill("training", always=True),
@@ -92,7 +92,7 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(kill, folder,
             same(program.results(place / "out"), expected, program.tolerance)
         return delivered
 
-    trials.run(f"killed: {kill}", trial, short=int(kill.always), each=2, kills=True)
+    trials.run(f"killed: {kill}", trial, short=int(kill.always), each=1)
 
 
 def undisturbed(program: Program, output: Path) -> tuple[dict, int]:
@@ -111,7 +111,7 @@ def command(kill: Kill, program: Program, output: Path) -> list[str]:
 def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng: random.Random) -> bool:
     """Start a program, kill it when its output has this size in bytes; return whether it was still running.
 
-    It checks that no process of the program is left.
+    No process of the program is left: ranks that outlive their launcher are waited for.
     """
     process = start(command(kill, program, output))
     wait_for(lambda: size_of(output) >= size, process)
@@ -124,7 +124,7 @@ def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng:
         processes = users_of(output)
         process.send_signal(signum)
         process.communicate(timeout=LEAVING)
-        assert not psutil.wait_procs(processes, timeout=LEAVING)[1]
+        assert not psutil.wait_procs(processes, timeout=SURVIVING if kill.how == "launcher" else LEAVING)[1]
     return running
 
 
@@ -139,14 +139,14 @@ def size_of(output: Path) -> int:
     return total
 
 
-def same(found: dict, expected: dict, tolerance: float) -> None:
+def same(results: dict, expected: dict, tolerance: float) -> None:
     """Equal bytes of files; tensors within a tolerance."""
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(results[name], value, rtol=tolerance, atol=tolerance)
         else:
-            assert found[name] == value, name
+            assert results[name] == value, name
 
 
 # The programs.
@@ -240,7 +240,7 @@ def test_a_killed_loop_ends_with_what_an_undisturbed_one_leaves(folder, tiny_mod
     settings |= {"imitation_data": tmp_path / "imitation.json", "sft_data": tmp_path / "sft.json", "top_k": 1}
     settings |= {"global_batch": 4, "nproc": 1, "precision": "fp32", "deepspeed": "none", "save_steps": 1}
     settings |= {"gradient_checkpointing": "False", "max_turns": 1, "max_length": 1400, "max_new_tokens": 8}
-    settings |= {"reward_args": "--min_game_rows 0", "train_args": "--allow_no_game_rows True"}  # all games are ties
+    settings |= {"ties": 0.25, "detach_kl": "True"}  # all games are ties
     settings |= {"play_batch": 2, "report": "False", "imitation_lr": 1e-3}
 
     def begin(output: Path) -> subprocess.Popen:
@@ -266,4 +266,4 @@ def test_a_killed_loop_ends_with_what_an_undisturbed_one_leaves(folder, tiny_mod
             same(results(place / "out"), results(tmp_path / "undisturbed"), tolerance=1e-5)
         return delivered
 
-    trials.run("killed: loop", trial, short=0, kills=True)
+    trials.run("killed: loop", trial, short=0)

@@ -1,8 +1,8 @@
-"""Trials of the campaign. Each is drawn from a seed; a failed trial prints its seed, which repeats it.
+"""Trials, each drawn from a seed. A failed trial prints its seed, which repeats it.
 
 bash tools/test.sh tests/faults                                    a few trials, part of every test run
 bash tools/test.sh tests/faults --campaign 10                      10 rounds of all trials, and a table
-bash tools/test.sh tests/faults --campaign 10 --trial_seed 17 -k damaged     one trial again
+bash tools/test.sh tests/faults --campaign 10 --trial_seed 17 -k loop        one trial again
 """
 
 import contextlib
@@ -28,37 +28,26 @@ class Trials:
         """Whether this is a campaign of several rounds."""
         return self.rounds > 1
 
-    def run(
-        self,
-        kind: str,
-        trial: Callable[[random.Random], int | None],
-        *,
-        short: int,
-        each: int = 1,
-        kills: bool = False,
-        inputs: int = 1,
-    ) -> None:
+    def run(self, kind: str, trial: Callable[[random.Random], int], *, short: int, each: int = 1) -> None:
         """Make all trials, even if some fail. Raises AssertionError with the seeds of the failed ones.
 
-        With `kills`, a trial returns how many processes it killed, and counts only if it killed one. Therefore up to
-        twice as many trials are made until enough count. A trial over many `inputs` counts once for each of them. The
-        test is skipped if no trial counts.
+        A trial returns how many processes it killed, and counts only if it killed one. Therefore up to twice as many
+        trials are made until enough count. The test is skipped if none does.
         """
         enough = self.rounds * each if self.campaign else short
-        seeds = range(2 * enough if kills else enough) if self.only is None else [self.only]
         lost, tried, delivered = [], 0, 0
-        for seed in seeds:
+        for seed in range(2 * enough) if self.only is None else [self.only]:
             try:
-                killed = trial(random.Random(f"{kind} {seed}")) or 0
+                killed = trial(random.Random(f"{kind} {seed}"))
             except Exception:  # report any failure, then go on with the next trial
                 lost.append(seed)
                 sys.stdout.write(f"--- {kind}, --trial_seed {seed}\n{traceback.format_exc(limit=-3)}\n")
                 killed = 1
-            tried += not kills or killed > 0  # a program that ended before its kill proves nothing
+            tried += killed > 0  # a program that ended before its kill proves nothing
             delivered += killed
-            if kills and tried >= enough:
+            if tried >= enough:
                 break
-        self.node.user_properties.append(("trials", (kind, tried * inputs, len(lost), delivered if kills else 0)))
+        self.node.user_properties.append(("trials", (kind, tried, len(lost), delivered)))
         assert not lost, f"{kind}: lost --trial_seed {', '.join(map(str, lost))}"
         if not tried:
             pytest.skip("every program ended before it was killed" if enough else "only in a campaign: --campaign N")

@@ -1,108 +1,21 @@
 """Paged attention for the slot engine: one forward pass over the new tokens of many slots, without padding.
 
-Keys and values of the common prefix are stored once. Those of the tokens after it are stored in blocks of BLOCK
-tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that a short game does not take the memory and time of a
-long one. A `Plan` says for each new token where its keys and values are stored and which tokens it attends to. The
-attention function at the end of this file reads the plan. It is registered with transformers under the name ATTENTION.
+Keys and values of the common prefix are stored once. Those of the tokens after it are stored in blocks. A `Step` says
+for each new token where its keys and values are stored and which tokens it attends to. The attention function at the
+end of this file reads it. It is registered with transformers under the name ATTENTION.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from tools.engine.scheduler import BLOCK, Slot
+
 ATTENTION = "spag_paged"
-BLOCK = 32  # tokens of a block
-
-
-def num_blocks_for(tokens: int) -> int:
-    """Number of blocks needed for `tokens` tokens."""
-    return -(-tokens // BLOCK)
-
-
-@dataclass(eq=False)
-class Slot:
-    """The tokens of one game.
-
-    The keys and values of the first tokens are cached. The other tokens are pending. The pending tokens that the next
-    step computes are the new tokens.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    num_prefix_tokens: int = 0  # cached tokens that are stored in the common prefix; the others are stored in blocks
-    block_table: list[int] = field(default_factory=list)  # numbers of the blocks, in the order of the tokens
-    num_new_tokens: int = 0
-    request: Any = None  # None: the slot is idle
-    game: int | None = None  # None: the slot is empty
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Number of tokens that are not cached."""
-        return len(self.token_ids) - self.num_cached_tokens
-
-    @property
-    def new_positions(self) -> range:
-        """Positions of the new tokens in `token_ids`."""
-        return range(self.num_cached_tokens, self.num_cached_tokens + self.num_new_tokens)
-
-    @property
-    def num_block_tokens(self) -> int:
-        """Number of tokens in blocks after the step: cached and new tokens, without the common prefix."""
-        return self.new_positions.stop - self.num_prefix_tokens
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the new tokens are the last ones, so that the next token can be sampled after the step."""
-        return self.new_positions.stop == len(self.token_ids)
-
-
-class BlockManager:
-    """Knows which blocks are free, and gives them to slots. Blocks are numbers from 0."""
-
-    def __init__(self):
-        self.num_blocks = 0  # used and free blocks
-        self.free: list[int] = []
-
-    @property
-    def num_used(self) -> int:
-        """Number of blocks in the block tables of slots."""
-        return self.num_blocks - len(self.free)
-
-    def resize(self, block_table: list[int], tokens: int) -> None:
-        """Add or free blocks at the end of a block table, so that it has as many as `tokens` tokens need."""
-        count = num_blocks_for(tokens)
-        while len(block_table) > count:
-            self.free.append(block_table.pop())
-        while len(block_table) < count:
-            if not self.free:
-                self.free.append(self.num_blocks)
-                self.num_blocks += 1
-            block_table.append(self.free.pop())
-
-    def compact(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Give the blocks of busy slots the lowest numbers, so that a step can read them without a copy.
-
-        `busy` and `idle` are the block tables of those slots. Returns (targets, sources): the caller must move the
-        content of block sources[i] to block targets[i].
-        """
-        used = {block for table in busy for block in table}
-        high = [block for block in used if block >= len(used)]
-        low = [block for block in range(len(used)) if block not in used]
-        exchanged = dict(zip(high + low, low + high, strict=True))
-        if exchanged:
-            for blocks in (*busy, *idle, self.free):
-                blocks[:] = [exchanged.get(block, block) for block in blocks]
-        return low + high, high + low
-
-    def drop_free(self) -> None:
-        """Remove the free blocks, which must have the highest numbers."""
-        self.num_blocks, self.free = self.num_used, []
 
 
 class LayerCache:
@@ -116,14 +29,13 @@ class LayerCache:
         """An empty cache. `keys` (1, kv heads, tokens, size) give its shape, type and device."""
         self.prefix = keys.new_zeros(2, keys.shape[1], 0, keys.shape[3])
         self.blocks = keys.new_zeros(2, num_blocks, keys.shape[1], keys.shape[3], BLOCK)
-        self.moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # moves to carry out, each (targets, sources)
 
     def set_prefix(self, tokens: int) -> None:
         """Copy the first `tokens` tokens of the blocks to the prefix, and remove all blocks."""
-        self.prefix = self.tokens_of(slice(None))[:, :, :tokens].clone()
-        self.shrink(0)
+        self.prefix = self.tokens_in(slice(None))[:, :, :tokens].clone()
+        self.blocks = self.blocks[:, :0].clone()
 
-    def tokens_of(self, blocks: torch.Tensor | slice) -> torch.Tensor:
+    def tokens_in(self, blocks: torch.Tensor | slice) -> torch.Tensor:
         """Keys and values of all tokens in these blocks: (2, kv heads, tokens, size)."""
         return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
@@ -135,24 +47,13 @@ class LayerCache:
             self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros: masked positions could otherwise hold NaN
             self.blocks[:, : old.shape[1]] = old
 
-    def shrink(self, num_blocks: int) -> None:
-        """Keep only the first `num_blocks` blocks."""
-        self.move_blocks()
-        if num_blocks < self.blocks.shape[1]:
-            self.blocks = self.blocks[:, :num_blocks].clone()
+    def move_blocks(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
+        """Move the content of block sources[i] to block targets[i]."""
+        self.blocks.index_copy_(1, targets, self.blocks[:, sources])
 
-    def move_blocks(self) -> None:
-        """Carry out all moves. A move that runs out of memory stays in the list."""
-        while self.moves:
-            targets, sources = (blocks.to(self.blocks.device) for blocks in self.moves[0])
-            moved = self.blocks[:, sources]
-            self.blocks.index_copy_(1, targets, moved)  # needs no memory, so no move is carried out in part
-            del self.moves[0]
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, plan: "Plan") -> None:
+    def write(self, keys: torch.Tensor, values: torch.Tensor, step: "Step") -> None:
         """Store the keys and values of a step, (1, kv heads, tokens, size) each."""
-        self.move_blocks()
-        blocks, offsets = plan.slot_mapping
+        blocks, offsets = step.slot_mapping
         self.blocks[:, blocks, :, :, offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
 
 
@@ -206,13 +107,16 @@ class PrefillChunk:
         self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens); True where it attends
 
 
-class Plan:
+class Step:
     """The inputs of a forward pass, where its keys and values are stored, and which tokens each token attends to.
 
     It covers the new tokens of `slots`. Slots with one new token must come first.
     """
 
-    def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
+    def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache], device: torch.device):
+        self.caches = caches  # by layer; the first forward pass adds them
+        self.num_blocks = 1 + max(max(slot.block_table) for slot in slots)
+        self.layers_done: set[int] = set()
         new = [(slot, position) for slot in slots for position in slot.new_positions]
         self.input_ids = _indices([slot.token_ids[position] for slot, position in new], device)  # (tokens,)
         self.positions = _indices([position for _, position in new], device)  # (tokens,)
@@ -227,25 +131,6 @@ class Plan:
         self.decodes = DecodeBatch(decodes, prefix_length, device) if decodes else None
         prefills = list(zip(slots, ends, strict=True))[len(decodes) :]
         self.prefills = [PrefillChunk(slot, end, device) for slot, end in prefills]
-
-
-class Step:
-    """All that the attention function needs for a forward pass.
-
-    (It is a class because accelerate's hooks would copy a tuple or dict.)
-    """
-
-    def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache]):
-        self.slots, self.prefix_length = slots, prefix_length
-        self.caches = caches  # by layer; the first forward pass adds them
-        self.plans: dict[torch.device, Plan] = {}  # one for each device that holds layers of the model
-        self.layers_done: set[int] = set()
-
-    def plan(self, device: torch.device) -> Plan:
-        """The plan, with its tensors on this device."""
-        if device not in self.plans:
-            self.plans[device] = Plan(self.slots, self.prefix_length, device)
-        return self.plans[device]
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -269,21 +154,21 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kw
         raise RuntimeError("this model attends twice in a layer; use --engine generate")
     step.layers_done.add(layer)
     if layer not in step.caches:
-        step.caches[layer] = LayerCache(key, 1 + max(max(slot.block_table) for slot in step.slots))
-    cache, plan = step.caches[layer], step.plan(query.device)
-    cache.write(key, value, plan)
+        step.caches[layer] = LayerCache(key, step.num_blocks)
+    cache = step.caches[layer]
+    cache.write(key, value, step)
     queries = query[0].transpose(0, 1) * scaling  # (tokens, heads, size)
-    outputs = [_attend_prefill(queries, cache, chunk) for chunk in plan.prefills]
-    if plan.decodes:
-        outputs.insert(0, _attend_decode(queries[: plan.decodes.size], cache, plan.decodes))
+    outputs = [_attend_prefill(queries, cache, chunk) for chunk in step.prefills]
+    if step.decodes:
+        outputs.insert(0, _attend_decode(queries[: step.decodes.size], cache, step.decodes))
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return output.contiguous()[None], None  # contiguous for models that call `view`
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:
     """Attention of the tokens of a chunk: (new tokens, heads, size)."""
-    own = cache.tokens_of(chunk.block_table)[:, :, : chunk.num_block_tokens]
-    visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], own], 2)  # (2, kv heads, tokens, size)
+    in_blocks = cache.tokens_in(chunk.block_table)[:, :, : chunk.num_block_tokens]
+    visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], in_blocks], 2)  # (2, kv heads, tokens, size)
     # Repeat the heads here: with `enable_gqa` and a mask, torch on a GPU would keep all scores in memory.
     share = queries.shape[1] // visible.shape[1]
     keys, values = visible[:, :, None].expand(-1, -1, share, -1, -1).flatten(1, 2)[:, None]

@@ -1,4 +1,4 @@
-"""vLLM in this process (`--engine vllm`), and what `--engine auto` means.
+"""vLLM in this process (`--engine vllm`).
 
 vLLM gets token ids and a seed for each request, and returns token ids. On one GPU, or on CPUs, it starts no process.
 With `--tensor_parallel_size` above 1 it starts a worker for each GPU, which ends with this process.
@@ -6,24 +6,21 @@ With `--tensor_parallel_size` above 1 it starts a worker for each GPU, which end
 
 import contextlib
 import functools
-import gc
 import importlib.util
-import json
-import logging
 import os
 import shlex
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tools.flags import flag
-from tools.players.player import LENGTH, STOP, Reply
-from utils import LAUNCHER_VARIABLES, UserError, too_small
+from tools.players.player import LENGTH, STOP, Reply, Sampling
+from utils import LAUNCHER_VARIABLES, UserError, end_with_error, load_tokenizer
 
 if TYPE_CHECKING:
-    from tools.engine.model import ModelTokens  # brings torch, which the flags do without
+    from tools.engine.local import ModelTokens  # brings torch, which the flags do without
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
@@ -36,7 +33,6 @@ VARIABLES |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # standard output is f
 # vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
 # the loop sets for training, vLLM's all-reduce over several GPUs fails.
 HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -46,64 +42,10 @@ class VLLMFlags:
     tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
-    def vllm_problems(self, engine: str) -> list[str]:
-        """The problems of these flags, a phrase each."""
-        if engine not in (AUTO, VLLM):
-            unset = vars(VLLMFlags())
-            given = [f"--{name}" for name, value in unset.items() if getattr(self, name) != value]
-            return [f"{', '.join(given)}: only for --engine {VLLM}"] if given else []
-        problems = too_small(self, tensor_parallel_size=1)
-        try:
-            shlex.split(self.vllm_args)
-        except ValueError as error:
-            problems.append(f"--vllm_args {self.vllm_args!r} cannot be split into words ({error})")
-        if engine == VLLM and not has_vllm():
-            problems.append(f"--engine {VLLM} needs a package: {INSTALL}")
-        return problems
-
-    def load_vllm(
-        self,
-        folder: Path,
-        tokens: "ModelTokens",
-        *,
-        dtype: str | None = None,
-        sequences: int = 256,
-        models: int = 1,
-        trust_remote_code: bool = False,
-    ) -> "VLLMEngine":
-        """An engine with the model of a folder.
-
-        `dtype` None: the one in the model's config. `sequences`: most replies at once. `models`: number of engines
-        that share the GPUs of this process. Raises UserError for an unknown flag, or if vLLM cannot run the model.
-        """
-        if not any(folder.glob("*.safetensors")):
-            raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
-        gpus, length = claim_gpus(self.tensor_parallel_size), tokens.sampling.max_length
-        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(length)]
-        words += ["--dtype", dtype or _dtype(folder)]
-        words += ["--max-num-seqs", str(sequences), "--tensor-parallel-size", str(self.tensor_parallel_size)]
-        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
-        if gpus:
-            words += ["--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        else:  # on a CPU, vLLM 0.32 dies if the request has a seed and its prompt is computed in parts
-            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(length, CPU_TOKENS))]
-        with without_launcher():
-            return VLLMEngine(folder, [*words, *shlex.split(self.vllm_args)], tokens)
-
 
 def has_vllm() -> bool:
     """Whether the package vllm is installed."""
     return importlib.util.find_spec("vllm") is not None
-
-
-def choose_engine() -> str:
-    """What `--engine auto` means: vLLM where there are a GPU and the package vllm, else `auto`. Logs the choice."""
-    import torch
-
-    # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
-    missing = "there is no GPU" if not torch.cuda.device_count() else "" if has_vllm() else f"it needs {INSTALL}"
-    logger.info("--engine auto: %s", f"our own engine, since vLLM cannot be used ({missing})" if missing else VLLM)
-    return AUTO if missing else VLLM
 
 
 @functools.cache
@@ -117,19 +59,20 @@ def claim_gpus(number: int) -> list[str]:
 
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
     names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
     names = [name.strip() for name in names if name.strip()]
     if not names:
         return []
     process = int(os.environ.get("LOCAL_RANK", 0))
-    own = names[process * number : (process + 1) * number]
-    if len(own) < number:
+    gpus = names[process * number : (process + 1) * number]
+    if len(gpus) < number:
         raise UserError(
             f"process {process} of this machine has no {number} GPUs of its own; there are {len(names)}: start "
             f"GPUs / --tensor_parallel_size processes"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    return own
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return gpus
 
 
 @contextlib.contextmanager
@@ -143,42 +86,46 @@ def without_launcher() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _dtype(folder: Path) -> str:
-    """The type in a model's config. (vLLM's `auto` would compute a float32 model in half precision.)"""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config") or {}):
-        if name := part.get("dtype") or part.get("torch_dtype"):
-            return name
-    return "auto"
-
-
 class VLLMEngine:
-    """Answers requests with vLLM's LLMEngine, made with the flags `words` of `vllm serve`."""
+    """Answers requests with vLLM's LLMEngine.
 
-    ended = 0  # engines of this process that have ended
+    `size`: most replies at once. `models`: number of engines that share the GPUs of this process. `dtype` None: the
+    one in the model's config.
+    """
 
-    def __init__(self, folder: Path, words: list[str], tokens: "ModelTokens"):
-        from vllm import EngineArgs, LLMEngine
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    keeps_games = True
 
-        from tools.engine.model import describe
-
-        def refuse(message: str) -> NoReturn:
-            raise UserError(f"--vllm_args: {message}")
-
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, allow_abbrev=False))
-        parser.error = refuse
-        arguments = EngineArgs.from_cli_args(parser.parse_args(words))
-        try:  # the context is that of vllm.LLM, which has the largest batches
-            self.llm = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        except Exception as error:  # each kind of model and of lacking memory fails in its own way
-            hint = "vLLM may keep memory of the models before: the same command goes on in a new process"
-            hint = hint if VLLMEngine.ended else "--engine slots plays without vLLM"
-            raise UserError(f"{folder}: vLLM cannot run it ({describe(error)}); {hint}") from error
-        self.tokens = tokens
+    def __init__(
+        self,
+        folder: Path,
+        flags: VLLMFlags,
+        sampling: Sampling,
+        size: int = 256,
+        *,
+        models: int = 1,
+        dtype: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        if not has_vllm():
+            raise UserError(f"--engine {VLLM} needs a package: {INSTALL}")
+        if not any(folder.glob("*.safetensors")):  # vLLM would take pickled weights
+            raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
+        self.size = size
+        gpus = claim_gpus(flags.tensor_parallel_size)
+        self.tokens, stored_dtype = _read_tokens(folder, sampling, trust_remote_code)
+        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(sampling.max_length)]
+        words += ["--dtype", dtype or stored_dtype]  # vLLM's `auto` would compute a float32 model in half precision
+        words += ["--max-num-seqs", str(size), "--tensor-parallel-size", str(flags.tensor_parallel_size)]
+        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
+        if gpus:
+            words += ["--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+        else:  # on a CPU, vLLM 0.32 dies if the request has a seed and its prompt is computed in parts
+            step_tokens = max(sampling.max_length, CPU_TOKENS)
+            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(step_tokens)]
+        with without_launcher():
+            self.llm = _start([*words, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple[int, str, int, int]] = deque()  # (request, prompt, most tokens of the reply, seed)
-        self.running: dict[str, bool] = {}  # requests that vLLM has, and whether their prompts were cut
+        self.prompt_cut: dict[str, bool] = {}  # of the requests that vLLM has
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
         """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
@@ -192,28 +139,16 @@ class VLLMEngine:
             pass
         return [(int(output.request_id), self._read(output)) for output in finished]
 
-    def drop_requests(self) -> None:
-        """Forget all requests, those of games that were given up."""
-        self.waiting.clear()
-        self.llm.abort_request(list(self.running))
-        self.running.clear()
-
     def end(self) -> None:
         """Free the memory of the model and its cache. The engine cannot be used any more."""
-        import torch
-
-        self.drop_requests()
         self.llm.engine_core.shutdown()
         del self.llm
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
-        VLLMEngine.ended += 1
 
     def _add(self, request: int, prompt: str, limit: int, seed: int) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids, cut = self.tokens.encode(prompt)
+        ids, self.prompt_cut[str(request)] = self.tokens.encode(prompt)
         sampling = self.tokens.sampling
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
         params = SamplingParams(
@@ -225,10 +160,38 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self.llm.add_request(str(request), {"prompt_token_ids": ids}, params)
-        self.running[str(request)] = cut
 
     def _read(self, output) -> Reply:
         (completion,) = output.outputs
         if completion.finish_reason not in (STOP, LENGTH):
             raise RuntimeError(f"vLLM broke off a reply: {completion.finish_reason}")
-        return self.tokens.decode(list(completion.token_ids), self.running.pop(output.request_id))
+        return self.tokens.decode(list(completion.token_ids), self.prompt_cut.pop(output.request_id))
+
+
+def _read_tokens(folder: Path, sampling: Sampling, trust_remote_code: bool) -> tuple["ModelTokens", str]:
+    """A model's tokenizer with its end tokens, and the type of its weights by torch's name."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from tools.engine.local import ModelTokens
+
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # the folder has no generation_config.json
+        generation = GenerationConfig.from_model_config(config)
+    dtype = config.dtype or config.get_text_config().dtype or AUTO
+    return ModelTokens(tokenizer, sampling, generation), str(dtype).removeprefix("torch.")
+
+
+def _start(words: list[str]):
+    """An LLMEngine with these flags of `vllm serve`."""
+    from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, allow_abbrev=False))
+    parser.error = lambda message: end_with_error(f"--vllm_args: {message}")  # vLLM would list its 200 flags
+    arguments = EngineArgs.from_cli_args(parser.parse_args(words))
+    # The context is that of vllm.LLM, which has the largest batches.
+    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

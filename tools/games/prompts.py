@@ -1,14 +1,13 @@
 """The prompts of play and of training, for any game. Their wording comes from prompt files. No torch."""
 
-import hashlib
-import json
+import functools
 import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.games.game import Game, History
+from tools.games.game import Game, History, whole_turns
 from utils import UserError, read_json
 
 RULES = "rules"  # a key of prompt files
@@ -22,7 +21,6 @@ SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
 
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
-_own_files: dict[Path, Templates] = {}
 
 
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
@@ -32,31 +30,42 @@ def play_prompt(game: Game, history: History, task: str, max_turns: float, templ
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
-    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
-    return join_play_prompt(rule_text(templates, max_turns), history, told)
+    request = instruction(templates, role, game.secrets(role, task, history), max_turns)
+    return join_play_prompt(rule_text(templates, max_turns), history, request)
 
 
-def join_play_prompt(rules: str, history: History, told: str) -> str:
+def join_play_prompt(rules: str, history: History, request: str) -> str:
     """A play prompt from the rule text, the messages so far, and the player's instruction."""
-    said = NO_HISTORY
+    messages = NO_HISTORY
     if history:
         lines = (f"\n  - {message['role']}: {message['content']}" for message in history)
-        said = f"\n### Game History:{''.join(lines)}"
-    return f"{rules}{said}\n\n### Instruction: {told}\n\n### Response:"
+        messages = f"\n### Game History:{''.join(lines)}"
+    return f"{rules}{messages}\n\n### Instruction: {request}\n\n### Response:"
 
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
     """One of the rule texts, which ends in a newline. Play uses the first one."""
-    return _fill(templates[RULES][number], {MAX_TURNS: str(max_turns)})
+    return _fill(templates[RULES][number], {}, max_turns)
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """The instruction of this role, its slots filled with the secrets that the role may know."""
-    return _fill(templates[f"{role}_instruction"], {MAX_TURNS: str(max_turns), **secrets})
+    return _fill(templates[f"{role}_instruction"], secrets, max_turns)
 
 
-def _fill(text: str, values: Mapping[str, str]) -> str:
+def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
+    """`Game.answer`: who must find the secret, and the message that names it; the prompt file may have its own words.
+
+    A prompt file may have a text `answer`, with {target_word} for the secret, where its world speaks in another way.
+    """
+    role, message = game.answer(task)
+    text = templates.get("answer")
+    return role, text.replace("{target_word}", task) if text else message
+
+
+def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values."""
+    values = {MAX_TURNS: str(whole_turns(max_turns)), **secrets}
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
@@ -89,21 +98,21 @@ def training_prompt(
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
     layout = draw_layout(game, role, rng, len(templates[RULES]))
-    own, other = layout.names
+    speaker, listener = layout.names
     rule = rule_text(templates, max_turns, layout.rule)
-    told = instruction(templates, role, game.secrets(role, task, history), max_turns)
+    request = instruction(templates, role, game.secrets(role, task, history), max_turns)
     separator = "\n" + layout.separator
-    answer = f"{separator}{own}: "
-    names = (own if message["role"] == role else other for message in history)
-    said = "".join(f"{separator}{name}: {each['content']}" for name, each in zip(names, history, strict=True))
+    answer = f"{separator}{speaker}: "
+    names = (speaker if message["role"] == role else listener for message in history)
+    dialog = "".join(f"{separator}{name}: {each['content']}" for name, each in zip(names, history, strict=True))
     start = "" if history else NO_HISTORY + " "
     if layout.kind == ALPACA:
         system = f"{layout.system_name}: " if layout.alpaca_system else ""
-        played = start or f"{separator}Game History:{said}\n\n"
-        request = f"{told[:-1]}: " if layout.alpaca_prefix else told + answer
-        return f"{system}{rule}{played}{request}"
-    system = f"{separator}{layout.system_name}: {rule}\n\n{told}{start}"
-    return f"{system}{said}{answer}" if layout.kind == CHAT else f"{said}{system}{answer}"
+        dialog = start or f"{separator}Game History:{dialog}\n\n"
+        request = f"{request.removesuffix('.')}: " if layout.alpaca_prefix else request + answer
+        return f"{system}{rule}{dialog}{request}"
+    system = f"{separator}{layout.system_name}: {rule}\n\n{request}{start}"
+    return f"{system}{dialog}{answer}" if layout.kind == CHAT else f"{dialog}{system}{answer}"
 
 
 def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
@@ -122,42 +131,27 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read and check a prompt file of this game (format: data/README.md).
 
-    Raises FileNotFoundError, or UserError with the file's name and everything that is wrong with it.
+    Raises FileNotFoundError, or UserError with the file's name and what is wrong with it.
     """
     templates = read_json(path)
-    if problems := _problems(templates, game):
-        raise UserError(f"{path}: {'; '.join(problems)}")
+    if not isinstance(templates, dict) or not isinstance(templates.get(RULES), list) or not templates[RULES]:
+        raise UserError(f"{path}: {RULES!r} must be a list of one or more texts")
+    if not all(isinstance(rule, str) and rule.endswith("\n") for rule in templates[RULES]):
+        raise UserError(f"{path}: each text of {RULES!r} must end in a newline")
+    secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
+    for role, names in secrets.items():
+        text = templates.get(key := f"{role}_instruction")
+        if not isinstance(text, str):
+            raise UserError(f"{path}: {key!r} must be a text")
+        slots, foreign = set(SLOT.findall(text)), set().union(*secrets.values()) - names
+        for slot in sorted(names - slots):
+            raise UserError(f"{path}: {{{slot}}} must stand in {key!r}")
+        for slot in sorted(slots & foreign):
+            raise UserError(f"{path}: {{{slot}}} must not stand in {key!r}")
     return templates
 
 
+@functools.cache
 def default_templates(game: Game) -> Templates:
     """The prompts of the game's own prompt file, read once."""
-    if game.prompt_file not in _own_files:
-        _own_files[game.prompt_file] = load_templates(game.prompt_file, game)
-    return _own_files[game.prompt_file]
-
-
-def _problems(templates: object, game: Game) -> list[str]:
-    """Everything that is wrong with a parsed prompt file, a phrase for each problem."""
-    if not isinstance(templates, dict):
-        return [f"expected an object, got {type(templates).__name__}"]
-    problems, rules = [], templates.get(RULES)
-    texts = rules if isinstance(rules, list) else []
-    if not texts or not all(isinstance(rule, str) and rule.endswith("\n") for rule in texts):
-        problems.append(f"{RULES!r} must be a list of one or more texts, each ending in a newline")
-    secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
-    for role, own in secrets.items():
-        key = f"{role}_instruction"
-        text = templates.get(key)
-        if not isinstance(text, str) or not text.endswith("."):
-            problems.append(f"{key!r} must be a text that ends in a full stop")
-            continue
-        slots, others = set(SLOT.findall(text)), set().union(*secrets.values()) - own
-        problems += [f"{{{slot}}} must stand in {key!r}" for slot in sorted(own - slots)]
-        problems += [f"{{{slot}}} must not stand in {key!r}" for slot in sorted(slots & others)]
-    return problems
-
-
-def templates_digest(templates: Templates) -> str:
-    """SHA-256 of the texts of a prompt file, whatever the file's layout."""
-    return hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest()
+    return load_templates(game.prompt_file, game)

@@ -2,7 +2,8 @@
 
 import re
 
-from tools.games.game import GUESS, ROOT, SECRET, Game, History, Outcome, whole_word
+from tools.games.game import GUESS, SECRET, Game, History, Outcome, whole_word
+from utils import ROOT
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
@@ -15,10 +16,10 @@ class TwentyQuestions(Game):
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
     outcomes = (
-        Outcome(FOUND, points=(1.0, 1.0), why="the guesser named the word, and both win"),
-        Outcome(SAID, breach=True, points=(0.0, 0.0), why="the answerer may not say the word"),
-        Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0), why="each answer must begin with Yes or No"),
-        Outcome(NOT_FOUND, points=(0.0, 0.0), why="the guesser did not name the word in time"),
+        Outcome(FOUND, points=(1.0, 1.0)),
+        Outcome(SAID, breach=True, points=(0.0, 0.0)),
+        Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0)),
+        Outcome(NOT_FOUND, points=(0.0, 0.0)),
     )
     example_task = "word"
 
@@ -36,6 +37,9 @@ class TwentyQuestions(Game):
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
         return dict.fromkeys(self.roles, 1.0) if outcome == FOUND else {}
+
+    def answer(self, task: str) -> tuple[str, str]:
+        return GUESSER, f"Is it `{task}`?"
 
     def hint(self, role: str) -> str:
         return "A guess reads: Is it `word`?" if role == GUESSER else "Begin each answer with Yes or No."

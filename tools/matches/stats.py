@@ -1,7 +1,6 @@
-"""Match play: who meets whom, and points and rates with their intervals, from finished games one at a time.
+"""Match play: who meets whom, and points and rates with their intervals. No torch, no files.
 
-Games of the same target word are not independent, so standard errors count words instead of games. Memory grows with
-the number of matches and words, but not with the number of games. No torch, no files.
+Games of the same target word are not independent, so standard errors count words instead of games.
 """
 
 import itertools
@@ -22,10 +21,9 @@ RATES = ("win", "loss", "tie", "breach")
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | None, list[float] | None]:
     """Return the mean of values between 0 and 1 and its 95% interval; (None, None) without observations.
 
-    Observations of one cluster may depend on each other. `sizes` are the numbers of observations in each cluster,
-    `totals` the sums of their values. The interval is Wilson's with n_eff = p(1-p)/SE^2 observations, for the
-    clustered standard error SE, and with Student's quantile. Where SE is 0 (all observations are alike) or unknown
-    (a single cluster), every cluster counts as one observation.
+    `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
+    Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE, and with Student's quantile.
+    Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
     """
     observations = sum(sizes)
     if not observations:
@@ -34,14 +32,14 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | Non
     clusters = sum(size > 0 for size in sizes)
     error = clustered_standard_error(sizes, totals)
     if error is None or error < ROUNDING:
-        return mean, wilson(mean, clusters, normal_quantile())
+        return mean, wilson(mean, clusters, t_quantile(math.inf))
     return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
 
 
 def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
     """The mean of differences of any sign and its 95% interval, from at least two clusters as in `estimate`."""
     mean = sum(totals) / sum(sizes)
-    half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
+    half = t_quantile(sum(size > 0 for size in sizes) - 1) * clustered_standard_error(sizes, totals)
     return mean, [mean - half, mean + half]
 
 
@@ -66,16 +64,9 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
     return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
 
 
-def normal_quantile() -> float:
-    """The normal quantile of a two-sided interval of level CONFIDENCE."""
+def t_quantile(freedom: float) -> float:
+    """Student's quantile of a two-sided interval of level CONFIDENCE; the normal one for infinite freedom."""
     from scipy import stats  # takes a second
-
-    return float(stats.norm.ppf((1 + CONFIDENCE) / 2))
-
-
-def t_quantile(freedom: int) -> float:
-    """Student's quantile of a two-sided interval of level CONFIDENCE."""
-    from scipy import stats
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
@@ -113,34 +104,27 @@ Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and targ
 
 
 def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts]:
-    """Count episodes by match; each episode holds its players, word list and seed.
-
-    Raises ValueError for an outcome that the game does not have.
-    """
+    """Count episodes by match; each episode holds its players, word list and seed."""
     counts: dict[Match, Counts] = {}
     for episode in episodes:
         match = Match(*(episode[key] for key in Match.keys(game)))
         by_role = counts.setdefault(match, {role: defaultdict(Counter) for role in game.roles})
-        for role, sums in _sums_of(episode, game):
+        for role, sums in _sums_of_game(episode, game):
             by_role[role][episode["target_word"]].update(sums)
     return counts
 
 
-def _sums_of(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, float]]]:
-    """What one game adds to the sums of each role. A game is clean if it was decided without breach or empty reply."""
-    history, ended = episode["history"], game.outcome(episode["outcome"])
-    decided = ended.name != game.outcomes[-1].name and not ended.breach
-    clean = decided and all(message["content"].strip() for message in history)
-    gained = game.checked_points(episode["target_word"], history[: episode["length"]], ended.name)
-    for role, points in zip(game.roles, gained, strict=True):
-        result = "tie" if ended.winner is None else "win" if ended.winner == role else "loss"
-        said = [message["content"].strip() for message in history if message["role"] == role]
-        sums = {"games": 1, "points": points, result: 1, "length": episode["length"]}
-        sums |= {"messages": len(said), "empty": said.count("")}
-        if ended.breach:
+def _sums_of_game(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, float]]]:
+    """What one game adds to the sums of each role."""
+    history, outcome = episode["history"], game.outcome(episode["outcome"])
+    points = game.points(episode["target_word"], history[: episode["length"]], outcome.name)
+    for role, points_of_role in zip(game.roles, points, strict=True):
+        result = "tie" if outcome.winner is None else "win" if outcome.winner == role else "loss"
+        messages = [message["content"].strip() for message in history if message["role"] == role]
+        sums = {"games": 1, "points": points_of_role, result: 1, "length": episode["length"]}
+        sums |= {"messages": len(messages), "empty": messages.count("")}
+        if outcome.breach:
             sums |= {"breach": 1, f"breach {result}": 1}
-        if clean:
-            sums |= {"clean": 1, "clean points": points}
         yield role, sums
 
 
@@ -157,41 +141,37 @@ def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
         for words in [*lists, ALL] if len(lists) > 1 else lists:
             for role in roles if player == opponent else (*roles, BOTH):
                 sides = [
-                    (match, own)
+                    (match.seed, counts[match][side])
                     for match in counts
-                    for own, met in zip(roles, ((player, opponent), (opponent, player)), strict=True)
-                    if role in (own, BOTH) and match[:2] == met and words in (ALL, match.words)
+                    for side, names in zip(roles, ((player, opponent), (opponent, player)), strict=True)
+                    if role in (side, BOTH) and match[:2] == names and words in (ALL, match.words)
                 ]
-                for seed in (None, *sorted({match.seed for match, _ in sides})):
-                    of_seed = [counts[match][own] for match, own in sides if seed in (None, match.seed)]
+                for seed in (None, *sorted({each for each, _ in sides})):
+                    of_seed = [sums for each, sums in sides if seed in (None, each)]
                     head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
                     yield head | summarise(of_seed)
 
 
 def pooled_rows(results: Iterable[Mapping], player: str, opponent: str) -> dict[str, dict[str, dict]]:
     """The rows of a player against an opponent that pool seeds, by word list and role. A single list is also ALL."""
-    found: dict[str, dict[str, dict]] = defaultdict(dict)
+    rows: dict[str, dict[str, dict]] = defaultdict(dict)
     for row in results:
         if (row["player"], row["opponent"], row["seed"]) == (player, opponent, None):
-            found[row["words"]][row["role"]] = dict(row)
-    return {ALL: next(iter(found.values()), {})} | dict(found)
+            rows[row["words"]][row["role"]] = dict(row)
+    return {ALL: next(iter(rows.values()), {})} | dict(rows)
 
 
 def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
     """The numbers of a row, from the player's sums by word in each match of the row."""
     by_word: dict[str, Counter[str]] = defaultdict(Counter)
-    for side in sides:
-        for word, sums in side.items():
-            by_word[word].update(sums)
-    words, total = by_word.values(), Counter()
-    for sums in words:
-        total.update(sums)
+    for word, sums in itertools.chain(*(side.items() for side in sides)):
+        by_word[word].update(sums)
+    words, total = by_word.values(), sum(by_word.values(), Counter())
 
-    def mean(name: str, of: str = "games"):
-        return estimate([sums[of] for sums in words], [sums[name] for sums in words])
+    def mean(name: str):
+        return estimate([sums["games"] for sums in words], [sums[name] for sums in words])
 
     points, interval = mean("points")
-    clean_points, clean_interval = mean("clean points", of="clean")
     return {
         "games": total["games"],
         "wins": total["win"],
@@ -203,7 +183,6 @@ def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
         "points": points,
         "points_interval": interval,
         "rates": {rate: dict(zip(("share", "interval"), mean(rate), strict=True)) for rate in RATES},
-        "clean": {"games": total["clean"], "points": clean_points, "points_interval": clean_interval},
         "mean_length": total["length"] / total["games"] if total["games"] else None,
         "empty_replies": total["empty"],
         "messages": total["messages"],

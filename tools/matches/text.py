@@ -1,31 +1,41 @@
 """The files of an evaluation by match: matches.json, called `results` here, and its table matches.txt."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from tools.games.game import Game
 from tools.matches.stats import ALL, BOTH, count_matches, result_rows
-from utils import iter_records, replacing, write_json
+from utils import read_json_or_jsonl, replacing, write_json
 
 RESULTS, TABLE = "matches.json", "matches.txt"
-HEAD = ("player", "opponent", "words", "role", "games", "points", "win", "tie", "loss", "breach")
-HEAD += ("clean", "clean points", "length", "empty")
+NAMES = ("player", "opponent", "words", "role")
+RATE_COLUMNS = ("win", "tie", "loss", "breach")
+HEAD = (*NAMES, "games", "points", *RATE_COLUMNS, "length", "empty")
 HOW_COUNTED = (
     "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
-    "games that ended by breaking the rules. Clean games have a decision (in Taboo no tie), no breach and no empty "
-    "reply. All shares are in percent, with 95% intervals over target words. Empty: the player's empty replies."
+    "games that ended by breaking the rules. All shares are in percent, with 95% intervals over target words. Empty: "
+    "the player's empty replies."
 )
 
 
-def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> str:
-    """Write the statistics of all games into the folder; return the table."""
-    counts = count_matches((episode for _, episode in iter_records(games_path)), game)
+def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> None:
+    """Write the statistics of all games, and their table, into the folder."""
+    counts = count_matches(read_json_or_jsonl(games_path), game)
     results = {"settings": settings, "results": list(result_rows(counts)), "games_path": games_path.name}
-    text = matches_text(results, game)
-    with replacing(folder / TABLE) as file:
-        file.write(text)
     write_json(folder / RESULTS, results)
-    return text
+    with replacing(folder / TABLE) as file:
+        file.write(matches_text(results, game))
+
+
+def matches_text(results: dict, game: Game) -> str:
+    """A table of players, word lists and roles, and a last line with the points of all pairs."""
+    settings, rows = results["settings"], shown_rows(results)
+    return (
+        f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
+        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
+        f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
+    )
 
 
 def shown_rows(results: dict) -> list[dict]:
@@ -45,8 +55,33 @@ def shown_rows(results: dict) -> list[dict]:
     return sorted(shown, key=order)
 
 
+def cells(row: dict) -> list[str]:
+    """The cells of a row, in the order of HEAD."""
+    rates = [row["rates"][name] for name in RATE_COLUMNS]
+    empty = row["empty_replies"] / row["messages"] if row["messages"] else None
+    return [
+        *(row[name] for name in NAMES),
+        f"{row['games']:,}",
+        _percent(row["points"], row["points_interval"]),
+        *(_percent(rate["share"], rate["interval"]) for rate in rates),
+        with_interval(row["mean_length"], None, ".2f"),
+        _percent(empty, None),
+    ]
+
+
+def points_line(rows: Sequence[dict]) -> str:
+    """One line with the points of each pair of players, and the games behind them."""
+    groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
+    first_rows = [next(group) for _, group in groups]  # rows that pool come first
+    return "; ".join(
+        f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
+        f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
+        f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
+        for row in first_rows
+    )
+
+
 def as_role(role: str) -> str:
-    """The role as a phrase."""
     return "in both roles" if role == BOTH else f"as {role}"
 
 
@@ -60,57 +95,14 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
     return f"{value:{form}} [{low}, {high}]"
 
 
-def points_line(rows: Sequence[dict]) -> str:
-    """One line with the points of each pair of players, and the games behind them."""
-    first: dict[tuple[str, str], dict] = {}
-    for row in rows:  # rows that pool come first
-        first.setdefault((row["player"], row["opponent"]), row)
-    return "; ".join(
-        f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
-        f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
-        f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
-        for row in first.values()
-    )
-
-
-def cells(row: dict) -> list[str]:
-    """The cells of a row, in the order of HEAD."""
-    shares = [(rate["share"], rate["interval"]) for rate in (row["rates"][name] for name in HEAD[6:10])]
-    clean, empty = row["clean"], row["empty_replies"] / row["messages"] if row["messages"] else None
-    return [
-        *(row[name] for name in HEAD[:4]),
-        f"{row['games']:,}",
-        _percent(row["points"], row["points_interval"]),
-        *(_percent(*share) for share in shares),
-        f"{clean['games']:,}",
-        _percent(clean["points"], clean["points_interval"]),
-        with_interval(row["mean_length"], None, ".2f"),
-        _percent(empty, None),
-    ]
-
-
-def matches_text(results: dict, game: Game) -> str:
-    """A table of players, word lists and roles, and a last line with the points of all pairs."""
-    settings, rows = results["settings"], shown_rows(results)
-    return (
-        f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
-        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
-        f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
-    )
-
-
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:
-    """A share and its interval in percent: 54.0 [51.2, 56.8]."""
     return with_interval(share, interval, ".1%").replace("%", "")
 
 
 def _align(lines: Sequence[Sequence[str]]) -> str:
     """Align cells in columns: names to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if title in HEAD[:4] else cell.rjust(width)
-            for title, cell, width in zip(lines[0], line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if column[0] in NAMES else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

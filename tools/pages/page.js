@@ -18,7 +18,7 @@ function filterGames() {
     && game.word.toLowerCase().includes(search));
   list.replaceChildren(...shown.map((game, i) => el("option", {value: i}, `${game.word} · ${game.outcome}, ${game.length} messages`)));
   list.selectedIndex = shown.length ? 0 : -1;
-  byId("found").textContent = `${shown.length} of ${data.games.length} games`;
+  byId("count").textContent = `${shown.length} of ${data.games.length} games`;
   showGame();
 }
 

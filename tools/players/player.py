@@ -1,15 +1,14 @@
 """Who speaks in a game: the base class Player, its input (Turn) and its output (Reply). No torch."""
 
 import inspect
-import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from tools.games import prompts
 from tools.games.game import Game, History
-from utils import file_digest
+from utils import UserError
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -18,6 +17,8 @@ STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
 SCRIPTED = "scripted:"  # begins the name of a player that the game itself provides
 SAMPLING, TESTING = "sampling", "testing"  # tokens are drawn at random, or the likeliest token is taken each time
+THOUGHT_BEGINS = ("<think>", "<thinking>", "[THINK]")
+THOUGHT_ENDS = ("</think>", "</thinking>", "[/THINK]")
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class Turn:
     templates: prompts.Templates | None = None  # None: the game's own
 
     def prompt(self, chat: "ChatTemplate | None" = None) -> str:
-        """The prompt of play, in the layout of `chat` if given."""
-        if chat:
+        """The prompt of play, in the layout of `chat` if given. ReplyUnavailable if that refuses these messages."""
+        if not chat:
+            return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
+        try:
             return chat.join_play_prompt(self.history, self.role, self.rules(), self.instruction())
-        return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
+        except UserError as error:
+            if not self.history:  # it refuses every game
+                raise
+            raise ReplyUnavailable(str(error)) from None
 
     def rules(self) -> str:
         """The rule text, ending in a newline."""
@@ -63,27 +69,27 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Reply:
-    """One message of a player."""
+    """One message of a player. With --thinking True, `thought` and `text` together are exactly what it wrote."""
 
-    text: str
+    text: str  # the message, with blanks around it
     finish_reason: str  # STOP or LENGTH
-    tokens: int  # sampled tokens, with the end token
+    tokens: int | None  # sampled tokens, with the end token; None if a server does not count them
     prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
-    prompt_tokens: int | None = None  # counted by a server that may charge for them; None for all other players
-    token_ids: list[int] | None = None  # the sampled tokens without the end token; None if they are not known
-    retokenized: bool | None = None  # True if the tokenizer turns the stripped text into other ids; else None
+    thought: str | None = None  # up to and including its closing tag; the other player never reads it
 
 
-class Tokens(Protocol):
-    """A model's tokenizer, which turns prompts into token ids and token ids into replies."""
+def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
+    """The thought that begins a text, up to and including the last closing tag, and the message after it.
 
-    stop_ids: list[int]  # each ends a reply
-
-    def encode_turn(self, turn: Turn) -> tuple[list[int], bool]:
-        """The token ids of the prompt of play, and whether it was too long and lost its beginning."""
-
-    def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
-        """The reply that these token ids stand for, up to the first end token."""
+    If the last thought does not end, all of the text is thought, and the message is "". With `needs_tag`, a text
+    without any tag is a message; otherwise its thought has begun in the prompt.
+    """
+    if needs_tag and not any(tag in text for tag in THOUGHT_BEGINS + THOUGHT_ENDS):
+        return "", text
+    end = max((text.rfind(tag) + len(tag) for tag in THOUGHT_ENDS if tag in text), default=len(text))
+    if any(tag in text[end:] for tag in THOUGHT_BEGINS):
+        end = len(text)
+    return text[:end], text[end:]
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
@@ -95,21 +101,14 @@ class ReplyUnavailable(Exception):
     """There will be no reply. Its game is left unfinished, and the other games go on."""
 
 
-class PlayerUnusable(Exception):
-    """A player can never answer. The run ends with this message, and finished games are safe."""
-
-
 class Player:
     """Anything that can speak in a game: the base class of all kinds of players.
 
     A player gets requests of many games at a time, and may answer them in any order. A new kind of player is a
-    subclass and a line in KINDS of tools/selfplay/flags.py, which finds the class for a name on the command line. The
-    class methods say what a name needs before any player is made; `flags` are a PlayFlags.
+    subclass and a line in `make_players` of tools/selfplay/engines.py.
     """
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
-    games: int = 0  # so many games at once keep the player busy
-    most_games: float = math.inf  # so many games can be played with it at once
 
     async def reply(self, turn: Turn) -> Reply:
         """The next message of `turn.role`.
@@ -121,46 +120,19 @@ class Player:
     def game_over(self, episode: Mapping) -> None:
         """Called with each finished game in which the player has spoken."""
 
-    @classmethod
-    def make(cls, name: str, lineup, seed: int | str) -> "Player":
-        """The player of this name in `lineup`, a tools.selfplay.lineup.Lineup. `seed` is that of its draws."""
-        raise NotImplementedError
-
-    @classmethod
-    def problems(cls, flags) -> list[str]:
-        """What is wrong with the flags for such players, one phrase for each problem."""
-        return []
-
-    @classmethod
-    def setting(cls, name: str, flags) -> dict | str:
-        """The player's entry among the settings of a run: all of it that games depend on."""
-        return name
-
-    @classmethod
-    def tokenizer(cls, name: str, flags) -> str | None:
-        """The folder or hub name of the tokenizer that turns the player's prompts into token ids, if it is known."""
-        return None
-
 
 class ScriptedPlayer(Player):
-    """A player `scripted:NAME`. A function of the game chooses its messages."""
+    """A player without a model in this process: a function, plain or async, chooses its messages.
 
-    def __init__(self, choose: Callable[[Turn], str]):
-        self.choose = choose
+    With `thinking`, a message may begin with a thought in tags.
+    """
 
-    @classmethod
-    def make(cls, name: str, lineup, seed: int | str) -> "ScriptedPlayer":
-        """The game's own player. Raises UserError if the game has none of this name."""
-        return cls(lineup.game.scripted(name.removeprefix(SCRIPTED)))
-
-    @classmethod
-    def setting(cls, name: str, flags) -> dict | str:
-        """A player of the game is a part of the game's entry. A function of one's own has the digest of its file."""
-        if ":" not in name.removeprefix(SCRIPTED):
-            return name
-        choose = flags.load_game().scripted(name.removeprefix(SCRIPTED))
-        return {"path": name, "sha256": file_digest([inspect.getfile(choose)])}
+    def __init__(self, choose: Callable[[Turn], str | Awaitable[str]], thinking: bool = False):
+        self.choose, self.thinking = choose, thinking
 
     async def reply(self, turn: Turn) -> Reply:
         """The chosen message, with 0 tokens."""
-        return Reply(self.choose(turn), STOP, 0)
+        chosen = self.choose(turn)
+        text = await chosen if inspect.isawaitable(chosen) else chosen
+        thought, message = split_thought(text, needs_tag=True) if self.thinking else ("", text)
+        return Reply(message, STOP, 0, thought=thought or None)

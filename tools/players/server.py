@@ -1,37 +1,50 @@
 """Players behind an OpenAI-compatible server: vLLM, SGLang, transformers serve, an API. They need the package openai.
 
 After rate limits, 5xx, time-outs and dropped connections, the openai client waits and repeats the request. It honours
-Retry-After. The client is imported when the first player is made, since importing it takes a second.
+Retry-After.
 """
 
-import importlib.util
+import asyncio
 import json
 import logging
-import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from tools.flags import flag
-from tools.games.game import LONE_SURROGATE
-from tools.players import player
-from tools.players.player import Player, PlayerUnusable, Reply, ReplyUnavailable, Sampling, Tokens, Turn
-from utils import shown, too_small
+from tools.players.player import (
+    LENGTH,
+    STOP,
+    Player,
+    Reply,
+    ReplyUnavailable,
+    Sampling,
+    Turn,
+    draw_seed,
+    split_thought,
+)
+from utils import UserError, printable, require, warn_on_rank_0, whole_characters
 
 if TYPE_CHECKING:
-    import openai
+    import openai  # whose import takes a second
 
 SERVER = "openai:"  # begins the name of a player behind a server
 COMPLETIONS, CHAT = "completions", "chat"
 KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
-INSTALL = 'pip install "openai>=3.54,<4"'
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+NO_KEY = "none"  # for servers without a key, since the client insists on one
 CONNECT_TIMEOUT = 10  # seconds
-LONGEST_FAULT = 300  # characters of a server's error message that are shown
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0}  # values that need not be sent
+OWN_FIELDS = {"top_k", "min_tokens", "seed"}  # of vLLM, SGLang and others; OpenAI's own server refuses them
+CHAT_LIMIT, LIMIT = "max_completion_tokens", "max_tokens"  # the first is of chat alone; servers know one or both
+CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
+REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
 WRONG_SETUP = (401, 403, 404)  # the key or the model is wrong: no request will ever succeed
 PASSING = (408, 409, 425, 429)  # like 5xx: another request may succeed
-NO_MONEY = "insufficient_quota"  # the code of an error of status 429 that waiting does not end
-NO_KEY = "none"  # for servers without a key, since the client insists on one
+LONGEST_FAULT = 300  # characters of a server's error message that are shown
 
 
 @dataclass(kw_only=True)
@@ -44,243 +57,172 @@ class ServerFlags:
         default=None,
         metavar="URL",
     )
-    openai_extra_sampling: bool = flag(
-        "True: send --top_k and --min_new_tokens too; vLLM and SGLang know them, OpenAI refuses them", default=False
-    )
-    openai_tokenizer: str | None = flag(
-        "for vLLM and SGLang: send prompts as token ids of this model's tokenizer, cut and ended as in local play",
-        default=None,
-        metavar="MODEL",
-    )
     openai_retries: int = flag("how many times a failed request is repeated", default=10)
     openai_timeout: float = flag("seconds without an answer after which a request has failed", default=600)
-    max_concurrency: int = flag("requests of each process to the server at once", default=64)
-    max_total_tokens: int | None = flag("begin no game once the server has counted this many tokens", default=None)
-
-    def server_problems(self, *, chat_template: bool, min_new_tokens: int) -> list[str]:
-        """What is wrong with these flags for players behind servers, one phrase for each problem."""
-        problems = too_small(self, openai_retries=0, max_concurrency=1, max_total_tokens=1)
-        url = self.openai_base_url or os.environ.get(URL_VARIABLE, "")
-        ids, key = self.openai_tokenizer, os.environ.get(KEY_VARIABLE, "")
-        if importlib.util.find_spec("openai") is None:
-            problems.append(f"{SERVER}MODEL needs a package: {INSTALL}")
-        if ids and self.openai_api == CHAT:
-            problems.append(f"--openai_tokenizer sends token ids, which --openai_api {CHAT} does not take")
-        if chat_template and not ids:
-            problems.append(f"--chat_template True needs --openai_tokenizer; or use --openai_api {CHAT}")
-        if min_new_tokens and not (ids or self.openai_extra_sampling):
-            problems.append("--min_new_tokens needs a server that knows min_tokens, and --openai_extra_sampling True")
-        if url and not re.fullmatch(r"https?://[^\s@/]+(/\S*)?", url):  # not shown: it may hold a password
-            problems.append("--openai_base_url must look like http://host:8000/v1, without user and password")
-        if not re.fullmatch("[!-~]*", key):
-            problems.append(f"{KEY_VARIABLE} holds a blank, a line end or a character that is not ASCII: set it again")
-        if not (url or key):
-            problems.append(f"{SERVER}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
-        return problems
-
-
-class ServerUse:
-    """What all players behind servers share in this process: the client, and the count of tokens."""
-
-    def __init__(self, flags: ServerFlags):
-        self.flags = flags
-        self.tokens = 0  # used since this process started
-        self.limit = math.inf  # no game begins once so many tokens are used
-        self.answered = False  # whether any request has succeeded
-        self._client: openai.AsyncOpenAI | None = None
-
-    @property
-    def used_up(self) -> bool:
-        """Whether no other game may begin."""
-        return self.tokens >= self.limit
-
-    def client(self) -> "openai.AsyncOpenAI":
-        """The client of all these players, so that --max_concurrency holds for them together. For one event loop."""
-        if self._client is None:
-            self._client = connect(self.flags)
-        return self._client
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A server's answer to a request of the endpoint completions or chat/completions."""
-
-    text: str | None
-    finish_reason: str | None
-    token_ids: list[int] | None  # only from vLLM and SGLang
-    prompt_tokens: int | None  # these two are counted by the server, if it counts
-    tokens: int | None
-
-
-def read_answer(body: bytes) -> Answer:
-    """Read the JSON of an answer. Raises ValueError for anything else."""
-    try:
-        answer = json.loads(body)
-        choice, usage = answer["choices"][0], answer.get("usage") or {}
-        text = choice["message"]["content"] if "message" in choice else choice.get("text")
-        ids, counted = choice.get("token_ids"), [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")]
-        if not isinstance(text, str | None) or text and LONE_SURROGATE.search(text):
-            raise ValueError("its text is no text")
-        check_numbers(counted if usage else [])
-        check_numbers([] if ids is None else ids)
-        return Answer(text, choice.get("finish_reason"), ids, *counted)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__}: {error})") from None
-
-
-def check_numbers(values: list) -> None:
-    """Raise ValueError unless these are whole numbers of at least 0."""
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"tokens are {values!r:.40}")
+    max_concurrency: int = flag("requests of each process to a model on the server at once", default=64)
 
 
 def connect(flags: ServerFlags) -> "openai.AsyncOpenAI":
-    """A client for one event loop."""
-    import httpx2  # the HTTP client of openai
+    """A client for one event loop. UserError if the key is missing, or if the environment's proxy cannot be used."""
+    require("openai", "openai>=3.54,<4")
     import openai
 
     for library in ("openai", "httpx", "httpx2"):  # otherwise they log each request
         logging.getLogger(library).setLevel(logging.WARNING)
-    limits = httpx2.Limits(max_connections=flags.max_concurrency, max_keepalive_connections=flags.max_concurrency)
+    url = flags.openai_base_url or os.environ.get(URL_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (url or key):
+        raise UserError(f"{SERVER}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
+    proxies = urlsplit(url or "").hostname not in LOCAL_HOSTS
+    try:
+        http_client = openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=proxies)
+    except (ImportError, ValueError) as error:
+        names = [name for name in os.environ if name.upper() in PROXY_VARIABLES]
+        raise UserError(f"{' '.join(names)}: this proxy cannot be used ({error}); unset it, or set NO_PROXY") from None
     return openai.AsyncOpenAI(
-        api_key=os.environ.get(KEY_VARIABLE) or NO_KEY,
-        base_url=flags.openai_base_url,
+        api_key=key or NO_KEY,
+        base_url=url,
         max_retries=flags.openai_retries,
-        timeout=openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None),  # no limit in the queue
-        http_client=openai.DefaultAsyncHttpxClient(limits=limits, follow_redirects=False),
+        timeout=openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None),
+        http_client=http_client,
     )
 
 
 class ServerPlayer(Player):
-    """Plays with a model behind a server.
-
-    With `tokens`, prompts are sent as token ids, and replies are decoded from token ids where the server returns them.
-    Requests then have a seed, so that a draw depends only on `seed`, the game and the message.
-    """
+    """Plays with a model behind a server. For one event loop. Without `thinking`, thoughts in a chat are dropped."""
 
     def __init__(
-        self,
-        model: str,
-        client: "openai.AsyncOpenAI",
-        flags: ServerFlags,
-        sampling: Sampling,
-        use: ServerUse,
-        tokens: Tokens | None = None,
-        seed: int | str = 0,
+        self, model: str, flags: ServerFlags, sampling: Sampling, seed: int | str = 0, *, thinking: bool = False
     ):
-        self.model, self.client, self.flags, self.sampling = model, client, flags, sampling
-        self.use, self.tokens, self.seed = use, tokens, seed
-        self.games = flags.max_concurrency
-
-    @classmethod
-    def make(cls, name: str, lineup, seed: int | str) -> "ServerPlayer":
-        """A player with the model that the name gives after the colon."""
-        flags, use = lineup.flags, lineup.use
-        return cls(
-            name.removeprefix(SERVER), use.client(), flags, lineup.sampling, use, lineup.tokens_of(name), seed=seed
-        )
-
-    @classmethod
-    def problems(cls, flags) -> list[str]:
-        """What is wrong with the flags of servers."""
-        return flags.server_problems(chat_template=flags.chat_template, min_new_tokens=flags.min_new_tokens)
-
-    @classmethod
-    def setting(cls, name: str, flags) -> dict:
-        """The model and how it is asked. The server's URL is not part of it, so it may change."""
-        setting = {"path": name, "api": flags.openai_api, "extra_sampling": flags.openai_extra_sampling}
-        return setting | ({"tokenizer": flags.openai_tokenizer} if flags.openai_tokenizer else {})
-
-    @classmethod
-    def tokenizer(cls, name: str, flags) -> str | None:
-        """That of --openai_tokenizer."""
-        return flags.openai_tokenizer
+        self.model, self.flags, self.sampling, self.seed, self.thinking = model, flags, sampling, seed, thinking
+        self.client = connect(flags)
+        self.places = asyncio.Semaphore(flags.max_concurrency)
+        own_server = flags.openai_base_url or os.environ.get(URL_VARIABLE)
+        self.unsent = set() if own_server else set(OWN_FIELDS)  # fields that the server does not know
+        self.answered = False  # whether any request has succeeded
 
     async def reply(self, turn: Turn) -> Reply:
         """The model's reply.
 
-        Raises ReplyUnavailable if the request failed after all retries, if the answer is empty, broken off or
-        malformed, and if the server refuses a single request. Raises PlayerUnusable for a wrong key or model, for a
-        used-up quota, and if the first request is refused.
+        ReplyUnavailable if the request failed after all retries, if the reply is malformed or held back, and for an
+        empty reply of a chat model. UserError for a wrong key or model, a used-up quota, and, while no request was
+        answered, if one is refused or no server is there.
         """
         import openai
 
-        content, cut = self.tokens.encode_turn(turn) if self.tokens else (turn.prompt(), False)
-        path = "/chat/completions" if self.flags.openai_api == CHAT else "/completions"
+        async with self.places:
+            try:
+                body = await self._ask(turn)
+            except openai.APIError as error:
+                raise self._failure(error) from None
+        self.answered = True
         try:
-            body = await self.client.post(path, cast_to=bytes, body=self._request(content, turn))
-            answer = read_answer(body)
-        except openai.APIError as error:
-            raise self._failure(error) from None
+            return self._read(body)
         except ValueError as error:
-            raise self._lost(str(error)) from None
-        self.use.answered = True
-        return self._read(answer, cut)
+            raise ReplyUnavailable(self._line(str(error))) from None
 
-    def limit(self, turn: Turn) -> int:
-        """The most tokens of a reply. (The benchmark replaces this.)"""
-        return self.sampling.max_new_tokens
+    async def _ask(self, turn: Turn) -> bytes:
+        """The body of the answer. A field that the server does not know is left out from then on."""
+        import openai
 
-    def _request(self, content: str | list[int], turn: Turn) -> dict:
-        """The body of a request. Only vLLM and SGLang know `min_tokens`, `top_k` and the fields for `tokens`."""
-        sampling, limit = self.sampling, self.limit(turn)
-        request: dict[str, object] = {"model": self.model, "temperature": 0}
-        if self.flags.openai_api == CHAT:
-            request |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": limit}
-        else:
-            request |= {"prompt": content, "max_tokens": limit}
+        path = "/chat/completions" if self.flags.openai_api == CHAT else "/completions"
+        while True:
+            request = self._request(turn)
+            try:
+                return await self.client.post(path, cast_to=bytes, body=request)
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                unknown = {name for name in request if name in error.response.text} & {*OWN_FIELDS, CHAT_LIMIT}
+                unknown = unknown or {CHAT_LIMIT}.intersection(request)
+                if not unknown or (self.answered and not unknown <= self.unsent):
+                    raise
+                if fields := (unknown - self.unsent) & OWN_FIELDS:
+                    warn_on_rank_0("%s: its server does not know %s; playing without", self.model, ", ".join(fields))
+                self.unsent |= unknown
+
+    def _request(self, turn: Turn) -> dict:
+        sampling, chat = self.sampling, self.flags.openai_api == CHAT
+        fields: dict[str, object] = {"temperature": 0, "min_tokens": sampling.min_new_tokens}
         if sampling.do_sample:
-            request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if self.tokens or self.flags.openai_extra_sampling:
-            request["min_tokens"] = min(sampling.min_new_tokens, limit)
-            if sampling.do_sample:
-                request["top_k"] = sampling.top_k or -1  # -1: all tokens
-        if self.tokens:
-            request |= {"stop_token_ids": self.tokens.stop_ids, "return_token_ids": True}
-            request["seed"] = player.draw_seed(self.seed, turn)
-        return request
+            fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+            fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers take
+        fields = {name: value for name, value in fields.items() if value != NEUTRAL.get(name)}
+        fields = {name: value for name, value in fields.items() if name not in self.unsent}
+        fields[CHAT_LIMIT if chat and CHAT_LIMIT not in self.unsent else LIMIT] = sampling.max_new_tokens
+        prompt = turn.prompt()
+        content = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        return {"model": self.model, **content, **fields}
 
-    def _read(self, answer: Answer, cut: bool) -> Reply:
-        if answer.tokens is None and self.use.limit < math.inf:
-            raise PlayerUnusable(f"{self.model}: its server counts no tokens, which --max_total_tokens needs")
-        prompt_tokens, tokens = answer.prompt_tokens or 0, answer.tokens or 0
-        self.use.tokens += prompt_tokens + tokens
-        text = after_thinking(answer.text) if answer.text and self.flags.openai_api == CHAT else answer.text
-        if answer.finish_reason not in (player.STOP, player.LENGTH):
-            raise self._lost(f"the reply was broken off ({answer.finish_reason!r:.40})")
-        # A chat model's text is empty if thinking took all tokens, or if a filter held the text back. A base model may
-        # end its reply at once, as in local play.
-        if text is None or (self.flags.openai_api == CHAT and not text.strip()):
-            full = answer.finish_reason == player.LENGTH
-            raise self._lost(f"the reply is empty{'; thinking may have taken all --max_new_tokens' if full else ''}")
-        reply = Reply(text, answer.finish_reason, tokens, cut, prompt_tokens)
-        if self.tokens and answer.token_ids is not None:
-            decoded = self.tokens.decode(answer.token_ids, cut)
-            reply = replace(
-                decoded, finish_reason=reply.finish_reason, tokens=len(answer.token_ids), prompt_tokens=prompt_tokens
-            )
-        return reply
+    def _read(self, body: bytes) -> Reply:
+        """The reply in an answer. ValueError if there is none."""
+        text, thought, reason, tokens = parse_completion(body)
+        if reason in REFUSALS:
+            raise ValueError(f"the reply was broken off ({reason})")
+        chat = self.flags.openai_api == CHAT
+        if self.thinking and thought:  # the server has taken the tags away
+            text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
+        elif chat and not self.thinking:
+            _, text = split_thought(text, needs_tag=True)
+        if chat and not text.strip():  # a thought took all tokens, or a filter held the text back
+            raise ValueError(f"the reply is empty ({reason}); a larger --max_new_tokens leaves room for thoughts")
+        text, cut = cut_text(text, self.sampling.max_new_tokens)
+        if cut:
+            self.unsent.add(CHAT_LIMIT)  # the server does not heed it
+        thought, text = split_thought(text) if self.thinking else ("", text)
+        return Reply(text, LENGTH if cut or reason in CUTS else STOP, tokens, thought=thought or None)
 
     def _failure(self, error: "openai.APIError") -> Exception:
-        """The exception for a failed request: PlayerUnusable ends the run, ReplyUnavailable one game."""
+        """The exception for a failed request: UserError ends the run, ReplyUnavailable one game."""
         status = getattr(error, "status_code", None)
         if status is None:  # no answer came
-            return self._lost(f"{error.message} {error.__cause__ or ''}")
-        lost = self._lost(f"status {status}: {error.response.text}")
+            line = self._line(f"{error.message} {error.__cause__ or ''}")
+            return ReplyUnavailable(line) if self.answered else UserError(line)
+        line = self._line(f"status {status}: {error.response.text}")
         refused = status < 500 and status not in PASSING
-        if status in WRONG_SETUP or error.code == NO_MONEY or (refused and not self.use.answered):
-            return PlayerUnusable(str(lost))
-        return lost
+        if status in WRONG_SETUP or error.code == "insufficient_quota" or (refused and not self.answered):
+            return UserError(line)
+        return ReplyUnavailable(line)
 
-    def _lost(self, why: str) -> ReplyUnavailable:
-        """The exception that loses a game. Its message is one line and does not contain the key."""
-        server = self.client.base_url.netloc.decode()
+    def _line(self, why: str) -> str:
+        """What went wrong at this server, in one line without the key."""
         if self.client.api_key != NO_KEY:
             why = why.replace(self.client.api_key, "***")
-        return ReplyUnavailable(f"{self.model} at {server}: {shown(' '.join(why.split())[:LONGEST_FAULT])}")
+        server = self.client.base_url.netloc.decode()
+        return f"{self.model} at {server}: {printable(' '.join(why.split())[:LONGEST_FAULT])}"
 
 
-def after_thinking(text: str) -> str:
-    """The text after the last </think>; "" if the thinking has no end."""
-    message = text.rpartition("</think>")[2]
-    return "" if "<think>" in message else message
+def parse_completion(body: bytes) -> tuple[str, str, str, int | None]:
+    """Text, thought, reason for its end in lower case, and number of tokens, if known, of either endpoint's answer.
+
+    ValueError for anything else.
+    """
+    try:
+        answer = json.loads(body)
+        choice = answer["choices"][0]
+        message = choice.get("message") or {"content": choice["text"]}
+        parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+        thoughts = [part for part in parts if isinstance(part, dict) and re.search("think|reason", part["type"])]
+        text = part_text([part for part in parts if part not in thoughts])
+        thought = part_text(message.get("reasoning_content") or message.get("reasoning") or thoughts)
+        tokens = usage.get("completion_tokens") if isinstance(usage := answer.get("usage"), dict) else None
+        reason = str(choice.get("finish_reason") or STOP).lower()
+        return whole_characters(text), whole_characters(thought), reason, tokens if type(tokens) is int else None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__}: {error})") from None
+
+
+def part_text(part: object) -> str:
+    """The text of a message's content: a text, a list of parts, or a part, whose text may be a list of parts."""
+    if isinstance(part, list):
+        return "".join(map(part_text, part))
+    if isinstance(part, dict):
+        return part_text(part.get("text") or part.get("thinking") or part.get("reasoning"))
+    return part if isinstance(part, str) else ""
+
+
+def cut_text(text: str, max_tokens: int) -> tuple[str, bool]:
+    """A text that must have more than twice this number of tokens is cut to about this number; whether it was.
+
+    A word, or 16 characters of a longer one, counts as a token: hardly any tokenizer needs fewer.
+    """
+    pieces = re.findall(r"\s*\S{1,16}", text)
+    return ("".join(pieces[:max_tokens]), True) if len(pieces) > 2 * max_tokens else (text, False)

@@ -1,19 +1,26 @@
-"""What a game pays: how it ended, the rewards of its roles, the share of each message, the weights. No files."""
+"""What a game pays: its outcome, the rewards of its roles, the share and the row of each message. No torch."""
 
-import logging
 import math
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.flags import flag
+from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import BadRecordError, UserError
+from utils import UserError, alpaca_to_row, read_json_or_jsonl, row_texts
+
+if TYPE_CHECKING:
+    from tools.games.chat import ChatTemplate  # brings transformers
 
 WINNER, ALL = "winner", "all"  # values of --messages
-PAPER, NONE = "paper", "none"  # values of --role_weights
-logger = logging.getLogger(__name__)
+PAPER, NONE, ROLE = "paper", "none", "role"  # values of --role_weights and --baseline
+PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
+Shape = Callable[[dict, Mapping, str], float]  # (row, episode, outcome) -> the row's final reward
 
 
 @dataclass(kw_only=True)
@@ -23,22 +30,49 @@ class RewardFlags:
     decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
     losers: float = flag("make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE")
     ties: float = flag("make rows of both players of tied games: reward -COST", default=0.0, metavar="COST")
+    baseline: str = flag(
+        "role: subtract from a role's reward the mean reward of that role", default=NONE, choices=(NONE, ROLE)
+    )
     role_weights: str = flag(
         "weights of rows: 'paper' gives both roles the same total, 'none' gives every row 1",
         default=PAPER,
         choices=(PAPER, NONE),
     )
     messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
+    roles: str | None = flag("make rows of this role alone, with weight 1", default=None, metavar="ROLE")
 
-    def check_rewards(self) -> None:
-        """Raise UserError for a coefficient outside its bounds, or one that is not used."""
+    def check_rewards(self, game: Game) -> None:
+        """Raise UserError for a flag that is out of bounds or not used."""
         if not 0 < self.decay_weight <= 1:
             raise UserError(f"decay_weight is {self.decay_weight}; it must be above 0 and at most 1")
-        for name, value in (("losers", self.losers), ("ties", self.ties)):
-            if not 0 <= value < math.inf:
-                raise UserError(f"{name} is {value}; it must be a finite number of at least 0")
-        if self.messages == ALL and (self.losers or self.ties):
-            raise UserError("--messages all pays every message 1; leave out --losers and --ties")
+        if not (self.losers >= 0 and self.ties >= 0):
+            raise UserError(f"losers is {self.losers} and ties is {self.ties}; each must be at least 0")
+        if self.messages == ALL and (self.losers or self.ties or self.baseline == ROLE):
+            raise UserError("--messages all pays every message 1; leave out --losers, --ties and --baseline")
+        if self.roles not in (None, *game.roles):
+            raise UserError(f"--roles {self.roles}: {game.title} has the roles {' and '.join(game.roles)}")
+
+
+@dataclass(kw_only=True)
+class ChatFlags:
+    """Whose chat template the rows are in, and whether it asks for thoughts."""
+
+    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
+    tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
+    thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
+
+    def load_chat_template(self) -> "ChatTemplate | None":
+        """The chat template of --tokenizer, if the flags ask for it."""
+        if self.chat_template != (self.tokenizer is not None):
+            raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+        if not self.chat_template:
+            return None
+        from tools.games.chat import load_chat_template  # imports transformers, which other rows do not need
+
+        return load_chat_template(self.tokenizer, self.thinking)
+
+
+# Games.
 
 
 class Judged(NamedTuple):
@@ -49,72 +83,59 @@ class Judged(NamedTuple):
     rewards: tuple[float, float]  # of the game's first and second role
 
 
+def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
+    """Raise UserError that names the first invalid episode by `place` and its number, which counts from `first`."""
+    for number, episode in enumerate(episodes, start=first):
+        try:
+            game.check_episode(episode)
+        except ValueError as error:
+            raise UserError(f"{place} {number}: {error}") from None
+
+
 def judge_game(game: Game, episode: Mapping) -> Judged:
-    """Judge a valid episode. Raises ValueError for rewards that no game may pay."""
+    """Judge a valid episode. Raises ValueError for rewards that a game may not pay."""
     outcome, length = game.judge(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
     for role, reward in rewards.items():
-        if role not in game.roles or not (math.isfinite(reward) and reward >= 0):
+        if role not in game.roles or not 0 <= reward < math.inf:
             raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
     first, second = (rewards.get(role, 0.0) for role in game.roles)
     return Judged(outcome, length, (first, second))
 
 
-class JudgedGames(NamedTuple):
-    """All games of a run, without their texts."""
+def permute_outcomes(games: Sequence[Judged], rng: random.Random) -> tuple[list[Judged], int]:
+    """Permute the rewards of games that pay, among games with equally many messages.
 
-    games: list[Judged]
-    replies: Counter  # replies with token ids ("with_ids"), and those whose text has other ids ("retokenized")
-
-
-def judge_games(
-    game: Game, episodes: Iterable[tuple[str, dict]], judge: Callable[[Game, Mapping], Judged] = judge_game
-) -> JudgedGames:
-    """Judge all games, since the weights of rows need the outcomes of all.
-
-    `episodes` are pairs of a place, such as "file:line", and the episode there. Raises BadRecordError that names an
-    invalid episode. An error in the game's own rules is raised as it is, after a log message that names the episode.
+    Returns the games, and how many have another winner. How many games of each length a role wins stays the same, so
+    brevity is rewarded as much as in self-play.
     """
-    games, replies = [], Counter(with_ids=0, retokenized=0)
-    known: dict[Judged, Judged] = {}  # equal results are one object, so that a game takes only 8 bytes
-    for where, episode in episodes:
-        try:
-            game.check_episode(episode)
-            stored = stored_replies(episode)
-        except ValueError as error:
-            raise BadRecordError(f"{where}: {error}") from None
-        try:
-            judged = judge(game, episode)
-        except Exception:
-            logger.error("%s: the rules of %s raised an error", where, game.title)
-            raise
-        games.append(known.setdefault(judged, judged))
-        for reply in stored:
-            if "token_ids" in reply:
-                replies["with_ids"] += 1
-                replies["retokenized"] += reply.get("retokenized") is True
-    return JudgedGames(games, replies)
+    same_length = defaultdict(list)
+    for place, judged in enumerate(games):
+        if any(judged.rewards):
+            same_length[judged.length].append(place)
+    permuted, changed = list(games), 0
+    for _, places in sorted(same_length.items()):
+        rewards = [games[place].rewards for place in places]
+        rng.shuffle(rewards)
+        for place, (first, second) in zip(places, rewards, strict=True):
+            before = games[place].rewards
+            changed += (first > second) != (before[0] > before[1])
+            permuted[place] = games[place]._replace(rewards=(first, second))
+    return permuted, changed
 
 
-def stored_replies(episode: Mapping) -> list[dict]:
-    """What play has stored with each message; empty if it stored nothing. ValueError for token ids that are none."""
-    replies = episode.get("replies")
-    if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
-        return []
-    for index, reply in enumerate(replies):
-        if "token_ids" in reply and not _are_ids(reply["token_ids"]):
-            raise ValueError(f"reply {index}: 'token_ids' must be a list of whole numbers of at least 0")
-    return replies
+# Rewards and weights.
 
 
-def _are_ids(ids: object) -> bool:
-    return isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
+class Balance(NamedTuple):
+    """What the rewards of a game are compared with: numbers of all games, by role."""
+
+    weights: dict[str, float]
+    baselines: dict[str, float]
 
 
-def outcome_counts(game: Game, games: Sequence[Judged]) -> dict[str, int]:
-    """The number of episodes, and of episodes with each outcome."""
-    found = Counter(judged.outcome for judged in games)
-    return {"episodes": len(games), **{outcome.name: found[outcome.name] for outcome in game.outcomes}}
+def balance(game: Game, games: Sequence[Judged], flags: RewardFlags) -> Balance:
+    return Balance(role_weights(game, games, flags.role_weights), role_baselines(game, games, flags))
 
 
 def role_weights(game: Game, games: Iterable[Judged], kind: str = PAPER) -> dict[str, float]:
@@ -133,39 +154,53 @@ def role_weights(game: Game, games: Iterable[Judged], kind: str = PAPER) -> dict
     return dict(zip(game.roles, weights, strict=True))
 
 
-def role_pay(
-    game: Game, judged: Judged, weights: Mapping[str, float], flags: RewardFlags
-) -> dict[str, tuple[float, float]]:
-    """For each role whose messages become rows: its reward in this game, and the weight of its rows.
+def role_pay(game: Game, judged: Judged, flags: RewardFlags) -> dict[str, float]:
+    """What this game pays each role, before baseline and decay.
 
-    With `losers` above 0, the loser gets -losers times the winner's reward at the winner's weight, so that both sides
-    of a game weigh alike. With `ties` above 0, both roles of a tied game that pays nobody get -ties at weight 1. A
-    breach pays nobody.
+    With `losers` above 0, the loser gets -losers times the winner's reward. With `ties` above 0, both roles of a tied
+    game that pays nobody get -ties. A breach costs nobody anything.
     """
     outcome = game.outcome(judged.outcome)
-    pay = {role: (reward, weights[role]) for role, reward in zip(game.roles, judged.rewards, strict=True) if reward}
-    if flags.losers and outcome.winner is not None and len(pay) == 1:
-        ((winner, (reward, weight)),) = pay.items()
-        (loser,) = set(game.roles) - {winner}
-        pay[loser] = (-flags.losers * reward, weight)
-    if flags.ties and outcome.winner is None and not outcome.breach and not pay:
-        pay = dict.fromkeys(game.roles, (-flags.ties, 1.0))
+    pay = dict(zip(game.roles, judged.rewards, strict=True))
+    winners = [role for role in game.roles if pay[role]]
+    if flags.losers and outcome.winner is not None and len(winners) == 1:
+        (loser,) = set(game.roles) - set(winners)
+        pay[loser] = -flags.losers * pay[winners[0]]
+    if flags.ties and outcome.winner is None and not outcome.breach and not winners:
+        pay = dict.fromkeys(game.roles, -flags.ties)
     return pay
 
 
-def message_pay(
-    game: Game, messages: History, judged: Judged, weights: Mapping[str, float], flags: RewardFlags
-) -> list[tuple[float, float] | None]:
-    """The reward and the weight of each message; None for a message that gives no row.
+def role_baselines(game: Game, games: Iterable[Judged], flags: RewardFlags) -> dict[str, float]:
+    """The mean of what each role is paid, over the games without a breach; 0 unless `baseline` is ROLE.
 
-    `messages` are those up to the decisive one. A message's reward is its role's reward times its share.
+    Subtracting it compares a game with other games of that role, not with 0 (as SPIRAL does, arXiv 2506.24119).
     """
-    if flags.messages == ALL:
-        return [(1.0, 1.0)] * len(messages)
-    spoken = [message["role"] for message in messages]
-    pay = role_pay(game, judged, weights, flags)
-    shares = {role: iter(message_shares(spoken.count(role), flags.decay_weight)) for role in pay}
-    return [(pay[role][0] * next(shares[role]), pay[role][1]) if role in pay else None for role in spoken]
+    pays = [role_pay(game, judged, flags) for judged in games if not game.outcome(judged.outcome).breach]
+    if flags.baseline == NONE or not pays:
+        return dict.fromkeys(game.roles, 0.0)
+    return {role: math.fsum(pay[role] for pay in pays) / len(pays) for role in game.roles}
+
+
+def role_rewards(game: Game, judged: Judged, balance: Balance, flags: RewardFlags) -> dict[str, tuple[float, float]]:
+    """The reward and the weight of each role whose messages become rows: those whose reward is not 0.
+
+    A loser has the winner's weight, so that both sides of a game weigh alike, and a tie the weight 1. With a baseline
+    both roles of a game get rows, unless it ended in a breach, and all rows have the weight of their role.
+    """
+    pay, breach = role_pay(game, judged, flags), game.outcome(judged.outcome).breach
+    winners = [role for role in game.roles if pay[role] > 0]
+    rewards = {}
+    for role in game.roles:
+        reward = pay[role] if breach else pay[role] - balance.baselines[role]
+        weight = balance.weights[winners[0]] if winners else 1.0
+        if role in winners or flags.baseline == ROLE:
+            weight = balance.weights[role]
+        if flags.messages == ALL:
+            reward, weight = 1.0, 1.0
+        if reward and flags.roles in (None, role):
+            rewards[role] = reward, 1.0 if flags.roles else weight
+    return rewards
 
 
 def message_shares(count: int, decay_weight: float) -> list[float]:
@@ -175,6 +210,130 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
     """
     shares = [(1 / decay_weight) ** k for k in range(count)]
     total = sum(shares)
-    if not math.isfinite(total):
-        raise UserError(f"decay_weight {decay_weight} is too small for a game with {count} messages of a role")
     return [share / total for share in shares]
+
+
+# Rows.
+
+
+def episode_rows(
+    game: Game,
+    episode: Mapping,
+    judged: Judged,
+    balance: Balance,
+    flags: RewardFlags,
+    prompt: PromptFn,
+    shape: Shape | None = None,
+    *,
+    thinking: bool = False,
+) -> list[dict]:
+    """The rows of one game: a row for each message, up to the decisive one, of the roles that have a reward.
+
+    A message gets its share of the role's reward by decay; with `messages` ALL, the whole of it. Then `shape` is
+    called. With `thinking`, targets begin with the thoughts of their replies.
+    """
+    history, rows = episode["history"][: judged.length], []
+    rewards = role_rewards(game, judged, balance, flags)
+    spoken = Counter(message["role"] for message in history)
+    shares = {role: iter(message_shares(spoken[role], flags.decay_weight)) for role in rewards}
+    for index, message in enumerate(history):
+        if (role := message["role"]) not in rewards:
+            continue
+        reward, weight = rewards[role]
+        share = next(shares[role])
+        row = {"query": prompt(history[:index], episode["target_word"], episode["max_turns"])}
+        row |= {"target": message["content"].strip(), "reward": reward if flags.messages == ALL else reward * share}
+        row |= {"role": role, "weight": weight} | (thoughtful_target(episode, index) if thinking else {})
+        rows.append(row | {"reward": shape(row, episode, judged.outcome)} if shape else row)
+    return rows
+
+
+def thoughtful_target(episode: Mapping, index: int) -> dict:
+    """The target of a message whose reply has a thought, exactly as the model wrote both; {} without a thought."""
+    reply = episode["replies"][index] if episode.get("replies") else {}
+    return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
+
+
+def hint_ends(game: Game, episode: Mapping, judged: Judged, guesser: str) -> list[int]:
+    """The number of messages up to each hint: each message of the role that hides the secret.
+
+    A message that breaks the rules may name the secret, so it is no hint.
+    """
+    length = judged.length - game.outcome(judged.outcome).breach
+    return [end for end in range(1, length + 1) if episode["history"][end - 1]["role"] != guesser]
+
+
+def listening_rows(
+    game: Game, episode: Mapping, judged: Judged, prompt: PromptFn, templates: prompts.Templates
+) -> list[dict]:
+    """One row of reward and weight 1: a game up to its last hint -> the right guess, whoever won; [] without a hint.
+
+    For imitation only: in self-play such rows teach to guess before one can know.
+    """
+    history, task = episode["history"], episode["target_word"]
+    guesser, guess = prompts.answer(game, task, templates)
+    ends = hint_ends(game, episode, judged, guesser)
+    ends = [end for end in ends if game.next_role(task, history[:end]) == guesser]
+    if not ends:
+        return []
+    query = prompt(history[: ends[-1]], task, episode["max_turns"])
+    return [{"query": query, "target": guess, "reward": 1.0, "role": guesser, "weight": 1.0}]
+
+
+def assign_rewards(
+    episodes: Iterable[Mapping],
+    *,
+    game: Game | None = None,
+    decay_weight: float = 0.8,
+    rng: random.Random,
+    templates: prompts.Templates | None = None,
+    losers: float = 0.0,
+    ties: float = 0.0,
+) -> list[dict]:
+    """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
+
+    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`. `losers` and `ties` are as
+    in `role_pay`. Raises UserError for a coefficient outside its bounds, and for an invalid episode, by its index.
+    """
+    game, episodes = game or load_game(), list(episodes)
+    flags = RewardFlags(decay_weight=decay_weight, losers=losers, ties=ties)
+    flags.check_rewards(game)
+    check_episodes(game, episodes, "episode", 0)
+    games = [judge_game(game, episode) for episode in episodes]
+    means = balance(game, games, flags)
+    prompt = partial(prompts.training_prompt, game, rng=rng, templates=templates)
+    rows = []
+    for episode, judged in zip(episodes, games, strict=True):
+        rows += episode_rows(game, episode, judged, means, flags, prompt)
+    return rows
+
+
+def record_path(rows: str | Path) -> Path:
+    """The record of how a file of rows was made: X_rewards_settings.json beside X.json."""
+    return Path(rows).with_name(f"{Path(rows).stem}_rewards_settings.json")
+
+
+def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
+    """How many rows there are of each role and of SFT, and how many have a reward below 0."""
+    counts = Counter(row.get("role", "sft") for row in rows)
+    return dict(counts) | {"negative": sum(row.get("reward", 0.0) < 0 for row in rows)}
+
+
+def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
+    """The SFT rows of a file of records with query and target, prompt and answer, or Alpaca's fields.
+
+    With a chat template the queries are what a user would send; rows that are in it already stay as they are.
+    """
+    rows = []
+    for number, record in enumerate(read_json_or_jsonl(path), start=1):
+        if {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
+            record = (chat.alpaca_to_turn if chat else alpaca_to_row)(record)
+        try:
+            query, target, _ = row_texts(record)
+        except UserError as error:
+            raise UserError(f"{path}: record {number}: {error}") from None
+        row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
+        if record.get("chat_template") is True:
+            row["chat_template"] = True
+        rows.append(chat.row(row) if chat else row)
+    return rows

@@ -1,6 +1,6 @@
-"""Tables of a study, from the results of its seeds or from the folders of finished loops.
+"""The tables of a study, from the files of its seeds or from the folders of finished loops.
 
-    python -m tools.study.table --arms configs/arms/tiny.txt --results data/tiny/results/*.json
+    python -m tools.study.table --results data/tiny/results/*.json --primary points losers_ties detached_matched
     python -m tools.study.table --results spag=outputs/spag42 spag=outputs/spag43 sft=outputs/sft42 sft=outputs/sft43
 
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
@@ -8,30 +8,30 @@ A seed counts as one observation: intervals are Student's t over seeds, and diff
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
 
 from tools.flags import flag, parse_flags
+from tools.matches.stats import CONFIDENCE, ROUNDING
 from tools.matches.text import with_interval
-from tools.reasoning.scores import MEAN
-from tools.study.loops import BENCHMARKS, IN_TRAINING, MESSAGES, POINTS, QUESTIONS, SELF_PLAY, TRAINING
-from tools.study.plan import BASE, IMITATION, Plan, read_plan
-from tools.study.results import (
-    EACH_SEED,
-    FREE,
-    SEEDS,
-    Number,
-    all_numbers,
-    check_comparable,
-    holm,
-    measured,
-    paired,
-    read_results,
-    refusal,
-    student,
-)
-from utils import run_program
+from tools.reasoning.table import MEAN, markdown
+from tools.study import collect
+from tools.study.collect import BASE, BELIEF, IMITATION, POINTS, QUESTIONS, REASONING, SELF_PLAY, TRAINED, TRAINING
+from utils import UserError, differences, read_json, replacing, run_program
 
-APART = 0.3  # a mean of values that lie further apart than this is shown with the values
+# Settings of tools/run_spag.sh that may differ between runs of an arm: seeds, places, how far and how fast it runs.
+MAY_DIFFER = set(
+    "SEED EVAL_SEEDS OUTPUT LIKE IMITATION_MODEL FIRST_EPISODES EPOCHS UNTIL EVAL_EVERY EVAL_TASKS REPORT SAVE_STEPS "
+    "NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID PLAY_BATCH TENSOR_PARALLEL_SIZE GRADIENT_CHECKPOINTING "
+    "DEEPSPEED".split()
+)
+FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
 UNKNOWN = "-"
+COMPARISON = {"nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
+Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm or a number
 Lines = Iterable[Sequence[str]]
 
 
@@ -40,157 +40,185 @@ class Flags:
     """The flags of this program."""
 
     results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
-    arms: str | None = flag("file of arms, which says what is compared", default=None, metavar="FILE")
+    primary: list[list[str]] = flag(
+        "a planned comparison: a column of ARM minus that of OTHER (or minus a number); may be repeated. "
+        "points@NAME: points against NAME",
+        default=[],
+        **COMPARISON,
+    )
+    minus: list[list[str]] = flag("a further one; without any: each arm minus the first one", default=[], **COMPARISON)
+    output: str | None = flag("write FOLDER/table.md instead of printing the tables", default=None, metavar="FOLDER")
 
 
-def cell(table: str, column: str, values: Sequence) -> str:
-    """The cell of a model in a column, from one value for each seed."""
-    if column == SEEDS:
-        return str(len(values))
-    if not values:
-        return UNKNOWN
-    if column == EACH_SEED:
-        return each_seed(values)
-    if table == BENCHMARKS:
-        return score_text(values, "+.2f" if " minus " in column else ".2f")
-    if table.startswith(POINTS) and (column == "points" or column.startswith("as ") or column.endswith(" words")):
-        return over_seeds(values)
-    mean = sum(values) / len(values)
-    if column in IN_TRAINING:
-        return f"{mean:.0f}"
-    far = column != MESSAGES and max(values) - min(values) > APART
-    return f"{mean:.3f} ({each_seed(values)})" if far else f"{mean:.3f}"
+def read_results(names: Sequence[str]) -> list[dict]:
+    """Read files of seeds, and loops given as ARM=OUTPUT. Returns the results by seed, in collect.py's form."""
+    seeds: dict[int, dict] = {}
+    for name in names:
+        arm, equals, folder = name.partition("=")
+        if equals:
+            arms = collect.read_loop(arm, Path(folder), Path(folder))
+            seed = int(arms[arm]["settings"]["SEED"])
+        else:
+            stored = read_json(name)
+            seed, arms = stored["seed"], stored["arms"]
+        result = seeds.setdefault(seed, {"seed": seed, "arms": {}})
+        if twice := result["arms"].keys() & arms.keys() - {BASE, IMITATION}:
+            raise UserError(f"{name}: there are two runs of {', '.join(sorted(twice))} with seed {seed}; give one")
+        collect.add_loop(result["arms"], arms)
+    return [seeds[seed] for seed in sorted(seeds)]
 
 
-def over_seeds(values: Sequence[float], form: str = ".3f") -> str:
-    """The mean with its interval."""
+def refuse_mixed(results: Sequence[dict]) -> None:
+    """Raise UserError for runs of an arm with other settings, and for benchmarks that were asked in another way."""
+    first_runs: dict[str, dict] = {}
+    for result in results:
+        for name, run in result["arms"].items():
+            settings = {key: value for key, value in run.get("settings", {}).items() if key not in MAY_DIFFER}
+            for key, each in ((name, settings), ("benchmarks of all arms", run.get("asked"))):
+                if each and (different := differences(first_runs.setdefault(key, each), each)):
+                    raise UserError(f"seed {result['seed']}, {name}: {'; '.join(different)}; do not mix these runs")
+
+
+def to_frame(results: Sequence[dict]) -> pd.DataFrame:
+    """All numbers, one a line. `stderr` is that of a benchmark."""
+    lines = [
+        (table, column, arm, int(epoch), result["seed"], *(value if isinstance(value, list) else (value, None)))
+        for result in results
+        for arm, run in result["arms"].items()
+        for epoch, tables in run["epochs"].items()
+        for table, columns in tables.items()
+        for column, value in columns.items()
+    ]
+    frame = pd.DataFrame(lines, columns=["table", "column", "arm", "epoch", "seed", "value", "stderr"])
+    return frame.dropna(subset=["value"])
+
+
+# Statistics.
+
+
+def student(values: Sequence[float]) -> tuple[float, list[float] | None, float | None]:
+    """The mean of one value for each seed, Student's 95% interval, and the p value for a mean of 0.
+
+    A single seed has neither, and equal values have no p value.
+    """
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, None, None
+    if np.ptp(values) < ROUNDING:
+        return mean, [mean, mean], None
+    test = stats.ttest_1samp(values, 0.0)
+    return mean, list(test.confidence_interval(CONFIDENCE)), float(test.pvalue)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float]:
+    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979). None counts and becomes nan."""
+    ordered = pd.Series(p_values, dtype=float).sort_values()
+    factors = len(ordered) - np.arange(len(ordered))
+    return (ordered * factors).clip(upper=1).cummax().sort_index().tolist()
+
+
+def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str, int, list[float]] | None:
+    """An arm's measure minus another's, or minus a number, for each seed: table, epoch, differences. None without any.
+
+    It is taken after the last epoch that both have in all of their seeds. Base and imitation have one for all epochs.
+    """
+    column, _, opponent = measure.partition("@")
+    tables = [f"{POINTS} {opponent or IMITATION}", BELIEF, QUESTIONS, REASONING]
+    lines = frame[(frame.column == column) & frame.table.isin(tables)]
+    by_arm = {name: of_arm.pivot(index="seed", columns="epoch", values="value") for name, of_arm in lines.groupby("arm")}
+    if other not in frame.arm.unique():
+        gaps = by_arm[arm] - float(other)
+    elif arm not in by_arm or other not in by_arm:
+        return None
+    elif other in (BASE, IMITATION):
+        gaps = by_arm[arm].sub(by_arm[other][0], axis="index")
+    else:
+        gaps = by_arm[arm] - by_arm[other]
+    gaps = gaps.dropna(how="all").dropna(axis="columns")
+    return None if gaps.empty else (lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist())
+
+
+# Tables.
+
+
+def over_seeds(values: Sequence[float], form: str) -> str:
     return with_interval(*student(values)[:2], form)
 
 
-def each_seed(values: Sequence[float], form: str = ".3f") -> str:
-    return ", ".join(format(value, form) for value in values)
-
-
-def score_text(scores: Sequence[tuple[float, float | None]], form: str) -> str:
-    """The mean of scores with its interval; for a single seed the score with its standard error over questions."""
-    value, error = scores[0]
-    if len(scores) == 1 and error is not None:
-        return f"{value:{form}} ± {error:.2f}"
-    return over_seeds([value for value, _ in scores], form)
-
-
 def p_text(p: float | None) -> str:
-    return UNKNOWN if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    return UNKNOWN if pd.isna(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def model_lines(numbers: Sequence[Number], table: str) -> Lines:
+def cell(lines: pd.DataFrame, table: str, column: str) -> str:
+    """The cell of a model in a column, from a line for each seed."""
+    values, error = lines.value.tolist(), lines.stderr.iloc[0]
+    form = "+" * (" minus " in column) + FORMS.get(column, FORMS.get(table, ".3f"))
+    return f"{values[0]:{form}} ± {error:.2f}" if len(values) == 1 and error > 0 else over_seeds(values, form)
+
+
+def model_lines(frame: pd.DataFrame, table: str) -> Lines:
     """A line for each model in this table."""
-    numbers = [number for number in numbers if number.table == table]
-    columns = list(dict.fromkeys(number.column for number in numbers))
-    yield ["arm", "epoch", *columns]
-    for model in dict.fromkeys((number.arm, number.epoch) for number in numbers):
-        yield [*map(str, model), *model_cells(numbers, table, model, columns)]
+    frame = frame[frame.table == table]
+    columns = frame.column.unique()
+    yield ["arm", "epoch", "seeds", *columns]
+    for (arm, epoch), lines in frame.groupby(["arm", "epoch"], sort=False):
+        cells = {column: cell(of_column, table, column) for column, of_column in lines.groupby("column")}
+        yield [arm, epoch, lines.seed.nunique(), *(cells.get(column, UNKNOWN) for column in columns)]
 
 
-def model_cells(numbers: Sequence[Number], table: str, model: tuple[str, int], columns: Sequence[str]) -> list[str]:
-    """The cells of a model in these columns of a table, from the values of its seeds."""
-    own = [number for number in numbers if (number.table, number.arm, number.epoch) == (table, *model)]
-    seeds = len({number.seed for number in own})
-    cells = []
-    for column in columns:
-        values = [number.value for number in own if number.column == column and number.value is not None]
-        fewer = f" ({len(values)} of {seeds} seeds)" if 0 < len(values) < seeds else ""
-        cells.append(cell(table, column, values) + fewer)
-    return cells
+def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
+    """A line for each arm: its settings that are not the first one's, its last epoch, and the commits that made it."""
+    yield ["arm", "settings", "seeds", "epochs", *TRAINED, "commits"]
+    first: dict[str, str] = {}
+    for arm, lines in frame[frame.table == TRAINING].groupby("arm", sort=False):
+        runs = [result["arms"][arm] for result in results if arm in result["arms"]]
+        first = first or runs[0]["settings"]
+        changed = sorted(runs[0]["settings"].items() - first.items())
+        settings = "; ".join(f"{name}={value}" for name, value in changed if name not in MAY_DIFFER)
+        trained = lines[lines.epoch == lines.epoch.max()].groupby("column").value.mean()
+        commits = ", ".join(sorted({run["made"].get("spag", UNKNOWN)[:9] for run in runs}))
+        yield [arm, settings, len(runs), lines.epoch.max(), *(f"{trained[name]:.0f}" for name in TRAINED), commits]
 
 
-def arm_lines(results: Sequence[dict], numbers: Sequence[Number], plan: Plan) -> Lines:
-    """A line for each arm: what it is, in how many seeds, and its rows and optimizer steps until the last epoch."""
-    yield ["arm", "what it is", "settings", "seeds", "epochs", *IN_TRAINING]
-    for name in dict.fromkeys([*plan.titles, *(arm for result in results for arm in result["arms"])]):
-        runs = [result["arms"][name] for result in results if name in result["arms"]]
-        if runs and name not in (BASE, IMITATION):
-            last = max((int(epoch) for run in runs for epoch in run["epochs"]), default=0)
-            words = plan.arms.get(name, {})
-            said = [f"{key}={value}" for key, value in words.items() if key not in FREE and "{" not in value]
-            trained = model_cells(numbers, TRAINING, (name, last), IN_TRAINING)
-            yield [name, plan.titles.get(name, ""), "; ".join(said), str(len(runs)), str(last), *trained]
-
-
-def difference_lines(
-    numbers: Sequence[Number], pairs: Sequence[tuple[str, str, str | None]], *, primary: bool = False
-) -> Lines:
-    """A line for each difference, of those that can be had. p values of primary ones are adjusted for their number."""
+def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: bool = False) -> Lines:
+    """A line for each difference that can be had. p values of primary ones are adjusted for their number."""
     yield ["measure", "arm", "minus", "epoch", "difference", "p", *(["p by Holm"] if primary else []), "of each seed"]
-    found = [paired(numbers, *pair) for pair in pairs]
-    p_values = [student(each[1])[2] if each else None for each in found]
-    for (measure, arm, other), each, p, adjusted in zip(pairs, found, p_values, holm(p_values), strict=True):
-        if each:
-            epoch, values = each
-            form = "+.2f" if max(measured(numbers, measure, arm).values()) > 1 else "+.3f"  # percent, or shares
-            shown = [p_text(p), *([p_text(adjusted)] if primary else []), each_seed(values, form)]
-            yield [measure, arm, other or "0.5", str(epoch), over_seeds(values, form), *shown]
+    pairs = [paired(frame, *comparison) for comparison in comparisons]
+    p_values = [student(pair[-1])[2] if pair else None for pair in pairs]
+    for comparison, pair, p, adjusted in zip(comparisons, pairs, p_values, holm(p_values), strict=True):
+        if pair:
+            table, epoch, gaps = pair
+            form = "+" + FORMS.get(table, ".3f")
+            p_cells = [p_text(p), *([p_text(adjusted)] if primary else [])]
+            yield [*comparison, epoch, over_seeds(gaps, form), *p_cells, ", ".join(format(gap, form) for gap in gaps)]
 
 
-def run_lines(results: Sequence[dict]) -> Lines:
-    """A line for each run whose circumstances are stored."""
-    yield ["seed", "arm", "commit", "CPU", "precision", "hours of training", "of play"]
-    for result in results:
-        for name, arm in result["arms"].items():
-            if made := arm.get("made"):
-                shown = [str(made.get(key) or UNKNOWN) for key in ("spag", "cpu", "precision")]
-                hours = (f"{made['hours'][kind]:.2f}" for kind in ("training", "play"))
-                yield [str(result["seed"]), name, *shown, *hours]
-
-
-def game_lines(results: Sequence[dict]) -> Lines:
-    """A line for each arm: games of its last model against imitation, of the first seed that has some."""
-    yield ["arm", "seed", "games of the last model"]
-    shown = set()
-    for result in results:
-        for name, arm in result["arms"].items():
-            if arm.get("games") and name not in shown:
-                shown.add(name)
-                yield [name, str(result["seed"]), "<br>".join(arm["games"])]
-
-
-def markdown(title: str, lines: Lines) -> str:
-    """A table under its title; nothing for a head alone."""
-    head, *body = lines
-    rows = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
-    return f"## {title}\n\n" + "\n".join(rows) + "\n" if body else ""
-
-
-def tables(results: Sequence[dict], plan: Plan) -> str:
-    """All tables in Markdown, and which seeds are left out."""
-    check_comparable(results)
-    refusals = [f"{text}\n" for result in results if (text := refusal(result, plan))]
-    results = [result for result in results if not refusal(result, plan)]
-    numbers = all_numbers(results, plan)
-    opponents = dict.fromkeys(
-        [f"{POINTS} {IMITATION}", *(each.table for each in numbers if each.table.startswith(POINTS))]
-    )
-    pairs = plan.minus
-    if not plan.arms:  # every arm is compared with the first one
-        arms = dict.fromkeys(name for result in results for name in result["arms"])
-        first, *others = [name for name in arms if name not in (BASE, IMITATION)]
-        pairs = [(measure, other, first) for measure in ("points", MEAN) for other in others]
-    found = {
-        "Arms": arm_lines(results, numbers, plan),
-        "Primary comparisons": difference_lines(numbers, plan.primaries, primary=True),
-        **{table: model_lines(numbers, table) for table in opponents},
-        "Differences, paired by seed": difference_lines(numbers, pairs),
-        **{table: model_lines(numbers, table) for table in (SELF_PLAY, QUESTIONS, BENCHMARKS)},
-        "Runs": run_lines(results),
-        "Games": game_lines(results),
+def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:
+    """All tables in Markdown."""
+    refuse_mixed(results)
+    frame = to_frame(results)
+    first, *others = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
+    minus = minus or [(measure, arm, first) for measure in ("points", "knowledge", MEAN) for arm in others]
+    points = sorted({table for table in frame.table if table.startswith(POINTS)})
+    lines_by_title = {
+        "Arms": arm_lines(results, frame),
+        "Primary comparisons": difference_lines(frame, primary, primary=True),
+        **{table: model_lines(frame, table) for table in points},
+        "Differences, paired by seed": difference_lines(frame, minus),
+        **{table: model_lines(frame, table) for table in (SELF_PLAY, BELIEF, QUESTIONS, REASONING)},
     }
-    return "\n".join(filter(None, [*(markdown(title, lines) for title, lines in found.items()), *refusals]))
+    filled = {title: rows for title, lines in lines_by_title.items() if len(rows := list(lines)) > 1}
+    return "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())
 
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    plan = read_plan(flags.arms) if flags.arms else Plan()
-    print(tables(read_results(flags.results), plan), end="")
+    text = tables(read_results(flags.results), flags.primary, flags.minus)
+    if flags.output is None:
+        print(text, end="")
+        return
+    with replacing(Path(flags.output) / "table.md") as file:
+        file.write(text)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,39 @@
-"""The world itself: facts, scripted games and their rows, a tokenizer and a small Llama trained on the facts."""
+"""Make the embedded world: facts, scripted games with their rows, a tokenizer, and a small Llama that knows the facts.
+
+    python -m tools.tiny.build --output_dir outputs/quickstart --seed 0
+
+A Llama of about a million parameters, trained here on facts about 162 words, stands in for Llama-2, scripted players
+for GPT-4, and the facts for Alpaca, so that the whole method runs where there is no GPU and no model hub.
+"""
 
 import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from tools.flags import flag
-from tools.games.game import DEFAULT_GAME, EPISODE_KEYS, Game
-from tools.games.guess_my_city import GuessMyCity
+from tqdm import tqdm
+
+from tools.flags import flag, parse_flags
+from tools.games.game import EPISODE_KEYS
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
-from tools.games.twenty_questions import TwentyQuestions
-from tools.selfplay.files import Episode
+from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
-from tools.selfplay.rewards import ALL
-from tools.selfplay.row_flags import PLAY, RowFlags
-from tools.selfplay.rows import make_rows
-from tools.tiny import players
-from tools.tiny.models import SHAPE, random_llama, train_tokenizer
-from tools.tiny.players import LEXICON, ROOT, Lexicon, Skill, fact_rows, load_lexicon
-from utils import UserError, files_setting, read_json, read_json_or_jsonl, read_words, stage, write_records
+from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from utils import ROOT, files_setting, read_json, run_program, stage, write_records
 
-TINY = LEXICON.parent
-
-
-class Scripted(NamedTuple):
-    """A game as it is played in this world."""
-
-    game: Game
-    prompts: Path
-    max_turns: int
-    players: tuple[type, type]
-    task: Callable[[Lexicon, str], str] = lambda lexicon, word: word
-
-
-GAMES = {
-    "taboo": Scripted(Taboo(), TINY / "prompts.json", 3, (players.LexiconAttacker, players.LexiconDefender)),
-    "twenty_questions": Scripted(
-        TwentyQuestions(), TINY / "twenty_questions.json", 4, (players.LexiconGuesser, players.LexiconAnswerer)
-    ),
-    "guess_my_city": Scripted(
-        GuessMyCity(), TINY / "guess_my_city.json", 3, (players.CityGuesser, players.CityAnswerer), players.city_task
-    ),
-}
-TABOO = GAMES[DEFAULT_GAME]
-IMITATED = Skill()
-ORACLE = Skill(breach=0, stray=0, forget=0, slip=0, guess=(1, 0), last_guess=(1, 0))  # hints and guesses are right
-ORACLE_EPOCHS, ORACLE_ROUNDS = 3, 12  # with as many games a word as configs/tiny.sh plays
-PRACTICE_PASSES = 2  # over the questions in practice.json, whose rows then are about as many as those of an epoch
+GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
+# Recorded games on which belief is measured: about held-out words, with true hints to the last turn.
+TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
+BELIEF_ROUNDS = 5
 
 
 @dataclass(kw_only=True)
-class Build:
-    """Make the data and the base model that tools/run_spag.sh starts from."""
+class Flags:
+    """The flags of this program."""
 
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
@@ -64,48 +41,18 @@ class Build:
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
     imitation_rounds: int = flag("scripted games for each word", default=30)
-    games: list[str] = flag("whose scripted games are imitated", default=[DEFAULT_GAME], choices=tuple(GAMES))
-
-    def __post_init__(self):
-        if DEFAULT_GAME not in self.games:
-            raise UserError(f"--games {' '.join(self.games)}: {DEFAULT_GAME} must be one of them")
-
-    def run(self) -> None:
-        """Make all that is missing."""
-        folder = Path(self.output_dir)
-        data, base = folder / "data", folder / "base" / "train_results.json"
-        settings = asdict(self) | {"texts": files_setting(LEXICON, *(GAMES[game].prompts for game in self.games))}
-        del settings["output_dir"]
-        with stage(folder / "world.json", settings, results=["base/train_results.json", "data", "random"]) as todo:
-            if todo:
-                write_data(folder, self)
-                pretrain(folder, self)
-        words, held_out = (len(read_words(data / name)) for name in ("words.txt", "held_out.txt"))
-        rows, loss = len(read_json_or_jsonl(data / "imitation.json")), read_json(base)["train_loss"]
-        print(
-            f"{folder}: {words} words and {held_out} held out, {rows:,} rows to imitate, base model trained on "
-            f"{self.pretraining_facts:,} facts to a mean loss of {loss:.3f}"
-        )
 
 
-def scripted_games(
-    scripted: Scripted,
-    lexicon: Lexicon,
-    *,
-    rounds: int,
-    rng: random.Random,
-    words: Sequence[str] | None = None,
-    skill: Skill = IMITATED,
-) -> list[Episode]:
-    """Complete games of a game's scripted players, so many for each word; without `words` for all of the lexicon."""
+def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
+    """Complete games of the scripted players about these words."""
     episodes: list[Episode] = []
-    playing = [player(lexicon, skill, rng) for player in scripted.players]
+    attacker, defender = LexiconAttacker(lexicon, skill, rng), LexiconDefender(lexicon, skill, rng)
     games = play_games(
-        scripted.game,
-        enumerate([scripted.task(lexicon, word) for word in words or lexicon.words] * rounds),
-        dict(zip(scripted.game.roles, playing, strict=True)),
-        max_turns=scripted.max_turns,
-        templates=load_templates(scripted.prompts, scripted.game),
+        GAME,
+        enumerate(tqdm(words, desc="scripted games", leave=False, disable=None)),
+        dict(zip(GAME.roles, (attacker, defender), strict=True)),
+        max_turns=MAX_TURNS,
+        templates=load_templates(PROMPTS, GAME),
         concurrent_games=1,
         on_episode=episodes.append,
     )
@@ -113,66 +60,73 @@ def scripted_games(
     return episodes
 
 
-def corpus(rows: Iterable[dict], episodes: Mapping[str, Iterable[Episode]]) -> Iterator[str]:
+def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
     """All texts of the world, for its tokenizer."""
+    templates = load_templates(PROMPTS, GAME)
     for row in rows:
         yield row["query"] + row["target"]
-    for name, played in episodes.items():
-        game, templates = GAMES[name].game, load_templates(GAMES[name].prompts, GAMES[name].game)
-        for episode in played:
-            history, task, max_turns = (episode[key] for key in EPISODE_KEYS)
-            for end in range(len(history) + 1):
-                yield play_prompt(game, history[:end], task, max_turns, templates)
+    for episode in episodes:
+        history, task, max_turns = (episode[key] for key in EPISODE_KEYS)
+        for end in range(len(history) + 1):
+            yield play_prompt(GAME, history[:end], task, max_turns, templates)
 
 
-def write_data(folder: Path, world: Build) -> None:
-    """Facts, word lists, imitation games with their rows, tokenizer and random model."""
-    from tools.tiny.questions import practice_rows  # which needs transformers, as all of the rest
+def write_data(folder: Path, flags: Flags) -> None:
+    """Facts, word lists, scripted games, the rows of imitation, tokenizer and random model."""
+    from tools.tiny.models import SHAPE, random_llama, train_tokenizer  # imports torch
 
-    lexicon, rng = load_lexicon(), random.Random(world.seed)
-    data = folder / "data"
+    lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    for name in world.games:
-        for part, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
-            tasks = "".join(f"{GAMES[name].task(lexicon, word)}\n" for word in words)
-            (data / f"{part}{suffix(name)}.txt").write_text(tasks, encoding="utf-8")
-    pretraining = list(fact_rows(lexicon, rng, world.pretraining_facts))
+    for name, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
+        (data / f"{name}.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
-    facts = list(fact_rows(lexicon, rng, world.facts))
-    write_records(data / "facts.json", facts)
-    write_records(data / "practice.json", facts + practice_rows() * PRACTICE_PASSES)
-    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, world.imitation_facts))
-    episodes = {
-        name: scripted_games(GAMES[name], lexicon, rounds=world.imitation_rounds, rng=rng) for name in world.games
-    }
-    oracle = random.Random(f"oracle {world.seed}")
-    for epoch in range(1, ORACLE_EPOCHS + 1):
-        played = scripted_games(TABOO, lexicon, rounds=ORACLE_ROUNDS, rng=oracle, words=lexicon.played(), skill=ORACLE)
-        write_records(data / f"oracle_games{epoch}.json", played)
+    write_records(data / "facts.json", fact_rows(lexicon, rng, flags.facts))
+    write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
+    episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
+    write_records(data / "imitation_games.json", episodes)
+    held_out, belief_rng = lexicon.held_out() * BELIEF_ROUNDS, random.Random(f"belief {flags.seed}")
+    belief_games = scripted_games(lexicon, held_out, belief_rng, TRUE_HINTS)
+    write_records(data / "belief_games.json", [game | {"split": "held_out"} for game in belief_games])
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
-    model = random_llama(len(tokenizer), world.seed, **SHAPE, tie_word_embeddings=True)
-    for part in (tokenizer, model):
-        part.save_pretrained(folder / "random")
-    for name in sorted(world.games, key=lambda name: name == DEFAULT_GAME):
-        games, prompts = data / f"imitation_games{suffix(name)}.json", str(GAMES[name].prompts)
-        write_records(games, episodes[name])
-        flags = RowFlags(game=name, messages=ALL, training_prompt=PLAY, prompt_templates=prompts)
-        facts = str(data / "imitation_facts.json") if name == DEFAULT_GAME else None
-        make_rows(flags, [str(games)], str(data / f"imitation{suffix(name)}.json"), sft=facts)
+    tokenizer.save_pretrained(folder / "random")
+    model = random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True)
+    model.save_pretrained(folder / "random")
+    words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
+    words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
+    run(folder, "imitation_rows", "tools/assign_rewards.py", "--output_data_path", data / "imitation.json", *words)
 
 
-def suffix(game: str) -> str:
-    """What the names of a game's files end in."""
-    return "" if game == DEFAULT_GAME else f"_{game}"
-
-
-def pretrain(folder: Path, world: Build) -> None:
+def pretrain(folder: Path, flags: Flags) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
-    command = [
-        *(sys.executable, ROOT / "train.py", "--train_method", "SFT", "--output_dir", folder / "base"),
-        *("--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"),
-        *("--max_length", 128, "--seed", world.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3),
-        *("--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1),
-        *("--logging_steps", 50, "--save_strategy", "no"),
-    ]
-    subprocess.run(list(map(str, command)), check=True)
+    words = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
+    words += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
+    words += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]
+    words += ["--logging_steps", 50, "--save_strategy", "no"]
+    run(folder, "base", "train.py", "--train_method", "SFT", "--output_dir", folder / "base", *words)
+
+
+def run(folder: Path, name: str, program: str, *words) -> None:
+    """Run a program of this project. Its results go to a log; its progress bar stays on the terminal."""
+    log = folder / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "w", encoding="utf-8") as output:
+        subprocess.run([sys.executable, ROOT / program, *map(str, words)], check=True, stdout=output)
+
+
+def main() -> None:
+    flags = parse_flags(Flags, description=__doc__)
+    folder = Path(flags.output_dir)
+    settings = asdict(flags) | {"texts": files_setting(LEXICON, PROMPTS)}
+    del settings["output_dir"]
+    results = ["base/train_results.json", "base", "data", "random"]
+    with stage(folder / "world.json", settings, results=results, ranks=False) as work:
+        if work.todo:
+            write_data(folder, flags)
+            pretrain(folder, flags)
+    loss = read_json(folder / "base" / "train_results.json")["train_loss"]
+    print(f"{folder}: base model trained on {flags.pretraining_facts:,} facts to a mean loss of {loss:.3f}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,9 +1,8 @@
 """The embedded world's lexicon and its scripted players: who plays where GPT-4 played for the paper. No torch.
 
-The attacker hints at the target word with one clue a message, the defender puts the clues it heard together. In the
-cooperative games a guesser asks and an answerer answers; in Guess My City a word stands for the city, its first shared
-clue for the country, its second one for the region. All are of imperfect skill on purpose: they breach, slip, forget
-and guess too early, at the rates of `Skill`, so that a model that imitates them has something to learn.
+The attacker hints at the target word with one clue a message, the defender puts the clues it heard together. Both are
+of imperfect skill on purpose: they breach, slip, forget and guess too early, at the rates of `Skill`, so that a model
+that imitates them has something to learn.
 """
 
 import functools
@@ -14,21 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.games.game import History
-from tools.games.guess_my_city import GUESSER
 from tools.games.taboo import ATTACKER
 from tools.players.player import STOP, Reply, Turn
+from utils import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
 HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
 NOT = "{} not {}"
 FACT_QUERY = "### Facts:"
 GUESS = "I know the word! It is {}!"
-TOLD = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
-ASK, IS_IT = "Does it go with {}?", "Is it ` {}`?"
-WHICH, ARE_YOU = "What does it go with?", "Are you from ` {}`?"
-YES, NO = "Yes.", "No."
-ASKED, NAMED = re.compile(r"go with (\w+)\?"), re.compile(r"` (\w+)`\?")
+HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
 NUM_OWN, NUM_SHARED = 6, 3
 HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
 
@@ -42,11 +36,9 @@ class Lexicon:
 
     @property
     def words(self) -> list[str]:
-        """All target words, in the order of the file."""
         return list(self.own)
 
     def clues(self, word: str) -> tuple[str, ...]:
-        """What goes with a word, its own clues first."""
         return self.own[word] + self.shared[word]
 
     def played(self) -> list[str]:
@@ -60,10 +52,6 @@ class Lexicon:
     def sharing(self, clue: str) -> list[str]:
         """The words that share this clue."""
         return [word for word, clues in self.shared.items() if clue in clues]
-
-    def kin(self, word: str) -> list[str]:
-        """The words that share a clue with this word, itself among them."""
-        return [other for other, clues in self.shared.items() if set(clues) & set(self.shared[word])]
 
     def best_matches(self, heard: Sequence[str]) -> list[str]:
         """The words that most of the clues go with; all words if nothing was heard."""
@@ -95,48 +83,39 @@ class Skill:
     stray: float = 0.12  # the attacker hints with another word's clue
     own: float = 0.45  # else with a clue of the word alone; else with one that others share
     forget: float = 0.10  # the defender passes over a clue it heard
-    wrong: float = 0.04  # an answerer says yes for no, or no for yes
-    remark: float = 0.6  # his answer has a hint behind it
     slip: float = 0.20  # a defender who does not guess names a word instead of chatting
     guess: tuple[float, ...] = (0.75, 0.45, 0.30, 0.05)  # the defender guesses among 1, 2, 3, more matching words
     last_guess: tuple[float, ...] = (0.90, 0.70, 0.50, 0.25)  # the same in the last turn
 
 
 class LexiconPlayer:
-    """What scripted players share; what one says is its own."""
+    """What both scripted players share."""
 
     def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
         self.lexicon, self.skill, self.rng = lexicon, skill, rng
 
     async def reply(self, turn: Turn) -> Reply:
-        """The player's next message."""
         text = self.say(turn)
         return Reply(text, STOP, len(text.split()))
 
     def say(self, turn: Turn) -> str:
+        """The player's next message."""
         raise NotImplementedError
-
-    def guesses(self, matches: Sequence[str], turn: Turn) -> bool:
-        """Whether a player who may name one of so many words does so now; more readily in the last turn."""
-        last = len(turn.history) + 2 >= turn.game.message_limit(turn.max_turns)
-        chances = self.skill.last_guess if last else self.skill.guess
-        return self.rng.random() < chances[min(len(matches), len(chances)) - 1]
-
-    def _other(self, word: str) -> str:
-        return self.rng.choice([other for other in self.lexicon.words if other != word])
 
 
 class LexiconAttacker(LexiconPlayer):
     """Hints at the target word, one clue a message, mostly none twice."""
 
     def say(self, turn: Turn) -> str:
-        rng, skill, word, said = self.rng, self.skill, turn.secrets["target_word"], found(TOLD, turn.history)
+        rng, skill, word = self.rng, self.skill, turn.secrets["target_word"]
         if rng.random() < skill.breach:
             return HINT.format(word)
         if rng.random() < skill.stray:
-            return HINT.format(rng.choice(self.lexicon.clues(self._other(word))))
+            other = rng.choice([other for other in self.lexicon.words if other != word])
+            return HINT.format(rng.choice(self.lexicon.clues(other)))
         clues = self.lexicon.own[word] if rng.random() < skill.own else self.lexicon.shared[word]
-        return HINT.format(rng.choice([clue for clue in clues if clue not in said] or self.lexicon.clues(word)))
+        new = [clue for clue in clues if clue not in hinted_clues(turn.history)]
+        return HINT.format(rng.choice(new or self.lexicon.clues(word)))
 
 
 class LexiconDefender(LexiconPlayer):
@@ -144,10 +123,12 @@ class LexiconDefender(LexiconPlayer):
 
     def say(self, turn: Turn) -> str:
         rng, skill = self.rng, self.skill
-        heard = [clue for clue in found(TOLD, turn.history) if rng.random() >= skill.forget]
+        heard = [clue for clue in hinted_clues(turn.history) if rng.random() >= skill.forget]
         matches = self.lexicon.best_matches(heard)
         word = rng.choice(matches)
-        if self.guesses(matches, turn):
+        last = len(turn.history) + 2 >= turn.game.message_limit(turn.max_turns)
+        chances = skill.last_guess if last else skill.guess
+        if rng.random() < chances[min(len(matches), len(chances)) - 1]:
             return GUESS.format(word)
         if rng.random() < skill.slip:
             return NAME.format(word)
@@ -160,87 +141,9 @@ def lexicon(turn: Turn) -> str:
     return player(load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}")).say(turn)
 
 
-# Partners: a guesser asks, an answerer answers.
-
-
-def city_task(lexicon: Lexicon, word: str) -> str:
-    """The task of Guess My City for a word."""
-    return ", ".join((word, *lexicon.shared[word][:2]))
-
-
-class _Answerer(LexiconPlayer):
-    def _hint(self, word: str, history: History, never: str = "") -> str:
-        """A clue of the word, mostly none twice, now and then another word's, or the word itself."""
-        rng, skill = self.rng, self.skill
-        if rng.random() < skill.breach:
-            return HINT.format(word)
-        if rng.random() < skill.stray:
-            word = self._other(word)
-        clues = self.lexicon.own[word] if rng.random() < skill.own else self.lexicon.shared[word]
-        told = {never, *found(TOLD, history)}
-        fresh = [clue for clue in clues if clue not in told] or [c for c in self.lexicon.clues(word) if c != never]
-        return HINT.format(rng.choice(fresh))
-
-
-class LexiconGuesser(LexiconPlayer):
-    """20 Questions: asks for clues that part the words still possible, and names one of them when few are left."""
-
-    def say(self, turn: Turn) -> str:
-        words, named, told = self.lexicon.words, _named(turn.history), self._told(turn.history)
-        fitting = {word: sum((clue in self.lexicon.clues(word)) == yes for clue, yes in told) for word in words}
-        open_words = [word for word in words if word not in named] or words
-        most = max(fitting[word] for word in open_words)
-        matches = [word for word in open_words if fitting[word] == most]
-        if self.guesses(matches, turn):
-            return IS_IT.format(self.rng.choice(matches))
-        asked = found(ASKED, turn.history)
-        clues = [clue for word in matches for clue in self.lexicon.shared[word] if clue not in asked]
-        return ASK.format(self.rng.choice(clues or self.lexicon.shared[self.rng.choice(matches)]))
-
-    def _told(self, history: History) -> list[tuple[str, bool]]:
-        """The clues asked for and their answers, as far as they are remembered."""
-        told = [(clue, True) for clue in found(TOLD, history)]
-        for question, answer in zip(history[::2], history[1::2], strict=False):
-            told += [(clue, answer["content"].startswith(YES)) for clue in ASKED.findall(question["content"])]
-        return [each for each in told if self.rng.random() >= self.skill.forget]
-
-
-class LexiconAnswerer(_Answerer):
-    """20 Questions: answers by the lexicon, now and then wrongly, often with a clue, or says the word."""
-
-    def say(self, turn: Turn) -> str:
-        word = turn.secrets["target_word"]
-        asked = ASKED.findall(turn.history[-1]["content"])
-        true = any(clue in self.lexicon.clues(word) for clue in asked)
-        answer = YES if true != (self.rng.random() < self.skill.wrong) else NO
-        return f"{answer} {self._hint(word, turn.history)}" if self.rng.random() < self.skill.remark else answer
-
-
-class CityGuesser(LexiconPlayer):
-    """Guess My City: asks what it goes with, and names a word that most answers go with."""
-
-    def say(self, turn: Turn) -> str:
-        heard = [clue for clue in found(TOLD, turn.history) if self.rng.random() >= self.skill.forget]
-        named = _named(turn.history)
-        matches = [word for word in self.lexicon.best_matches(heard) if word not in named] or self.lexicon.words
-        return ARE_YOU.format(self.rng.choice(matches)) if self.guesses(matches, turn) else WHICH
-
-
-class CityAnswerer(_Answerer):
-    """Guess My City: tells a clue, but never the country."""
-
-    def say(self, turn: Turn) -> str:
-        return self._hint(turn.secrets["city"], turn.history, never=turn.secrets["country"])
-
-
-def _named(history: History) -> list[str]:
-    """The words that the guesser has named in vain."""
-    return found(NAMED, [message for message in history if message["role"] == GUESSER])
-
-
-def found(form: re.Pattern, history: History) -> list[str]:
-    """All that a form finds in the messages."""
-    return [text for message in history for text in form.findall(message["content"])]
+def hinted_clues(history: History) -> list[str]:
+    """The clues of all hints of a game."""
+    return [clue for message in history for clue in HINTED.findall(message["content"])]
 
 
 # Facts.
@@ -268,19 +171,19 @@ def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
 
     With any other d the line would tell nothing, and models learned nothing of what "not" means.
     """
-    said = ""
+    text = ""
     for clue in lexicon.shared[word]:
         lacking = {other for kin in lexicon.sharing(clue) for other in lexicon.shared[kin]} - set(lexicon.shared[word])
         if lacking:
-            said += f" {NOT.format(clue, rng.choice(sorted(lacking)))} {word}"
-    return f"{said}."
+            text += f" {NOT.format(clue, rng.choice(sorted(lacking)))} {word}"
+    return f"{text}."
 
 
 def _riddle(lexicon: Lexicon, word: str, rng: random.Random) -> str:
     """One to three hints, about half of them answered beside the point, and the guess."""
-    said = ""
+    text = ""
     for clue in rng.sample(lexicon.clues(word), rng.choice((1, 2, 3))):
-        said += f" {HINT.format(clue)}"
+        text += f" {HINT.format(clue)}"
         if rng.random() < 0.5:
-            said += f" {CHAT.format(rng.choice(lexicon.shared[rng.choice(lexicon.words)]))}"
-    return f"{said} {GUESS.format(word)}"
+            text += f" {CHAT.format(rng.choice(lexicon.shared[rng.choice(lexicon.words)]))}"
+    return f"{text} {GUESS.format(word)}"

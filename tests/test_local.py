@@ -1,0 +1,318 @@
+"""Models in this process: loading, token ids, which prompts share a batch, and from names to players."""
+
+import asyncio
+import json
+import random
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import build_llama, build_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from tools.engine.generate import BatchEngine
+from tools.engine.local import Batcher, LocalModel, LocalPlayer, load_local_model
+from tools.engine.slots import SlotEngine
+from tools.games.taboo import Taboo
+from tools.players.human import HumanPlayer
+from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer
+from tools.players.server import ServerPlayer
+from tools.selfplay import engines
+from tools.selfplay.flags import PlayFlags
+from utils import UserError, files_setting, model_setting
+
+GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
+DRAWN = Sampling(max_length=64, max_new_tokens=8)
+GAME = Taboo()
+
+
+def load(folder, sampling=GREEDY, **options) -> LocalModel:
+    return load_local_model(Path(folder), sampling, **options)
+
+
+def generate(local, prompts) -> list[Reply]:
+    """Replies to these prompts as one batch."""
+    return BatchEngine(local, len(prompts)).generate(prompts)
+
+
+# Token ids.
+
+
+def test_a_prompt_begins_with_bos_and_a_long_one_keeps_its_end(tiny_model, tokenizer):
+    model = load(tiny_model)
+    assert model.encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
+    ids, cut = model.encode("x" * 55)
+    assert (len(ids), ids[0], cut) == (64 - 8, 1, False)  # just fits beside the reply
+    ids, cut = model.encode("x" * 100 + "end")
+    assert (len(ids), tokenizer.decode(ids), cut) == (64 - 8, "x" * 53 + "end", True)
+    assert model.encode("a\ud83d") == model.encode("a\ufffd")  # half a surrogate pair
+
+
+def test_only_new_tokens_are_decoded(tiny_model, tokenizer):
+    model = load(tiny_model)
+    (reply,) = generate(model, ["hello"])
+    ids = torch.tensor([model.encode("hello")[0]])
+    expected = []
+    for _ in range(8):  # the likeliest token each time, without any of generate's machinery
+        so_far = torch.cat([ids, torch.tensor([expected])], 1).long()
+        expected.append(model.model(so_far).logits[0, -1].argmax().item())
+    end = expected.index(2) if 2 in expected else len(expected)
+    assert reply.text == tokenizer.decode(expected[:end], skip_special_tokens=True)
+
+
+def test_a_reply_ends_at_any_end_token_which_counts_but_is_not_shown():
+    model = build_llama(0, 260)
+    model.generation_config.eos_token_id = [2, 77]  # 77 is no special token
+    local = LocalModel(model, build_tokenizer(), GREEDY)
+    letters = local.tokenizer("hi")["input_ids"]
+    assert local.stop_ids == [2, 77]
+    assert local.decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+    assert local.decode([*letters, 77, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+    assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
+    assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
+
+
+@pytest.mark.parametrize("absent", [[], ["bos_token"], ["pad_token"], ["eos_token", "pad_token"]])
+def test_a_tokenizer_may_lack_special_tokens_and_replies_do_not_depend_on_their_batch(absent):
+    tokenizer = build_tokenizer()
+    for name in absent:
+        setattr(tokenizer, name, None)
+    model = LocalModel(build_llama(0, len(tokenizer)).eval(), tokenizer, GREEDY)
+    prompts = ["a", "a much longer prompt, so that the others are padded", "x" * 100]
+    assert [generate(model, [prompt])[0] for prompt in prompts] == generate(model, prompts)
+    assert (model.encode("a")[0][0] == 1) == ("bos_token" not in absent)
+
+
+# Loading.
+
+
+def test_generation_settings_of_the_model_folder_are_ignored(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "min_p": 0.5, "no_repeat_ngram_size": 1}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert generate(load(folder), ["abc", "d"]) == generate(load(tiny_model), ["abc", "d"])
+    drawn = []
+    for place in (tiny_model, folder):
+        torch.manual_seed(1)
+        drawn.append(generate(load(place, DRAWN), ["abc"] * 40))
+    assert drawn[0] == drawn[1]
+    assert len({reply.text[0] for reply in drawn[0] if reply.text}) > 5
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(stored, tmp_path):
+    tokenizer = build_tokenizer()
+    build_llama(0, len(tokenizer)).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert load(tmp_path).model.dtype == getattr(torch, stored)
+    assert load(tmp_path, dtype="float16").model.dtype == torch.float16
+
+
+def test_weights_that_the_files_lack_are_refused(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"weights are missing \(model.layers.1.mlp.up_proj.weight\)"):
+        load(folder)
+
+
+def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, tmp_path):
+    pickled, code = (shutil.copytree(tiny_model, tmp_path / name) for name in ("pickled", "code"))
+    torch.save(load(pickled).model.state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        load(pickled)
+    (code / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnConfig: ...\nclass Own: ...\n")
+    config = json.loads((code / "config.json").read_text()) | {"model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (code / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(code)
+    assert not (tmp_path / "ran").exists()
+
+
+# The batcher.
+
+
+class EchoEngine:
+    """Answers so many requests at a time with their prompts, and remembers its batches and their threads."""
+
+    def __init__(self, at_once=8):
+        self.at_once, self.waiting, self.runs, self.threads = at_once, [], [], set()
+
+    def start(self, request, prompt, *, game, limit, seed):
+        self.waiting.append((request, prompt))
+
+    def run(self):
+        batch, self.waiting = self.waiting[: self.at_once], self.waiting[self.at_once :]
+        self.runs.append([prompt for _, prompt in batch])
+        self.threads.add(threading.get_ident())
+        return [(request, Reply(prompt, STOP, 1)) for request, prompt in batch]
+
+
+def ask(engine, lengths):
+    """Play "games" of so many messages at the same time; the replies of each."""
+
+    async def games():
+        batcher = Batcher()
+
+        async def game(number, length):
+            return [(await batcher.submit(engine, f"{number}.{turn}", game=number)).text for turn in range(length)]
+
+        return await asyncio.gather(*(game(number, length) for number, length in enumerate(lengths)))
+
+    return asyncio.run(games())
+
+
+@pytest.mark.parametrize(
+    "at_once, lengths, runs",
+    [
+        (8, [2, 1, 3], [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]),
+        (1, [2, 2, 1], [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]),
+    ],
+)
+def test_an_engine_runs_in_its_thread_when_every_live_game_waits(at_once, lengths, runs):
+    engine = EchoEngine(at_once)
+    assert ask(engine, lengths) == [[f"{game}.{turn}" for turn in range(n)] for game, n in enumerate(lengths)]
+    assert engine.runs == runs
+    assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
+
+
+def test_of_two_engines_the_one_with_more_open_requests_goes_first():
+    one, two, order = EchoEngine(), EchoEngine(), []
+
+    async def games():
+        batcher = Batcher()
+
+        async def game(engine, prompt):
+            await batcher.submit(engine, prompt, game=0)
+            order.append(prompt)
+
+        await asyncio.gather(game(one, "a"), game(two, "b"), game(two, "c"))
+
+    asyncio.run(games())
+    assert (one.runs, two.runs, order) == ([["a"]], [["b", "c"]], ["b", "c", "a"])
+
+
+def test_a_game_that_takes_its_time_does_not_hold_up_the_others():
+    """A person or a server thinks in wall-clock time; the games that wait for the model go on."""
+    engine = EchoEngine()
+
+    async def games():
+        batcher, thinking = Batcher(), asyncio.Event()
+
+        async def slow():
+            await thinking.wait()
+            await batcher.submit(engine, "slow", game=0)
+
+        async def fast():
+            await batcher.submit(engine, "fast", game=1)
+            thinking.set()
+
+        await asyncio.wait_for(asyncio.gather(slow(), fast()), timeout=10)
+
+    asyncio.run(games())
+    assert engine.runs == [["fast"], ["slow"]]
+
+
+def test_a_failing_engine_fails_the_games_that_asked_it(monkeypatch):
+    monkeypatch.setattr(EchoEngine, "run", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ask(EchoEngine(), [1, 1])
+
+
+# From names to players.
+
+
+@pytest.fixture
+def make_players():
+    """engines.make_players for Taboo, with flags; the models leave memory after the test."""
+
+    def make(*names, **flags):
+        return engines.make_players(names, GAME, PlayFlags(max_length=300, **flags), seed="s", games_left=7)
+
+    yield make
+    engines.drop_models()
+
+
+@pytest.fixture
+def script(tmp_path) -> str:
+    """The name of a player of one's own."""
+    (tmp_path / "mine.py").write_text("def choose(turn):\n    return 'hello'\n")
+    return f"scripted:{tmp_path / 'mine.py'}:choose"
+
+
+def test_a_name_tells_the_kind_of_player_and_how_many_games_keep_it_busy(
+    make_players, script, tiny_model, other_model, monkeypatch
+):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    players, at_once = make_players(script, "human", concurrent_games=5)
+    assert [type(players[role]) for role in GAME.roles] == [ScriptedPlayer, HumanPlayer] and at_once == 1
+    assert make_players(script, script)[1] == 1
+    players, at_once = make_players(script, "openai:gpt", openai_base_url="http://host/v1", max_concurrency=5)
+    assert type(players["defender"]) is ServerPlayer and at_once == 5
+    for engine, size, others in (("slots", 9, 9), ("generate", 9, 18), ("generate", None, 64)):
+        sizes = {"engine": engine, "per_device_eval_batch_size": size}
+        players, at_once = make_players(tiny_model, other_model, **sizes)
+        assert at_once == others and players["attacker"].batcher is players["defender"].batcher
+        assert all(type(player) is LocalPlayer for player in players.values())
+    assert make_players(tiny_model, tiny_model, per_device_eval_batch_size=9, concurrent_games=4)[1] == 4
+
+
+def test_a_model_is_loaded_once_and_stays_as_long_as_it_plays(make_players, tiny_model, other_model):
+    first, _ = make_players(tiny_model, tiny_model)
+    assert first["attacker"] is first["defender"]
+    model = first["attacker"].engine.model
+    second, _ = make_players(other_model, tiny_model)
+    assert second["defender"].engine.model is model and second["defender"].engine is not first["defender"].engine
+    assert len(engines._loaded) == 2
+    make_players(other_model, other_model)
+    assert len(engines._loaded) == 1
+
+
+def test_torch_is_seeded_by_seed_rank_and_games_left(make_players, tiny_model, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    make_players(tiny_model, tiny_model)
+    drawn = torch.rand(3)
+    torch.manual_seed(random.Random("s/1/3/7").getrandbits(63))
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_each_model_has_an_engine_that_can_run_it(make_players, tiny_model, tokenizer, tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MistralConfig(**shape, num_key_value_heads=2, vocab_size=len(tokenizer), sliding_window=50)
+    for part in (AutoModelForCausalLM.from_config(config), tokenizer):
+        part.save_pretrained(tmp_path)
+    players, _ = make_players(tiny_model, str(tmp_path))
+    assert [type(players[role].engine) for role in GAME.roles] == [SlotEngine, BatchEngine]
+    with pytest.raises(UserError, match="--engine slots does not know this model's attention"):
+        make_players(tiny_model, str(tmp_path), engine="slots")
+
+
+def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model, script):
+    flags = PlayFlags(openai_base_url="http://host/v1", openai_api="chat")
+    assert engines.player_setting(tiny_model, flags) == model_setting(tiny_model)
+    assert engines.player_setting("scripted:hints", flags) == "scripted:hints"
+    assert engines.player_setting(script, flags) == files_setting(script.split(":")[1])
+    setting = {"path": "openai:gpt", "api": "chat", "base_url": "http://host/v1"}
+    assert engines.player_setting("openai:gpt", flags) == setting
+
+
+def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):
+    def chosen(name=tiny_model, engine="auto"):
+        return engines.choose_engine(PlayFlags(engine=engine), [name, "human"]).engine
+
+    monkeypatch.setattr(engines, "has_vllm", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert chosen() == "auto"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert (chosen(), chosen(engine="slots"), chosen("openai:gpt")) == ("vllm", "slots", "auto")
+    monkeypatch.setattr(engines, "has_vllm", lambda: False)
+    assert chosen() == "auto"

@@ -1,0 +1,54 @@
+"""The page of pieces: functions play, rows are shaped, the loss of a batch has a gradient."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ENVIRONMENT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools import spag
+from tools.games import load_game
+
+
+def attacker(turn):
+    assert "apple" in turn.prompt() or turn.secrets["target_word"] == "river"
+    return "It grows on trees."
+
+
+async def defender(turn):
+    assert turn.secrets == {}
+    return "I know the word! It is `apple`!"
+
+
+@pytest.fixture
+def episodes():
+    return spag.play(["apple", "river"], attacker, defender)
+
+
+def test_functions_play_and_their_games_become_rows(episodes):
+    assert [spag.judge(episode) for episode in episodes] == [("defender wins", 2), ("attacker wins", 2)]
+    rows = spag.rows(episodes)
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [("defender", 1, 1), ("attacker", 1, 1)]
+    assert "### Response:" in rows[0]["query"] and "apple" not in rows[0]["query"]
+    shaped = spag.rows(episodes, shape=lambda row, episode, outcome: len(outcome) * row["reward"])
+    assert [row["reward"] for row in shaped] == [len("defender wins"), len("attacker wins")]
+    assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
+    assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
+
+
+def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
+    (episode,) = spag.play(["apple"], tiny_model, defender, max_turns=1, max_length=2000, max_new_tokens=4)
+    assert episode["replies"][0]["tokens"] <= 4 and episode["outcome"] == "defender wins"
+    policy, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
+    batch = spag.batch(spag.rows(episodes), AutoTokenizer.from_pretrained(tiny_model))
+    loss, metrics = spag.loss(policy, reference, batch)
+    loss.backward()
+    assert float(loss) == pytest.approx(-1) and policy.lm_head.weight.grad.abs().sum() > 0  # ratio 1, KL 0
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+def test_playing_and_rows_need_no_torch():
+    code = "import sys; from tools import spag; e = spag.play(['a'], lambda t: 'Hm.', lambda t: 'So?'); spag.rows(e)"
+    code += "; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True) == "False\n"

@@ -1,0 +1,130 @@
+"""Controls of self-play: from the rows of SPAG, the rows of a run that trains on something else.
+
+    python -m tools.controls sft --rows R --sft_data_path S --output O     SFT examples alone, as many rows as R has
+    python -m tools.controls silent --rows R --output O                    R, with weight 0 for rows of games
+    python -m tools.controls cloning --rows R --output O                   R, with rows of games as SFT rows
+    python -m tools.controls repeat --rows R --number N --output O         R, with N rows of games
+
+A further control is `assign_rewards --permute_outcomes True`. The record is O's name with _rewards_settings.json.
+"""
+
+import glob
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.flags import flag, parse_command
+from tools.selfplay.rewards import ChatFlags, count_rows, read_sft_rows, record_path
+from utils import UserError, files_setting, read_json_or_jsonl, run_program, set_up_logging, stage, write_records
+
+SFT = "sft"  # the type of SFT rows
+
+
+def is_sft(row: dict) -> bool:
+    return row.get("type") == SFT
+
+
+def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
+    """`number` rows: all of them equally often, and a drawn part of them once more."""
+    if not rows:
+        raise UserError("there are no rows to repeat")
+    times, rest = divmod(number, len(rows))
+    return [*rows] * times + rng.sample(rows, rest)
+
+
+def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None) -> list[dict]:
+    """Turn rows of games into SFT rows: -reward * weight * l, without ratio, clip and KL.
+
+    OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step
+    (None: over all), and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the
+    weights give each kind the share in the loss that it has there on average: a batch of B rows has a kind of share p
+    with 1 - (1 - p)^B.
+    """
+    total, at_once = len(rows), rows_at_once or math.inf
+    number = sum(map(is_sft, rows))
+    scale, sft_scale = ((1 - (1 - n / total) ** at_once) * total / n if n else 0.0 for n in (total - number, number))
+    clones = []
+    for row in rows:
+        if is_sft(row):
+            clones.append(row | {"weight": sft_scale})
+            continue
+        weight = row["reward"] * row["weight"] / sft_coeff * scale
+        text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
+        clones.append(text | {"type": SFT, "weight": weight})
+    return clones
+
+
+@dataclass(kw_only=True)
+class Control:
+    rows: str = flag("file of rows that assign_rewards made")
+    output: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
+    seed: int = flag("seed of the rows that are drawn", default=0)
+
+    def make(self, rows: list[dict]) -> list[dict]:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Sft(ChatFlags, Control):
+    """SFT examples alone, repeated to as many rows as the file of rows has."""
+
+    sft_data_path: str = flag("file of SFT examples")
+
+    def make(self, rows: list[dict]) -> list[dict]:
+        examples = read_sft_rows(self.sft_data_path, self.load_chat_template())
+        return repeated(examples, len(rows), random.Random(self.seed))
+
+
+@dataclass(kw_only=True)
+class Silent(Control):
+    """The same rows, with weight 0 for rows of games."""
+
+    def make(self, rows: list[dict]) -> list[dict]:
+        return [row if is_sft(row) else row | {"weight": 0.0} for row in rows]
+
+
+@dataclass(kw_only=True)
+class Cloning(Control):
+    """The same rows, with rows of games as SFT rows whose weight is reward * weight."""
+
+    sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5)
+    rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
+
+    def make(self, rows: list[dict]) -> list[dict]:
+        if any(row.get("reward", 0.0) < 0 for row in rows):
+            raise UserError(f"{self.rows} has rewards below 0, of losers or ties; cloning imitates winners only")
+        return cloned(rows, self.sft_coeff, self.rows_at_once)
+
+
+@dataclass(kw_only=True)
+class Repeat(Control):
+    """The same rows, those of games repeated or left out until there are so many."""
+
+    number: int = flag("rows of games")
+
+    def make(self, rows: list[dict]) -> list[dict]:
+        games = repeated([row for row in rows if not is_sft(row)], self.number, random.Random(self.seed))
+        return games + [row for row in rows if is_sft(row)]
+
+
+def main() -> None:
+    commands = {kind.__name__.lower(): kind for kind in (Sft, Silent, Cloning, Repeat)}
+    control = parse_command(commands, description=__doc__)
+    set_up_logging(ranks=False)
+    output = Path(control.output)
+    settings = {name: value for name, value in vars(control).items() if name != "output"}
+    settings |= {name: files_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
+    settings["control"] = type(control).__name__.lower()
+    with stage(record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:
+        if work.todo:
+            rows = control.make(read_json_or_jsonl(control.rows))
+            write_records(output, rows)
+            work.notes["rows"] = count_rows(rows)
+    print(json.dumps({"rows": work.notes["rows"]}))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,210 @@
+"""Language models in this process, and the players that speak with them.
+
+Weights are read from .safetensors files only. Code in a model folder runs only with --trust_remote_code True.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from tools.games.chat import ChatTemplate
+from tools.players.player import (
+    LENGTH,
+    STOP,
+    THOUGHT_BEGINS,
+    THOUGHT_ENDS,
+    Player,
+    Reply,
+    Sampling,
+    Turn,
+    draw_seed,
+    split_thought,
+)
+from utils import UserError, load_tokenizer, whole_characters
+
+# All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
+# are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
+ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
+logger = logging.getLogger(__name__)
+
+
+class ModelTokens:
+    """A model's tokenizer, which turns prompts into token ids and token ids into replies."""
+
+    def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
+        self.tokenizer, self.sampling = tokenizer, sampling
+        ends = generation.eos_token_id if generation else None
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        self.stop_ids: list[int] = sorted(ends - {None})  # each ends a reply
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.chat: ChatTemplate | None = None
+        self.thinking = False  # whether replies begin with a thought; set it before `use_chat_template`
+
+    def use_chat_template(self, name: str) -> None:
+        """From now on, prompts come in the tokenizer's chat template, which adds BOS itself. Errors call it `name`."""
+        self.chat, self.bos_id = ChatTemplate(self.tokenizer, name, self.thinking), None
+        self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
+
+    def encode(self, prompt: str) -> tuple[list[int], bool]:
+        """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning."""
+        ids = [] if self.bos_id is None else [self.bos_id]
+        ids += self.tokenizer(whole_characters(prompt), add_special_tokens=False, verbose=False)["input_ids"]
+        limit = self.sampling.max_length - self.sampling.max_new_tokens
+        return ids[-limit:], len(ids) > limit
+
+    def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
+        """The reply that these token ids stand for, up to the first end token. Other special tokens are left out."""
+        end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
+        tokens = len(ids) if end is None else end + 1
+        written = [token for token in ids[:end] if not self.thinking or token not in self.unseen_ids]
+        text = self.tokenizer.decode(
+            written, skip_special_tokens=not self.thinking, clean_up_tokenization_spaces=False
+        )
+        thought, message = split_thought(text) if self.thinking else ("", text)
+        return Reply(message, LENGTH if end is None else STOP, tokens, prompt_cut, thought or None)
+
+    @functools.cached_property
+    def unseen_ids(self) -> set[int]:
+        """The special tokens but for the tags of thoughts, which are special in some tokenizers."""
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return {index for index, token in tokens if token.special and str(token) not in THOUGHT_BEGINS + THOUGHT_ENDS}
+
+
+class LocalModel(ModelTokens):
+    """A causal language model, its tokenizer, and the sampling settings of its replies."""
+
+    def __init__(self, model, tokenizer, sampling: Sampling):
+        super().__init__(tokenizer, sampling, model.generation_config)
+        self.model = model
+        self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
+        # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
+        model.generation_config = GenerationConfig()
+
+
+def load_local_model(
+    folder: Path, sampling: Sampling, *, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False
+) -> LocalModel:
+    """Load a model folder onto the device of this process. `dtype` None: the one in the model's config.
+
+    UserError if weights are missing in the folder's files.
+    """
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
+    disable_progress_bar()  # "Loading weights"
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype or "auto",
+        device_map={"": device},
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{folder}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
+    logger.info("%s: %s on %s", folder, model.dtype, device)
+    return LocalModel(model.eval(), tokenizer, sampling)
+
+
+def own_device() -> torch.device:
+    """The GPU of this process, CUDA's or Apple's; the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+# Players.
+
+
+class Engine(Protocol):
+    """Computes the replies of one model to the requests of many games."""
+
+    tokens: ModelTokens
+    size: int  # requests that it computes at a time
+    keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
+
+    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
+        """Queue a request of game number `game`. `limit`: most tokens of the reply (None: --max_new_tokens)."""
+
+    def run(self) -> list[tuple[int, Reply]]:
+        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+
+
+class Batcher:
+    """Collects the requests of all games and runs the engines of a process in turn.
+
+    An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
+    seed get the same replies. Of two engines, the one with more open requests runs first.
+    """
+
+    def __init__(self):
+        self.open: dict[Engine, dict[int, asyncio.Future]] = {}
+        self.requests = 0
+        self.runner: asyncio.Task | None = None
+
+    async def submit(
+        self, engine: Engine, prompt: str, *, game: int, limit: int | None = None, seed: int = 0
+    ) -> Reply:
+        """The engine's reply, of at most `limit` tokens, to a prompt of game number `game`.
+
+        `seed` is for engines that draw each reply by itself. Our own draw from torch's global generator.
+        """
+        self.requests += 1
+        future = asyncio.get_running_loop().create_future()
+        self.open.setdefault(engine, {})[self.requests] = future
+        engine.start(self.requests, prompt, game=game, limit=limit, seed=seed)
+        if self.runner is None:
+            self.runner = asyncio.create_task(self._run())
+        return await future
+
+    async def _run(self) -> None:
+        try:
+            while await self._gather():
+                engine = max(self.open, key=lambda engine: len(self.open[engine]))
+                await self._answer(engine)
+        finally:
+            self.runner = None
+
+    async def _gather(self) -> int:
+        """Let the games go on until all of them wait for a reply. Returns the number of open requests."""
+        before = None
+        while (now := sum(map(len, self.open.values()))) != before:
+            before = now
+            await asyncio.sleep(0)  # lets all other tasks run that can
+        return now
+
+    async def _answer(self, engine: Engine) -> None:
+        futures = self.open[engine]
+        try:
+            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
+        except Exception as error:  # raised in each game that waits for this engine
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+            futures.clear()
+            return
+        for request, reply in finished:
+            future = futures.pop(request)
+            if not future.done():
+                future.set_result(reply)
+
+
+class LocalPlayer(Player):
+    """Plays with a model in this process. All local players of a process share one batcher."""
+
+    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None, seed: int | str = 0):
+        self.engine, self.batcher, self.chat, self.seed = engine, batcher, chat, seed
+
+    async def reply(self, turn: Turn) -> Reply:
+        """The model's reply."""
+        prompt, seed = turn.prompt(self.chat), draw_seed(self.seed, turn)
+        return await self.batcher.submit(self.engine, prompt, game=turn.index, seed=seed)

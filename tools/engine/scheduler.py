@@ -1,0 +1,239 @@
+"""Which tokens the slot engine computes next: requests get slots, slots get blocks of the cache.
+
+Each game has a slot. The slot keeps the keys and values of the game's last prompt and reply. They are stored in blocks
+of BLOCK tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that a short game does not take the memory and
+time of a long one. This file only counts: it knows numbers of blocks, not what they hold.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from os.path import commonprefix
+
+BLOCK = 32  # tokens of a block
+PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory of activations
+
+
+def num_blocks_for(tokens: int) -> int:
+    """Number of blocks needed for `tokens` tokens."""
+    return -(-tokens // BLOCK)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its reply so far."""
+
+    number: int
+    prompt_ids: list[int]
+    prompt_cut: bool
+    game: int
+    limit: int  # maximum number of tokens of the reply
+    reply: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Slot:
+    """The tokens of one game.
+
+    The keys and values of the first tokens are cached. The other tokens are pending. The pending tokens that the next
+    step computes are the new tokens.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_prefix_tokens: int = 0  # cached tokens that are stored in the common prefix; the others are stored in blocks
+    block_table: list[int] = field(default_factory=list)  # numbers of the blocks, in the order of the tokens
+    num_new_tokens: int = 0
+    request: Request | None = None  # None: the slot is idle
+    game: int | None = None  # None: the slot is empty
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Number of tokens that are not cached."""
+        return len(self.token_ids) - self.num_cached_tokens
+
+    @property
+    def new_positions(self) -> range:
+        """Positions of the new tokens in `token_ids`."""
+        return range(self.num_cached_tokens, self.num_cached_tokens + self.num_new_tokens)
+
+    @property
+    def num_block_tokens(self) -> int:
+        """Number of tokens in blocks after the step: cached and new tokens, without the common prefix."""
+        return self.new_positions.stop - self.num_prefix_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the new tokens are the last ones, so that the next token can be sampled after the step."""
+        return self.new_positions.stop == len(self.token_ids)
+
+
+class BlockManager:
+    """Knows which blocks are free, and gives them to slots. Blocks are numbers from 0."""
+
+    def __init__(self):
+        self.num_blocks = 0  # used and free blocks
+        self.free: list[int] = []
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks in the block tables of slots."""
+        return self.num_blocks - len(self.free)
+
+    def resize(self, block_table: list[int], tokens: int) -> None:
+        """Add or free blocks at the end of a block table, so that it has as many as `tokens` tokens need."""
+        count = num_blocks_for(tokens)
+        while len(block_table) > count:
+            self.free.append(block_table.pop())
+        while len(block_table) < count:
+            if not self.free:
+                self.free.append(self.num_blocks)
+                self.num_blocks += 1
+            block_table.append(self.free.pop())
+
+    def compact(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Give the blocks of busy slots the lowest numbers, so that a step can read them without a copy.
+
+        `busy` and `idle` are the block tables of those slots. Returns (targets, sources): the caller must move the
+        content of block sources[i] to block targets[i].
+        """
+        used = {block for table in busy for block in table}
+        high = [block for block in used if block >= len(used)]
+        low = [block for block in range(len(used)) if block not in used]
+        exchanged = dict(zip(high + low, low + high, strict=True))
+        if exchanged:
+            for blocks in (*busy, *idle, self.free):
+                blocks[:] = [exchanged.get(block, block) for block in blocks]
+        return low + high, high + low
+
+
+class Scheduler:
+    """Gives slots to requests (`admit`), and chooses the tokens of each step (`schedule`).
+
+    A request starts if its prompt and a reply of mean length fit in `block_limit` blocks. If replies turn out longer
+    and the cache is full, the requests that are cheapest to recompute are preempted: they lose their cached tokens,
+    wait, and are computed again later. A single request may take more than `block_limit` blocks.
+    """
+
+    def __init__(self, slots: int, *, block_limit: float, max_new_tokens: int):
+        self.slots = [Slot() for _ in range(slots)]
+        self.block_limit, self.max_new_tokens = block_limit, max_new_tokens
+        self.waiting: deque[Request] = deque()
+        self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
+        self.prefix: list[int] = []  # token ids of the common prefix, which takes no blocks
+        self.block_manager = BlockManager()
+        self.num_replies = self.num_reply_tokens = 0  # of finished replies
+
+    @property
+    def busy(self) -> list[Slot]:
+        """The slots that have a request."""
+        return [slot for slot in self.slots if slot.request]
+
+    def common_prefix(self) -> list[int]:
+        """The tokens with which all prompts begin that an empty scheduler starts first."""
+        first = list(self.waiting)[: len(self.slots)]
+        return list(commonprefix([request.prompt_ids[:-1] for request in first]))
+
+    # --- from requests to slots
+
+    def admit(self) -> None:
+        """Give slots to waiting requests.
+
+        A request takes the slot of its game if that is idle. Otherwise it takes another idle slot, as long as the
+        prompts and the expected replies fit in the cache.
+        """
+        if not self.waiting:
+            return
+        slot_of_game = {slot.game: slot for slot in self.idle}
+        # Requests whose game has an idle slot go first, so that no other request takes that slot.
+        requests = sorted(self.waiting, key=lambda request: request.game not in slot_of_game)[: len(self.idle)]
+        expected = [self._expected_blocks(len(slot.token_ids) - slot.num_prefix_tokens) for slot in self.busy]
+        free = self.block_limit - sum(expected)
+        for request in requests:
+            token_ids = request.prompt_ids + request.reply
+            prefix_tokens = _num_common(self.prefix, token_ids)
+            free -= self._expected_blocks(len(token_ids) - prefix_tokens)
+            slot = slot_of_game.pop(request.game, None)
+            if slot is None:
+                if free < 0 and len(self.idle) < len(self.slots):
+                    break
+                slot = self.idle[0]
+            self._assign(slot, request, token_ids, prefix_tokens)
+
+    def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
+        """Give a slot to a request, which reuses the cached tokens of the slot or the common prefix."""
+        cached = _num_common(slot.token_ids, token_ids)
+        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot has no more than the common prefix has
+            cached = slot.num_prefix_tokens = prefix_tokens
+        slot.token_ids, slot.num_cached_tokens = token_ids, cached
+        slot.request, slot.game = request, request.game
+        self.block_manager.resize(slot.block_table, cached - slot.num_prefix_tokens)
+        self.idle.remove(slot)
+        self.waiting.remove(request)
+
+    def _expected_blocks(self, tokens: int) -> int:
+        """Blocks for `tokens` tokens and a reply of mean length, or of maximum length until a reply has ended."""
+        if not self.num_replies:
+            return num_blocks_for(tokens + self.max_new_tokens)
+        return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
+
+    # --- a step
+
+    def schedule(self) -> tuple[list[Slot], tuple[list[int], list[int]]]:
+        """Choose the new tokens: one for every running reply, and at most PREFILL_TOKENS of prompts.
+
+        Returns the slots that have new tokens, those with the fewest pending tokens first, and the moves of blocks
+        (targets, sources) that must be made before the step.
+        """
+        while True:
+            slots = sorted(self.busy, key=lambda slot: slot.num_pending_tokens)
+            budget = len(slots) + PREFILL_TOKENS
+            for slot in slots:
+                slot.num_new_tokens = min(slot.num_pending_tokens, budget)
+                budget -= slot.num_new_tokens
+            if self._make_room(slots):
+                break
+        for slot in slots:
+            self.block_manager.resize(slot.block_table, slot.num_block_tokens)
+        idle = [slot.block_table for slot in self.idle]
+        moves = self.block_manager.compact([slot.block_table for slot in self.busy], idle)
+        return [slot for slot in slots if slot.num_new_tokens], moves
+
+    def _make_room(self, slots: list[Slot]) -> bool:
+        """Make room for the new tokens of these slots, and return whether they fit now.
+
+        Idle slots are cleared first. If that is not enough, one of these slots is preempted, and the result is False.
+        """
+        more = sum(num_blocks_for(slot.num_block_tokens) - len(slot.block_table) for slot in slots)
+        for slot in self.idle:
+            if self.block_manager.num_used + more > self.block_limit:
+                self._clear(slot)
+        if self.block_manager.num_used + more <= self.block_limit or len(slots) == 1:
+            return True
+        self._preempt(min(slots, key=lambda slot: len(slot.block_table)))  # the cheapest to recompute
+        return False
+
+    def _preempt(self, slot: Slot) -> None:
+        """Clear a slot, and put its request first among the waiting ones."""
+        self.waiting.appendleft(slot.request)
+        self.idle.insert(0, slot)
+        self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        self.block_manager.resize(slot.block_table, 0)
+        slot.token_ids, slot.num_cached_tokens, slot.num_prefix_tokens = [], 0, 0
+        slot.request = slot.game = None
+
+    def finish(self, slot: Slot) -> None:
+        """Make a slot idle whose reply has ended. It keeps the game's tokens until another game needs the room."""
+        self.num_replies += 1
+        self.num_reply_tokens += len(slot.request.reply)
+        slot.request = None
+        self.idle.append(slot)
+
+
+def _num_common(cached: list[int], token_ids: list[int]) -> int:
+    """Number of tokens at the beginning of `token_ids` that are cached.
+
+    The last token never counts: it must be computed, since its logits are needed.
+    """
+    return len(commonprefix([cached, token_ids[:-1]]))  # `commonprefix` works on lists too

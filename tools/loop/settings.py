@@ -1,0 +1,248 @@
+"""The settings of the loop: read, filled in, checked, recorded, and printed for the shell.
+
+    eval "$(python -m tools.loop.settings configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
+
+Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
+with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place. OUTPUT/settings.json holds the settings
+of a loop. Once there are results, a start with others is refused, except for MAY_DIFFER. OUTPUT/words.txt holds the
+words of an epoch.
+"""
+
+import difflib
+import logging
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from tools.games import load_game
+from utils import (
+    ROOT,
+    UserError,
+    differences,
+    files_setting,
+    made_by,
+    model_folder,
+    read_json,
+    read_words,
+    replacing,
+    run_program,
+    set_up_logging,
+    write_json,
+)
+
+DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
+# The machine, how much is done, and what is measured of the models. (Stages refuse what would mix with their results.)
+MAY_DIFFER = set(
+    "OUTPUT NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID TENSOR_PARALLEL_SIZE PLAY_BATCH DEEPSPEED SAVE_STEPS "
+    "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
+    "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
+)
+FILES = ("WORDS", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")
+OF_IMITATION = ("MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS")
+RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
+LINE = re.compile(r"""\s*(?:(\w+)=("[^"]*"|'[^']*'|[^\s"']*))?\s*(?:(?<!\S)#.*)?""")  # NAME=VALUE  # comment
+WHOLE_NUMBER = r"0|[1-9]\d*"
+COUNTS = "EPOCHS SEED GAMES_PER_WORD GLOBAL_BATCH TRAIN_BATCH EVAL_EVERY NPROC NNODES NODE_RANK".split()
+PATTERNS = dict.fromkeys(COUNTS, WHOLE_NUMBER) | {  # of what the shell computes with or compares
+    "PRECISION": "bf16|fp16|fp32",
+    "CHAT_TEMPLATE": "True|False",
+    "THINKING": "True|False",
+    "CONTROL": "|coin_by_length|cloning|sft|silent",
+    "UNTIL": r"|imitation|epoch\d+_(play|train)",
+}
+logger = logging.getLogger(__name__)
+
+
+def read_file(path: str | Path) -> dict[str, str]:
+    """The settings of a file. Its lines are NAME=VALUE, comments, or empty; $root is the project's folder."""
+    settings = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
+        match = LINE.fullmatch(line)
+        if not match:
+            raise UserError(f"{path}:{number}: expected NAME=VALUE, a value with blanks in quotes, got {line!r}")
+        if name := match[1]:
+            value = match[2][1:-1] if match[2].startswith(("'", '"')) else match[2]
+            settings[name] = value.replace("$root", str(ROOT))
+    return settings
+
+
+def read_settings(words: list[str]) -> dict[str, str]:
+    """The defaults, or the settings of LIKE, changed by the arguments. UserError for an unknown name."""
+    defaults, changes = read_file(DEFAULTS_FILE), {}
+    for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            added = {name: value}
+        elif Path(word).is_file():
+            added = read_file(word)
+        else:
+            raise UserError(f"{word}: neither a setting NAME=VALUE nor a file of settings; --help lists all settings")
+        for unknown in added.keys() - defaults.keys():
+            (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
+            raise UserError(f"{word}: unknown setting {unknown}; did you mean {nearest}?")
+        changes |= added
+    return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
+
+
+def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
+    """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones."""
+    stored = read_json(Path(run, "settings.json"))["settings"]
+    settings = {name: stored.get(name, default) for name, default in defaults.items()}
+    settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL")}
+    for name in OF_IMITATION:
+        if changes.get(name, settings[name]) != settings[name]:
+            raise UserError(f"{name}={changes[name]}: the imitation model of LIKE={run} has {settings[name]!r}")
+    if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
+        model = Path(run, "imitation", "model")
+        record = model / "settings.json"
+        if not (record.is_file() and read_json(record)["finished"]):
+            raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
+        settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
+    games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
+    settings["FIRST_EPISODES"] = settings["FIRST_EPISODES"] or games
+    return settings
+
+
+def fill(settings: dict[str, str]) -> None:
+    """Set what is `auto`, and the learning rates that are empty."""
+    names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
+    if automatic := [name for name in names if settings[name] == "auto"]:
+        import torch
+
+        gpus = torch.cuda.device_count()
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else cpu_computes_bf16()
+        values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
+        values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
+        if gpus and "DEEPSPEED" in automatic:
+            memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+            values["DEEPSPEED"] = deepspeed_file(settings, gpus * int(settings["NNODES"]), memory)
+        settings |= {name: values[name] for name in automatic}
+    rates = {"IMITATION_LR": "5e-6", "LEARNING_RATE": "2e-6"}
+    if settings["LORA_RANK"]:  # merging adapters into bf16 weights loses smaller updates
+        rates = dict.fromkeys(rates, "1e-4")
+    settings |= {name: rate for name, rate in rates.items() if not settings[name]}
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this CPU has instructions for bfloat16 (Linux); elsewhere it is emulated, and slower than float32."""
+    path = Path("/proc/cpuinfo")
+    return path.is_file() and bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", path.read_text(encoding="utf-8")))
+
+
+def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
+    """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
+
+    Computed, not measured on a GPU, in bytes for each parameter. Without DeepSpeed: fp32 weights, gradients and Adam,
+    and their copies for autocast. With it: half-precision weights and gradients, and fp32 weights, gradients and Adam.
+    With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
+    """
+    folder = model_folder(settings["MODEL"])
+    config = read_json(folder / "config.json")
+    dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    parameters = size / (4 if dtype == "float32" else 2)
+    ways = {"none": 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
+    if settings["LORA_RANK"]:
+        ways = {"none": 2.2, "configs/zero3.json": 2.2 / gpus}
+    for way, each in ways.items():
+        if each * parameters <= 0.85 * memory:  # the rest is for activations
+            return way if way == "none" else str(ROOT / way)
+    return str(ROOT / "configs/default_offload_opt_param.json")
+
+
+def check(settings: dict[str, str]) -> None:
+    """Raise UserError for what would fail only after hours, or give wrong results. The stages check the rest."""
+    for name in ("MODEL", "WORDS", "OUTPUT"):
+        if not settings[name]:
+            raise UserError(f"{name}=... is missing")
+    for name, pattern in PATTERNS.items():
+        if not re.fullmatch(pattern, settings[name]):
+            raise UserError(f"{name}={settings[name]}: expected {pattern.replace(WHOLE_NUMBER, 'a whole number')}")
+    check_files(settings)
+    at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
+    if int(settings["GLOBAL_BATCH"]) % at_once:
+        raise UserError(
+            f"GLOBAL_BATCH={settings['GLOBAL_BATCH']} is no multiple of the {at_once} rows that are trained at once: "
+            "NPROC x NNODES x TRAIN_BATCH"
+        )
+    negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
+    if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
+        raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
+    if settings["THINKING"] == "True" and settings["BELIEF_GAMES"]:
+        raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
+    if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
+        raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
+
+
+def check_files(settings: dict[str, str]) -> None:
+    paths = [(name, settings[name]) for name in FILES if settings[name]]
+    paths += [("IMITATION_DATA", path) for path in settings["IMITATION_DATA"].split()]
+    paths += [("EVAL_WORDS", word.rpartition("=")[2]) for word in settings["EVAL_WORDS"].split()]
+    for name, path in paths:
+        if not Path(path).is_file():
+            raise UserError(f"{name}={path}: no such file")
+
+
+def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
+    """Raise UserError if the record beside rows of imitation names another layout than that of play."""
+    for path in settings["IMITATION_DATA"].split():
+        record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
+        if not record.is_file():
+            logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
+            continue
+        layout = read_json(record)["settings"]
+        if bool(layout["chat_template"]) != (settings["CHAT_TEMPLATE"] == "True"):
+            which = "with" if layout["chat_template"] else "without"
+            raise UserError(f"IMITATION_DATA={path}: rows {which} a chat template need another CHAT_TEMPLATE")
+        if layout["prompt_templates"]["sha256"] != files_setting(prompt_file)["sha256"]:
+            raise UserError(f"IMITATION_DATA={path}: made with other prompts than those of play ({prompt_file})")
+
+
+def record(settings: dict[str, str], words: list[str]) -> None:
+    """Write OUTPUT/settings.json and OUTPUT/words.txt. UserError if there are results of other settings."""
+    folder = Path(settings["OUTPUT"])
+    path = folder / "settings.json"
+    if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
+        then = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
+        then, now = ({name: each[name] for name in settings.keys() - MAY_DIFFER} for each in (then, settings))
+        if different := sorted(differences(then, now)):
+            raise UserError(
+                f"{path}: made with other settings ({'; '.join(different)}); use another OUTPUT, or delete {path} if "
+                "no finished stage used them"
+            )
+    write_json(path, {"settings": settings, "made_by": made_by()})
+    with replacing(folder / "words.txt") as file:
+        file.writelines(f"{word}\n" for word in words)
+
+
+def shell_lines(settings: dict[str, str]) -> list[str]:
+    """The lines for `eval`: NAME='value', each *_ARGS as an array, and what the stages need of PRECISION."""
+    precision = settings["PRECISION"]
+    values = {name: value for name, value in settings.items() if not name.endswith("_ARGS")}
+    values["dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
+    arrays = {name: shlex.split(value) for name, value in settings.items() if name.endswith("_ARGS")}
+    arrays["precision"] = {"bf16": ["--bf16", "True", "--tf32", "True"], "fp16": ["--fp16", "True"]}.get(precision, [])
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    return lines + [f"{name}=({shlex.join(words)})" for name, words in arrays.items()]
+
+
+def main() -> None:
+    set_up_logging(ranks=False)
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(f"cat {shlex.quote(str(DEFAULTS_FILE))}; exit")
+        return
+    settings = read_settings(sys.argv[1:])
+    fill(settings)
+    check(settings)
+    options = dict(option.split("=", 1) for option in settings["GAME_OPTIONS"].split())
+    game = load_game(settings["GAME"], **options)
+    check_layout(settings, settings["PROMPTS"] or game.prompt_file)
+    words = read_words(settings["WORDS"], game.check_task)
+    if settings["NODE_RANK"] == "0":
+        record(settings, words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"]))
+    print("\n".join(shell_lines(settings)))
+
+
+if __name__ == "__main__":
+    run_program(main)

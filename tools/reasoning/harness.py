@@ -1,0 +1,108 @@
+"""One model on one benchmark: one run of lm-evaluation-harness, whose result is kept."""
+
+import json
+import os
+import shlex
+import subprocess
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from utils import LAUNCHER_VARIABLES, read_json, read_json_or_jsonl, stage, write_json
+
+TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
+
+
+class Benchmark(NamedTuple):
+    """A column of the table."""
+
+    name: str
+    task: str  # as the harness calls it
+    shots: int | None  # None: as many as the task itself says
+    metric: str  # "metric" or "metric,filter" of the harness
+
+
+# The paper does not state its tasks, shots and metrics: these are this project's choice.
+BENCHMARKS = (
+    Benchmark("MMLU", "mmlu", 5, "acc"),
+    Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
+    Benchmark("MuTual", "mutual", 0, "acc"),
+    Benchmark("ARC-e", "arc_easy", 0, "acc"),
+    Benchmark("ARC-c", "arc_challenge", 0, "acc"),
+    Benchmark("LogiQA2", "logiqa2", 0, "acc"),
+    Benchmark("WinoGrande", "winogrande", 0, "acc"),
+    Benchmark("PIQA", "piqa", 0, "acc"),
+)
+
+
+class HarnessError(RuntimeError):
+    """A run of the harness that failed."""
+
+
+def result_path(folder: Path, model: str, task: str) -> Path:
+    return folder / model / f"{task.replace('/', '_')}.json"
+
+
+def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
+    """Ask a model a benchmark, unless its result is there. Returns the content of `path`, which README.md describes.
+
+    `settings`: model (of `model_setting`), task, shots, limit, dtype, batch_size. Raises HarnessError.
+    """
+    record = path.with_name(f"{path.stem}_settings.json")
+    with stage(record, settings, results=[path.name], ranks=False) as work:
+        if work.todo:
+            with TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
+                run_harness([*command, *harness_flags(settings, folder)], path.with_suffix(".log"))
+                write_json(path, read_result(Path(folder), settings["task"]))
+    return read_json(path)
+
+
+def harness_flags(settings: Mapping, folder: str) -> list[str]:
+    # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.
+    model_args = json.dumps({"pretrained": settings["model"]["path"], "dtype": settings["dtype"]})
+    flags = ["--model", "hf", "--model_args", model_args, "--batch_size", settings["batch_size"]]
+    flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder, "--log_samples"]
+    for name, value in (("--num_fewshot", settings["shots"]), ("--limit", settings["limit"])):
+        if value is not None:
+            flags += [name, str(value)]
+    return flags
+
+
+def run_harness(command: Sequence[str], log: Path) -> None:
+    """Run the harness with its messages in a file. HarnessError with the last of them if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    with open(log, "w", encoding="utf-8") as file:
+        file.write(f"{shlex.join(command)}\n")
+        file.flush()
+        status = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
+    if status:
+        last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
+        raise HarnessError(f"the harness ended with status {status}: {last_line} ({log})")
+
+
+def read_result(folder: Path, task: str) -> dict:
+    """The result of a task, or of a group of tasks such as MMLU, from the harness's output."""
+    (path,) = folder.rglob("results_*.json")
+    output = read_json(path)
+    numbers = {key: value for key, value in output["results"][task].items() if isinstance(value, Number)}
+    metrics = {
+        key: {"value": value, "stderr": numbers.get(key.replace(",", "_stderr,"))}
+        for key, value in numbers.items()
+        if "," in key and "_stderr," not in key
+    }
+    return {"metrics": metrics, "scores": read_scores(folder), "harness": output["lm_eval_version"]}
+
+
+def read_scores(folder: Path) -> dict[str, dict[str, float]]:
+    """The score of each question, {"PART/DOC_ID": score}, by "metric,filter"."""
+    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    for path in sorted(folder.rglob("samples_*.jsonl")):
+        part = path.stem.removeprefix("samples_").rpartition("_")[0]  # of samples_PART_DATE.jsonl
+        for sample in read_json_or_jsonl(path):
+            for metric in sample["metrics"]:
+                if isinstance(sample[metric], Number):  # metrics of the whole task, such as F1, have lists here
+                    scores[f"{metric},{sample['filter']}"][f"{part}/{sample['doc_id']}"] = float(sample[metric])
+    return scores

@@ -1,0 +1,165 @@
+"""The files of a run of play: finished games are stored one by one, and put together when the last one has ended.
+
+    STEM_rank0.jsonl ...   finished games of each rank, appended one by one; a restart does not play them again
+    STEM_results.json      all games in the order of the word list, written when the last game has ended
+    STEM_summary.json      outcomes and counts of the results
+    STEM_settings.json     the record of `utils.stage`, which the programs write
+"""
+
+import glob
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypedDict
+
+from tools.games.game import Game
+from tools.players.player import LENGTH, THOUGHT_ENDS
+from utils import on_rank_0, rank, world_size, write_json, write_records
+
+UNFINISHED = 3  # exit status if games are missing that the same command can play
+logger = logging.getLogger(__name__)
+
+
+class Episode(TypedDict):
+    """One finished game; the format is described in data/README.md."""
+
+    index: int  # in the word list, from 0
+    target_word: str
+    max_turns: int
+    history: list[dict[str, str]]  # "role" and "content"
+    outcome: str
+    length: int  # messages up to the decisive one
+    replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut"; with a thought: "thought", "text"
+
+
+class EpisodeFiles:
+    """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order."""
+
+    def __init__(self, folder: str | Path, stem: str, words: Sequence[str], game: Game):
+        self.folder, self.words, self.game = Path(folder), words, game
+        self.record_path, self.results_path, self.summary_path = (
+            self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
+        )
+        self.rank_path = self.folder / f"{stem}_rank{rank()}.jsonl"
+        self.rank_pattern = f"{glob.escape(stem)}_rank[0-9]*.jsonl"
+        self.rank_file: BinaryIO | None = None
+
+    @property
+    def patterns(self) -> list[str]:
+        """The files that a run makes, as `utils.stage` takes them; the first is there when it is finished."""
+        return [glob.escape(self.results_path.name), self.rank_pattern, glob.escape(self.summary_path.name)]
+
+    def finished(self) -> dict[int, Episode]:
+        """The finished games of all ranks by index, also of starts with other numbers of processes.
+
+        Of two games with an index the first counts: a rank that outlived its launcher may have played one again.
+        """
+        episodes: dict[int, Episode] = {}
+        for path in sorted(self.folder.glob(self.rank_pattern)):
+            for number, line in enumerate(_whole_lines(path), start=1):
+                try:
+                    episode = json.loads(line)
+                except ValueError:  # two processes have written to it at once
+                    logger.warning("%s:%d: not JSON; its game is played again", path, number)
+                    continue
+                episodes.setdefault(episode["index"], episode)
+        return episodes
+
+    def missing(self) -> list[tuple[int, str]]:
+        """This rank's share of the games that are not finished: (index, word) pairs."""
+        finished = self.finished()
+        if rank() == 0 and finished:
+            logger.info("continues: %d of %d games are there", len(finished), len(self.words))
+        indices = range(rank(), len(self.words), world_size())
+        return [(index, self.words[index]) for index in indices if index not in finished]
+
+    def append(self, episode: Mapping) -> None:
+        """Store a finished game; it is on the disk when this returns."""
+        if self.rank_file is None:
+            self.rank_file = _open_to_append(self.rank_path)
+        line = json.dumps(episode, ensure_ascii=False)
+        # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+        self.rank_file.write(line.encode(errors="backslashreplace") + b"\n")
+        self.rank_file.flush()
+        os.fsync(self.rank_file.fileno())
+
+    def merge(self) -> int:
+        """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier."""
+        finished = self.finished()
+        if missing := sum(index not in finished for index in range(len(self.words))):
+            return missing
+        episodes = [finished[index] for index in range(len(self.words))]
+        write_json(self.summary_path, summary(self.game, episodes))
+        write_records(self.results_path, episodes)
+        return 0
+
+    def finish(self) -> None:
+        """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED."""
+        if self.rank_file is not None:
+            self.rank_file.close()
+        on_rank_0(lambda: None)  # all ranks have stored their games
+        missing = on_rank_0(self.merge)
+        if missing and rank() == 0:
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: {missing} games are missing; the same command plays them\n")
+        if missing:
+            sys.exit(UNFINISHED)
+
+
+def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
+    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`.
+
+    If there are thoughts, also how many, and how many of them were cut.
+    """
+    outcomes, counts = Counter(), Counter()
+    for episode in episodes:
+        replies = episode.get("replies") or ()
+        outcomes[episode["outcome"]] += 1
+        counts.update(
+            length=episode["length"],
+            messages=len(episode["history"]),
+            empty_replies=sum(not message["content"].strip() for message in episode["history"]),
+            cut_off_replies=sum(reply.get("finish_reason") == LENGTH for reply in replies),
+            cut_prompts=sum(bool(reply.get("prompt_cut")) for reply in replies),
+            new_tokens=new_tokens(episode),
+            thoughts=sum("thought" in reply for reply in replies),
+            cut_thoughts=sum(map(_thought_was_cut, replies)),
+        )
+    won = Counter()  # games that a role won without a breach
+    for outcome in game.outcomes:
+        won[outcome.winner] += 0 if outcome.breach else outcomes[outcome.name]
+    first, second = (won[role] for role in game.roles)
+    return {
+        "games": outcomes.total(),
+        "outcomes": {outcome.name: outcomes[outcome.name] for outcome in game.outcomes},
+        f"{game.roles[1]}_share_of_decided": second / (first + second) if first + second else None,
+        "mean_length": counts["length"] / outcomes.total() if outcomes else None,
+        **{name: counts[name] for name in ("messages", "empty_replies", "cut_off_replies", "cut_prompts")},
+        "new_tokens": counts["new_tokens"],
+        **({name: counts[name] for name in ("thoughts", "cut_thoughts")} if counts["thoughts"] else {}),
+    }
+
+
+def new_tokens(episode: Mapping) -> int:
+    """The tokens of a game's replies, as far as they are known: a server may not count them."""
+    return sum(reply.get("tokens") or 0 for reply in episode.get("replies") or ())
+
+
+def _thought_was_cut(reply: Mapping) -> bool:
+    return "thought" in reply and reply["finish_reason"] == LENGTH and not reply["thought"].endswith(THOUGHT_ENDS)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file without an unfinished last one. Only a newline ends a line: a reply may hold U+2028."""
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def _open_to_append(path: Path) -> BinaryIO:
+    """Open a rank file, and delete the unfinished line that a kill may have left."""
+    file = open(path, "a+b")
+    file.seek(0)
+    file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+    return file

@@ -1,0 +1,112 @@
+"""One page for people who take a piece: play games, judge them, make rows, compute the loss.
+
+    from tools import spag
+
+    episodes = spag.play(["apple", "river"], first="MODEL", second=lambda turn: my_model(turn.prompt()))
+    rows = spag.rows(episodes, shape=lambda row, episode, outcome: row["reward"] - 0.001 * len(row["target"]))
+    loss, metrics = spag.loss(policy, reference, spag.batch(rows, tokenizer))
+
+Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch and transformers.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
+from tools.games.prompts import Templates, play_prompt, training_prompt
+from tools.players.player import ScriptedPlayer, Turn
+from tools.selfplay.flags import PlayFlags
+from tools.selfplay.play import play_games
+from tools.selfplay.rewards import RewardFlags, Shape, balance, episode_rows, judge_game
+
+Speaker = str | Callable[[Turn], str | Awaitable[str]]  # a model (folder or hub name), openai:MODEL, or a function
+
+
+def play(
+    tasks: Sequence[str],
+    first: Speaker,
+    second: Speaker,
+    *,
+    game: str | Game = "taboo",
+    max_turns: int | None = None,
+    templates: Templates | None = None,
+    seed: int = 0,
+    **flags,
+) -> list[dict]:
+    """Play one game about each task, many at once, and return the episodes in the order of the tasks.
+
+    `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
+    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game.
+    """
+    game, episodes = load(game), []
+    players = {role: player for role, player in zip(game.roles, (first, second), strict=True)}
+    names, at_once = [player for player in players.values() if isinstance(player, str)], len(tasks)
+    models = {}
+    if names:
+        from tools.selfplay.engines import make_players  # brings torch
+
+        options = PlayFlags(game=game.name, **flags)
+        models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
+    for role, player in players.items():
+        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player)
+    options = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
+    asyncio.run(play_games(game, enumerate(tasks), players, on_episode=episodes.append, **options))
+    return sorted(episodes, key=lambda episode: episode["index"])
+
+
+def judge(episode: Mapping, *, game: str | Game = "taboo") -> Verdict:
+    """How a game ended, and its number of messages up to the decisive one."""
+    return load(game).judge(*(episode[key] for key in EPISODE_KEYS))
+
+
+def rows(
+    episodes: Sequence[Mapping],
+    *,
+    game: str | Game = "taboo",
+    prompt: str = "play",
+    templates: Templates | None = None,
+    seed: int = 0,
+    shape: Shape | None = None,
+    **flags,
+) -> list[dict]:
+    """Training rows: query, target, reward, role and weight of each message that is paid.
+
+    `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `shape` gives each row its final reward.
+    `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles.
+    """
+    game, flags = load(game), RewardFlags(**flags)
+    flags.check_rewards(game)
+    make_prompt = partial(play_prompt, game, templates=templates)
+    if prompt == "random":
+        make_prompt = partial(training_prompt, game, rng=random.Random(seed), templates=templates)
+    judged = [judge_game(game, episode) for episode in episodes]
+    means, pairs = balance(game, judged, flags), zip(episodes, judged, strict=True)
+    return [row for pair in pairs for row in episode_rows(game, *pair, means, flags, make_prompt, shape)]
+
+
+def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:
+    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,)."""
+    from dataloaders import SPAGCollator, encode_example
+
+    tokenizer.model_max_length, tokenizer.truncation_side = max_length, "left"
+    tensors = SPAGCollator(tokenizer)([encode_example(row, tokenizer) for row in rows])
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip_range=0.2, detach_kl=False):
+    """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient."""
+    import torch
+
+    from trainers import label_logprob, offline_po_loss
+
+    with torch.no_grad():
+        ref_logprob = label_logprob(reference, reference, batch)
+    coefficients = {"kl_coeff": kl_coeff, "sft_coeff": sft_coeff, "clip_range": clip_range, "detach_kl": detach_kl}
+    tensors = batch["rewards"], batch["weights"], batch["sft_mask"]
+    return offline_po_loss(label_logprob(policy, policy, batch), ref_logprob, *tensors, **coefficients)
+
+
+def load(game: str | Game) -> Game:
+    return load_game(game) if isinstance(game, str) else game

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# A study: the arms of a file, each a loop of tools/run_spag.sh, for several seeds.
+#
+#   SEEDS="0 1 2" JOBS=2 tools/study/run_study.sh configs/arms/tiny.sh outputs/tiny_study [NAME=VALUE ...]
+#
+# JOBS seeds run at once, with a thread each. NAME=VALUE are further settings of every loop; EPOCHS=1 makes a trial.
+# ONLY="released sft" runs these arms and the first one. What is finished is kept, and the same command continues. After
+# each arm OUTPUT/seedN.json holds the numbers of the seed, at the end OUTPUT/table.md those of all.
+#
+# A file of arms is sourced once for each seed, with $seed, $folder (of the seed) and $root (of the project):
+#   before() { ... }               a function that makes what the loops need
+#   all=(WORDS=... ...)            settings of every arm, and files of them
+#   arm NAME SETTING=VALUE ...     a loop. The first arm makes imitation and the games of epoch 1; others are LIKE it
+#   after() { ... "$1" ... }       a function that is called with the folder of each loop that has ended
+#   table=(--primary ...)          flags of tools.study.table
+set -eo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+export PYTHON=${PYTHON:-$(command -v python || command -v python3)} OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+say() { echo "[$(date +%H:%M:%S)] $*"; }
+before() { :; }
+after() { :; }
+
+arm() { # run a loop, unless it has ended with these settings
+  local name=$1 loop=$folder/$1 mark=$folder/$1.finished words=("${settings[@]}" "${@:2}") like=()
+  if [ -z "$first" ]; then
+    first=$name
+    before >>"$folder/before.log" 2>&1
+  else
+    like=("LIKE=$folder/$first")
+    case " ${ONLY:-$name} " in *" $name "*) ;; *) return 0 ;; esac
+  fi
+  if [ -f "$mark" ] && [ "$(cat "$mark")" = "$(printf '%s\n' "${words[@]}")" ]; then return 0; fi
+  say "seed $seed: $name"
+  "$root/tools/run_spag.sh" "${all[@]}" "SEED=${seed}00" "OUTPUT=$loop" "${like[@]}" "${words[@]}" >>"$loop.log" 2>&1
+  after "$loop" >>"$loop.log" 2>&1
+  printf '%s\n' "${words[@]}" >"$mark"
+  "$PYTHON" -m tools.study.collect --folder "$folder"
+}
+
+{ # bash reads this block as a whole before it runs it: the file may change meanwhile
+if [ "$1" = --seed ]; then # what this script calls for each seed
+  seed=$2 arms=$3 folder=$4/seed$2 settings=("${@:5}") first='' all=()
+  mkdir -p "$folder"
+  trap '[ $? = 0 ] || say "seed $seed failed; logs: $folder/*.log"' EXIT
+  # shellcheck source=configs/arms/tiny.sh
+  . "$arms"
+  exit
+fi
+arms=$1 output=$2
+[ $# -ge 2 ] && [ -f "$arms" ] || { sed -n 's/^# \{0,1\}//; 2,5p' "$0"; exit 2; }
+set -m # the seeds are a job of their own, whose processes a signal ends
+# shellcheck disable=SC2086  # one seed a line
+xargs -P "${JOBS:-1}" -I{} bash "$0" --seed {} "$@" <<<"$(printf '%s\n' ${SEEDS:-0})" &
+trap 'kill -TERM -- -$!; say "stopped; the same command continues"; exit 143' INT TERM
+wait $!
+arm() { :; } # now for the flags of the table alone
+# shellcheck source=/dev/null
+. "$arms"
+"$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" >"$output/table.md"
+say "finished; tables are in $output/table.md"
+exit
+}
