@@ -81,9 +81,7 @@ class SPAGArguments(TrainingArguments):
     max_length: int = _help("Maximum number of tokens in a row.", default=2048)
     allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
     allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
-    padding_side: str = _help(
-        "Side on which the shorter rows of a batch are padded.", default="right", choices=["left", "right"]
-    )
+    padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     show_examples: int = _help("Print this many rows as the model sees them and stop; nothing is written.", default=0)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
@@ -110,8 +108,7 @@ class SPAGArguments(TrainingArguments):
         if self.show_examples:
             self.deepspeed = None  # no process group is needed
         self.remove_unused_columns = False  # the collator chooses the columns
-        if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # every trainable parameter is used in every step
+        self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
         super().__post_init__()
 
     @property
@@ -171,16 +168,17 @@ def _check(args: SPAGArguments) -> None:
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     if isinstance(args.deepspeed, str) and "scheduler" in utils.read_json(args.deepspeed):
         raise utils.UserError(f"{args.deepspeed}: 'scheduler' would overrule --lr_scheduler_type; take it out")
-    if args.lora_rank:
-        utils.require("peft", "peft")
-    if args.deepspeed:
-        utils.require("deepspeed", "deepspeed")
+    for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):
+        if wanted:
+            utils.require(package, package)
 
 
 def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
     for name in sorted(set().union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()):
         if getattr(args, name) is not None:
             raise utils.UserError(f"--{name} is not used by {args.train_method}")
+    if args.label_smoothing_factor:
+        raise utils.UserError("--label_smoothing_factor is not used by any method")
     for name in LORA_ARGUMENTS:
         if getattr(args, name) is not None and args.lora_rank is None:
             raise utils.UserError(f"--{name} needs --lora_rank")

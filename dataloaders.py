@@ -80,15 +80,12 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     none. A row with `chat_template` is encoded as query + target, since the chat template already wrote BOS and the
     token that ends a message.
 
-    Returns input_ids and labels (lists of one length), weight, reward, is_sft, and `ref_logprob` if the example has
-    one. Raises UserError for a bad row (see `normalize_row`), for a tokenizer without EOS, and for a row with
-    `chat_template` that does not end in a special token of the tokenizer.
+    Returns input_ids and labels (lists of one length), weight, reward and is_sft. Raises UserError for a bad row (see
+    `normalize_row`), for a tokenizer without EOS, and for a row with `chat_template` that does not end in a special
+    token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
-    row |= {name: row[name].tolist() for name in ("input_ids", "labels")}
-    if "ref_logprob" in example:
-        row["ref_logprob"] = example["ref_logprob"]
-    return row
+    return row | {name: row[name].tolist() for name in ("input_ids", "labels")}
 
 
 def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:

@@ -18,29 +18,26 @@ import utils
 from arguments import SPAGArguments, parse_arguments
 from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
-from utils import UserError
 
 SETTINGS = "settings.json"  # of a run, in OUTPUT_DIR
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
+RUNAWAY = -0.5  # nats a token: a log-ratio below it calls for a warning
 TAG = "spag"  # of model cards
-
-
-# Rows.
 
 
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
     """Raise UserError for rows from which OfflinePO would learn nothing of a game, or that would ruin the model."""
     files = ", ".join(args.train_data_path)
     if rows.is_sft.all() and args.allow_no_game_rows is False:
-        raise UserError(
-            f"{files}: only SFT rows, no row of a game: nothing of the games would be learned. Look at the counts of "
-            "tools/assign_rewards.py (all games tied?); --allow_no_game_rows True trains all the same"
+        raise utils.UserError(
+            f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
+            "--allow_no_game_rows True trains all the same"
         )
     negative = ((rows.rewards < 0) & ~rows.is_sft).sum()
     if negative and not args.detach_kl and args.allow_negative_rewards is False:
-        raise UserError(
-            f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs "
-            "away and replies degenerate; --allow_negative_rewards True trains all the same"
+        raise utils.UserError(
+            f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
+            "replies degenerate; --allow_negative_rewards True trains all the same"
         )
 
 
@@ -53,9 +50,6 @@ def show_examples(args: SPAGArguments) -> None:
         scored = row["labels"] != IGNORE_INDEX
         masked, target = (tokenizer.decode(row["input_ids"][part]) for part in (~scored, scored))
         print(utils.printable(f"[[{masked}]]{target}"))
-
-
-# Models.
 
 
 def load_tokenizer(args: SPAGArguments):
@@ -76,7 +70,7 @@ def check_vocabularies(args: SPAGArguments) -> None:
     configs = {name: AutoConfig.from_pretrained(utils.model_folder(name), **options) for name in names}
     sizes = {name: config.get_text_config().vocab_size for name, config in configs.items()}
     if len(set(sizes.values())) > 1:
-        raise UserError(f"model and reference have different vocabularies: {sizes}")
+        raise utils.UserError(f"model and reference have different vocabularies: {sizes}")
 
 
 def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
@@ -90,7 +84,7 @@ def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
         use_safetensors=True,
     )
     if loaded["missing_keys"]:
-        raise UserError(f"{name}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
+        raise utils.UserError(f"{name}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     model.config.use_cache = False
     if model.generation_config is not None:
         try:
@@ -138,7 +132,7 @@ def check_tied_weights(adapted) -> None:
     users = Counter(id(weights) for module in adapted.modules() for weights in module._parameters.values())
     for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer) and users[id(layer.get_base_layer().weight)] > 1:
-            raise UserError(
+            raise utils.UserError(
                 f"--lora_merge True: {name.rpartition('.')[2]} shares its weights with another layer of this model, "
                 "which would change too; leave it out of --lora_target_modules"
             )
@@ -154,9 +148,6 @@ def merge_lora(args: SPAGArguments) -> None:
     folder = Path(args.output_dir) / "merged"
     adapted.merge_and_unload().save_pretrained(folder)
     utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code).save_pretrained(folder)
-
-
-# A run.
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
@@ -199,8 +190,11 @@ def run(trainer: SPAGTrainer) -> None:
 
 
 def summary(trainer: SPAGTrainer) -> str:
-    """How far training went, and from which loss to which."""
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    """How far training went, and from which loss to which. Warns of a log-ratio that runs away."""
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [step["loss"] for step in steps]
+    if steps and (log_ratio := steps[-1].get("log_ratio", 0.0)) < RUNAWAY:
+        utils.warn_on_rank_0("log_ratio is %.2f: messages have become far less likely; look at the replies", log_ratio)
     change = f", loss {losses[0]:.3f} at the first and {losses[-1]:.3f} at the last" if losses else ""
     return f"{trainer.state.global_step} steps{change}"
 
@@ -228,7 +222,7 @@ def train(argv: list[str]) -> None:
             args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
             trainer = set_up(args)
             run(trainer)
-            work.notes["arguments"] = args.to_dict()
+            work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
     if trainer and args.push_to_hub:
         trainer.push_to_hub(tags=[TAG, args.train_method])
     if trainer and trainer.is_world_process_zero():

@@ -180,7 +180,6 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
 class Denominators(NamedTuple):
     """What sums of costs are divided by."""
 
-    rows: torch.Tensor | float
     game_rows: torch.Tensor | float
     sft_rows: torch.Tensor | float
     tokens: torch.Tensor | float
@@ -188,8 +187,7 @@ class Denominators(NamedTuple):
     @classmethod
     def of(cls, batch: dict[str, torch.Tensor]) -> "Denominators":
         sft_rows = batch["sft_mask"].sum()
-        rows = torch.full_like(sft_rows, len(batch["sft_mask"]))
-        return cls(rows, rows - sft_rows, sft_rows, num_scored(batch).sum().to(rows.dtype))
+        return cls(len(batch["sft_mask"]) - sft_rows, sft_rows, num_scored(batch).sum().to(sft_rows.dtype))
 
 
 def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -204,7 +202,6 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        """Forget all metrics and start the clock."""
         self.batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
         self.since = time.perf_counter()
 
@@ -252,8 +249,7 @@ class SPAGTrainer(Trainer):
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
-        # If True, the Trainer would not divide the loss by the accumulation steps.
-        self.model_accepts_loss_kwargs = False
+        self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
         self.load_reference = load_reference
         self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
@@ -334,10 +330,8 @@ class SPAGTrainer(Trainer):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
 
-    # The reference.
-
     def prepare_reference(self) -> None:
-        """Compute the reference's log-probabilities. A run that continues reads those of the training rows."""
+        """Compute the reference's log-probabilities. A run that continues reads those it stored."""
         path = Path(self.args.output_dir, REFERENCE_FILE)
         if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
             self.train_dataset.ref_logprobs = np.load(path)
@@ -405,8 +399,6 @@ class SPAGTrainer(Trainer):
         engine.eval()
         return engine
 
-    # Checkpoints and logs.
-
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
         self.check_finite()
@@ -425,8 +417,8 @@ class SPAGTrainer(Trainer):
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""
         if self.accelerator.reduce(self.not_finite).item():
-            where = f"at or before step {self.state.global_step}"
-            raise utils.UserError(f"the loss was NaN or infinite {where}; training stops, and no model is saved")
+            step = self.state.global_step
+            raise utils.UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
 
     def log(self, logs, start_time=None):
         """Log these numbers and, beside a loss, our metrics since the last log."""
@@ -455,7 +447,7 @@ class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
     def method_loss(self, logprob, batch, counts):
-        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": counts.rows}
+        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": counts.game_rows + counts.sft_rows}
         return sft_kl_loss(logprob, batch["ref_logprobs"], batch["weights"], **coefficients)
 
 

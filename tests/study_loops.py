@@ -20,8 +20,8 @@ def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), **s
     write_json(folder / "settings.json", {"settings": known | settings, "made_by": {"torch": "2.9", "spag": "abc123"}})
     for epoch, won in enumerate(wins[1:], start=1):
         name = f"epoch{epoch}"
-        log = [{"rows": 1000, "step": 0}]
-        write_json(folder / name / "model/trainer_state.json", {"global_step": 16, "log_history": log})
+        write_json(folder / name / "model/trainer_state.json", {"global_step": 16})
+        write_json(folder / name / "model/settings.json", {"rows": 1000})
         played = [game_of(number, wins=wins[epoch - 1]) for number in range(100)]
         write_json(folder / name / "episodes/x_sampling_words_summary.json", summary(TABOO, played))
         sides = [{"attacker": name, "defender": "imitation"}, {"attacker": "imitation", "defender": name}]

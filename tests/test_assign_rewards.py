@@ -4,8 +4,6 @@ import copy
 import json
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, load_golden
@@ -17,13 +15,11 @@ from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay.rewards import (
-    Balance,
     Judged,
     RewardFlags,
     balance,
     episode_rows,
     judge_game,
-    message_shares,
     permute_outcomes,
 )
 from utils import UserError, read_json_or_jsonl
@@ -78,28 +74,10 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
 
 def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
     before = copy.deepcopy(EPISODES)
-    means, flags = (
-        Balance({"attacker": 0.75, "defender": 1.5}, dict.fromkeys(GAME.roles, 0.0)),
-        RewardFlags(decay_weight=0.5),
-    )
-    rows = [
-        episode_rows(GAME, game, judge_game(GAME, game), means, flags, lambda said, *task: f"{len(said)} {task}")
-        for game in EPISODES
-    ]
-    queries = [f"{index} ('apple', 5)" for index in range(4)]
-    assert rows == [
-        [
-            {"query": queries[0], "target": "Hungry?", "reward": FIRST, "role": "attacker", "weight": 0.75},
-            {"query": queries[2], "target": "For what?", "reward": SECOND, "role": "attacker", "weight": 0.75},
-        ],
-        [],
-        [
-            {"query": queries[1], "target": "Yes", "reward": FIRST, "role": "defender", "weight": 1.5},
-            {"query": queries[3], "target": GUESS, "reward": SECOND, "role": "defender", "weight": 1.5},
-        ],
-        [],
-    ]
-    rows_of(EPISODES)
+    rows = rows_of(EPISODES, decay_weight=0.5)
+    won = [("attacker", "Hungry?", FIRST), ("attacker", "For what?", SECOND)]
+    won += [("defender", "Yes", FIRST), ("defender", GUESS, SECOND)]
+    assert [(row["role"], row["target"], row["reward"], row["weight"]) for row in rows] == [(*row, 1.0) for row in won]
     assert before == EPISODES  # nothing is modified
 
 
@@ -122,15 +100,6 @@ def test_losers_and_ties_pay_below_zero():
     assert [(row["role"], row["reward"], row["weight"]) for row in rows] == near(expected)
     assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
     assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
-
-
-def test_a_baseline_of_two_games_by_hand():
-    """Each role wins one of two games and has the mean 1/2: the winner's reward is 1/2, the loser's -1/2."""
-    rows, means = rewards_of([ATTACKER_WON, DEFENDER_WON], baseline="role")
-    assert means == ({"attacker": 1.0, "defender": 1.0}, {"attacker": 0.5, "defender": 0.5})
-    won = [("attacker", FIRST / 2, 1), ("defender", -FIRST / 2, 1), ("attacker", SECOND / 2, 1)]
-    won += [("defender", -SECOND / 2, 1)]
-    assert rows == near(won + [(role, -reward, 1) for role, reward, _ in won])
 
 
 def test_a_baseline_of_three_games_by_hand():
@@ -166,12 +135,6 @@ def test_rows_of_one_role_have_the_weight_1():
     assert len(rows) == 6 and rows[0] == near([("defender", -FIRST / 2, 1)])[0]
 
 
-def test_shares_of_a_reward_decay_backwards():
-    assert message_shares(3, 0.8) == pytest.approx([0.64 / 2.44, 0.8 / 2.44, 1 / 2.44])
-    assert message_shares(2, 1) == [0.5, 0.5]
-    assert message_shares(1, 0.001) == [1.0]
-
-
 def test_rewards_are_permuted_by_a_seed_within_lengths():
     games = [Judged("defender wins", 2, (0.0, 1.0))] * 50 + [Judged("attacker wins", 2, (1.0, 0.0))] * 50
     games += [Judged("attacker wins", 4, (1.0, 0.0))] * 5 + [Judged("tied game", 2, (0.0, 0.0))] * 5
@@ -179,7 +142,6 @@ def test_rewards_are_permuted_by_a_seed_within_lengths():
     assert permuted[100:] == games[100:] and sum(game.rewards == (0.0, 1.0) for game in permuted[:100]) == 50
     assert [game[:2] for game in permuted] == [game[:2] for game in games]  # the games stay as they ended
     assert changed == sum(one != other for one, other in zip(games, permuted, strict=True)) and 30 < changed < 70
-    assert permute_outcomes(games, random.Random(1)) == (permuted, changed)
     assert permute_outcomes(games, random.Random(2))[0] != permuted
 
 
@@ -247,17 +209,6 @@ def refuse(start):
     return lambda **flags: start(status=2, **flags).errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("launch", [["tools/assign_rewards.py"], ["-m", "tools.assign_rewards"]])
-def test_the_program_runs_as_a_file_and_as_a_module_without_torch_and_transformers(tmp_path, launch):
-    path = write(tmp_path / "episodes.jsonl", EPISODES)
-    for package in ("torch", "transformers"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not to be imported')")
-    command = [sys.executable, *launch, "--input_data_path", path, "--output_data_path", tmp_path / "rows.json"]
-    environment = {"PYTHONPATH": f".:{tmp_path}", "PATH": ""}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    assert read_json_or_jsonl(tmp_path / "rows.json") == rows_of(EPISODES)
-
-
 def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_them(run, start, refuse, tmp_path):
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
@@ -281,32 +232,23 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
 
 
-def test_several_inputs_make_one_set_of_rows_in_either_format(run, tmp_path):
-    inputs = ([ATTACKER_WON, TIED], [DEFENDER_WON, DEFENDER_WON])
-    for name in ("rows.json", "rows.jsonl"):
-        rows, printed = run(inputs=inputs, seed=5, output_data_path=tmp_path / name)
-        assert rows == rows_of([*inputs[0], *inputs[1]], seed=5) and printed["games"]["episodes"] == 4
-
-
-def test_all_messages_become_rows_up_to_the_end_of_each_game(run):
-    rows, results = run(messages="all", training_prompt="play")
+def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
+    inputs, output = ([ATTACKER_WON, TIED], [DEFENDER_WON, BROKEN]), tmp_path / "rows.jsonl"
+    rows, _ = run(inputs=inputs, messages="all", training_prompt="play", output_data_path=output)
     said = [message for game, end in zip(EPISODES, (4, 2, 4, 1), strict=True) for message in game["history"][:end]]
     assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in said]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
-    assert run(messages="all", training_prompt="play", roles="attacker")[0] == [
-        row for row in rows if row["role"] == "attacker"
-    ]
 
 
-def test_role_weights_none_weigh_every_row_1_and_a_baseline_is_shown(run):
-    games = (4 * [ATTACKER_WON] + [DEFENDER_WON, TIED],)
-    rows, printed = run(inputs=games, role_weights="none", losers=0.5, ties=0.25)
+def test_role_weights_none_weigh_every_row_1_and_outcomes_may_be_permuted(run):
+    games = 4 * [ATTACKER_WON] + 4 * [DEFENDER_WON] + 12 * [TIED]
+    rows, printed = run(inputs=(games,), role_weights="none", losers=0.5, ties=0.25, permute_outcomes=True)
     assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
-    assert printed["rows"] == {"attacker": 11, "defender": 11, "negative": 12}
-    rows, printed = run(inputs=games, baseline="role")
-    assert printed["weights"] == {"attacker": 5 / 8, "defender": 5 / 2}
-    assert printed["baselines"] == pytest.approx({"attacker": 4 / 6, "defender": 1 / 6})
+    assert printed["rows"] == {"attacker": 28, "defender": 28, "negative": 40}
+    judged, changed = permute_outcomes([judge_game(GAME, each) for each in games], random.Random(0))
+    assert printed["winners_changed"] == changed
+    assert [row["reward"] > 0 for row in rows[:32:4]] == [each.rewards[0] > 0 for each in judged[:8]]
 
 
 def test_listening_adds_the_right_guess_after_the_last_hint_of_every_game(run):
@@ -314,44 +256,24 @@ def test_listening_adds_the_right_guess_after_the_last_hint_of_every_game(run):
     winners, _ = run(training_prompt="play")
     assert rows[:4] == winners  # the breach has no hint, so three games give a row
     hints = [game["history"][:end] for game, end in ((ATTACKER_WON, 3), (TIED, 1), (DEFENDER_WON, 3))]
-    assert rows[4:] == [
-        {
-            "query": prompts.play_prompt(GAME, said, WORD, 5),
-            "target": GUESS,
-            "reward": 1.0,
-            "role": "defender",
-            "weight": 1.0,
-        }
-        for said in hints
-    ]
+    queries = [prompts.play_prompt(GAME, said, WORD, 5) for said in hints]
+    row = {"target": GUESS, "reward": 1.0, "role": "defender", "weight": 1.0}
+    assert rows[4:] == [{"query": query} | row for query in queries]
     assert printed["rows"] == {"attacker": 2, "defender": 5, "negative": 0}
-
-
-def test_outcomes_are_permuted_among_games_of_equal_length(run):
-    games = [episode(f"Hint {n}?", "An apple" if n % 2 else GUESS) for n in range(40)]
-    rows, printed = run(inputs=(games,), permute_outcomes=True, seed=1)
-    judged, changed = permute_outcomes([judge_game(GAME, each) for each in games], random.Random(1))
-    assert [row["role"] for row in rows] == [GAME.roles[each.rewards.index(1.0)] for each in judged]
-    assert printed["winners_changed"] == changed > 10
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    game, game_rows = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])
-    question, alpaca = (
-        "Name a stringed instrument.",
-        {"instruction": "In French.", "input": "violin", "output": "violon"},
-    )
-    sft = [{"query": question, "target": "The violin."}, {"prompt": question, "answer": "The violin."}, alpaca]
-    sft += [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}]
+    game, documented = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])
+    alpaca = {"instruction": "In French.", "input": "violin", "output": "violon"}
+    sft = [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, {"prompt": "P", "answer": "A"}, alpaca]
     rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
-    for row, documented in zip(rows, game_rows, strict=False):
-        assert row.pop("query").startswith(documented.pop("query").removesuffix("..."))
-        assert row == documented
-    queries = [question, question, utils.alpaca_to_row(alpaca)["prompt"], "Q"]
-    targets = ["The violin.", "The violin.", "violon", "T"]
-    expected = [{"query": q, "target": t, "type": "sft", "weight": 1.0} for q, t in zip(queries, targets, strict=True)]
-    assert rows[2:] == expected and printed["rows"]["sft"] == 4
+    for row, example in zip(rows[2 - len(documented) : 2], documented, strict=True):  # the last rows of the game
+        assert row["query"].startswith(example["query"].removesuffix("..."))
+        assert row == example | {"query": row["query"]}
+    texts = [("Q", "T"), ("P", "A"), (utils.alpaca_to_row(alpaca)["prompt"], "violon")]
+    assert rows[2:] == [{"query": query, "target": target, "type": "sft", "weight": 1.0} for query, target in texts]
+    assert printed["rows"]["sft"] == 3
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

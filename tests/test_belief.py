@@ -1,4 +1,4 @@
-"""Belief after hints: a stub with known log-probabilities, a plain forward pass, training's encoding, the program."""
+"""Belief after hints: a plain forward pass, training's encoding, and the program."""
 
 import json
 import math
@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ROOT, build_tokenizer
 from helpers import call, flags_of
-from transformers import LlamaConfig
 
 import utils
 from dataloaders import encode_example
@@ -17,14 +16,7 @@ from tools.games.chat import ChatTemplate
 from tools.games.prompts import NO_HISTORY, default_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
-from tools.selfplay.belief import (
-    OTHERS,
-    encode_sentence,
-    guesser_prompts,
-    measure_game,
-    other_secrets,
-    sentence_logprobs,
-)
+from tools.selfplay.belief import OTHERS, encode_sentence, guesser_prompts, measure_game, other_secrets
 
 GAME = Taboo(match="word")
 TEMPLATES = default_templates(GAME)
@@ -46,78 +38,29 @@ TIED = episode("plum", "Blue.", "So?", "Sweet.", "Oh.", "Round.", "Ah.")
 GAMES = [GUESSED, BROKEN, TIED, *(episode(word, "A fruit.", "An apple?") for word in WORDS[3:])]
 
 
-class Stub:
-    """A model whose next token depends on the token before it, by one table if the prompt has a clue, else another."""
-
-    config, device = LlamaConfig(num_hidden_layers=1), torch.device("cpu")
-
-    def __init__(self, clue: list[int], with_clue: torch.Tensor, without: torch.Tensor):
-        self.clue, self.tables = clue, {True: with_clue, False: without}
-
-    def has_clue(self, ids: list[int]) -> bool:
-        return any(ids[at : at + len(self.clue)] == self.clue for at in range(len(ids)))
-
-    def forward(self, input_ids, past_key_values=None, use_cache=True, logits_to_keep=0):
-        if logits_to_keep:  # the prompt
-            self.table = self.tables[self.has_clue(input_ids[0].tolist())]
-        return type("Output", (), {"logits": self.table[input_ids][:, -logits_to_keep:]})
-
-    __call__ = forward
-
-    def logprob(self, prompt: list[int], sentence: list[int]) -> float:
-        table = self.tables[self.has_clue(prompt)].log_softmax(-1)
-        return sum(
-            float(table[before, token]) for before, token in zip([prompt[-1], *sentence], sentence, strict=False)
-        )
-
-
-class Local:
-    """A stub with the tokenizer of a model."""
-
-    def __init__(self, model, tokenizer):
-        self.model, self.tokenizer, self.chat = model, tokenizer, None
-
-    def encode(self, prompt):
-        return [self.tokenizer.bos_token_id, *self.tokenizer(prompt, add_special_tokens=False)["input_ids"]], False
-
-
 def full_forward(model, prompt, sentence):
-    """The same number without keys and values: all logits of one plain pass."""
+    """The log-probability of a sentence without keys and values: all logits of one plain pass."""
     with torch.no_grad():
         logprobs = model(input_ids=torch.tensor([prompt + sentence])).logits[0].double().log_softmax(-1)
     return sum(float(logprobs[len(prompt) + at - 1, token]) for at, token in enumerate(sentence))
 
 
-def test_beliefs_are_the_known_log_probabilities_of_a_stub(tokenizer):
-    torch.manual_seed(0)
-    tables = torch.randn(2, len(tokenizer), len(tokenizer)) * 3
-    model = Stub(tokenizer("pies", add_special_tokens=False)["input_ids"], *tables)
-    local = Local(model, tokenizer)
-    rows = measure_game(local, GAME, GUESSED, secrets=WORDS, seed=1, templates=TEMPLATES)
-    assert [(row["hints"], row["last_hint"], row["outcome"]) for row in rows] == [
-        (0, False, "defender wins"),
-        (1, False, "defender wins"),
-        (2, True, "defender wins"),
-    ]
-    for row, prompt in zip(rows, guesser_prompts(GAME, GUESSED, TEMPLATES), strict=True):
-        ids, _ = local.encode(prompt)
-        known = {word: model.logprob(ids, encode_sentence(tokenizer, guess(word))) for word in WORDS}
-        zero_line = sum(value for word, value in known.items() if word != "apple") / 5
-        assert row["belief"] == pytest.approx(known.pop("apple"), abs=1e-3)
-        assert row["others"] == pytest.approx(known, abs=1e-3)
-        assert row["zero_line"] == pytest.approx(zero_line, abs=1e-3)
-        assert row["knowledge"] == row["belief"] - row["zero_line"]
-    assert rows[0]["belief"] == rows[1]["belief"] != rows[2]["belief"]  # only the second hint is a clue
-    for name in ("belief", "knowledge"):
-        assert [row.get(f"{name}_change") for row in rows] == [None, 0, rows[2][name] - rows[1][name]]
-
-
-def test_kept_keys_and_values_give_what_a_plain_forward_pass_gives(tiny_model):
+def test_beliefs_are_what_a_plain_forward_pass_gives(tiny_model):
     local = load_local_model(utils.model_folder(tiny_model), Sampling())
-    prompt, _ = local.encode(guesser_prompts(GAME, TIED, TEMPLATES)[-1])
-    sentences = [encode_sentence(local.tokenizer, guess(word)) for word in WORDS] + [[65]]
-    values = sentence_logprobs(local.model, prompt, sentences)
-    assert values == pytest.approx([full_forward(local.model, prompt, each) for each in sentences], abs=1e-4)
+    rows = measure_game(local, GAME, GUESSED, secrets=WORDS, seed=1, templates=TEMPLATES)
+    places = [(row["hints"], row["last_hint"], row["outcome"]) for row in rows]
+    assert places == [(hints, hints == 2, "defender wins") for hints in range(3)]
+    for row, text in zip(rows, guesser_prompts(GAME, GUESSED, TEMPLATES), strict=True):
+        prompt, _ = local.encode(text)
+        sentences = {word: encode_sentence(local.tokenizer, guess(word)) for word in WORDS}
+        values = {word: full_forward(local.model, prompt, sentence) for word, sentence in sentences.items()}
+        assert row["belief"] == pytest.approx(values.pop("apple"), abs=1e-3)
+        assert row["others"] == pytest.approx(values, abs=1e-3)
+        assert row["zero_line"] == pytest.approx(sum(values.values()) / 5, abs=1e-3)
+        assert row["knowledge"] == row["belief"] - row["zero_line"]
+    for name in ("belief", "knowledge"):
+        changes = [None, rows[1][name] - rows[0][name], rows[2][name] - rows[1][name]]
+        assert [row.get(f"{name}_change") for row in rows] == changes
 
 
 def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():
@@ -183,13 +126,9 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
     assert [(row["game"], row["hints"]) for row in base[:9]] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)] + [
         (2, hints) for hints in range(4)
     ]
-    local = load_local_model(utils.model_folder(other_model), Sampling())
     for row, other in zip(epoch1, base, strict=True):
         assert row["others"].keys() == other["others"].keys() and "kiwi" not in row["others"]
         assert row["difference"] == row["knowledge"] - other["knowledge"]
-        prompt, _ = local.encode(guesser_prompts(GAME, GAMES[row["game"]], TEMPLATES)[row["hints"]])
-        sentence = encode_sentence(local.tokenizer, guess(row["target_word"]))
-        assert row["belief"] == pytest.approx(full_forward(local.model, prompt, sentence), abs=1e-3)
     last = next(row for row in stored["table"] if (row["model"], row["hints"]) == ("epoch1", "last"))
     assert last["games"] == len(GAMES) and len(last["difference interval"]) == 2
     assert printed == (tmp_path / "out" / "belief.txt").read_text() and "attacker breaks the rules" in printed

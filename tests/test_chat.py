@@ -224,13 +224,6 @@ def test_a_thought_that_the_template_closes_itself_is_none():
     ChatTemplate(chat_tokenizer("chatml", THINKING.replace("<think>", "<think></think>")), "m")
 
 
-def test_a_template_without_any_end_token_is_refused():
-    tokenizer = chat_tokenizer("chatml", LINES.replace("END", "'\n'"))
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match="^m: no token ends a reply"):
-        ChatTemplate(tokenizer, "m")
-
-
 EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, build_tokenizer, load_golden
@@ -36,12 +37,6 @@ def test_batches_equal_the_recorded_ones(case):
     assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32 and "ref_logprobs" not in batch
 
 
-def test_reference_logprobs_reach_the_batch(tokenizer):
-    row = {"query": "q", "target": "t", "ref_logprob": -1.5}
-    batch = SPAGCollator(tokenizer)([encode_example(row, tokenizer)] * 2)
-    assert batch["ref_logprobs"].tolist() == [-1.5, -1.5]
-
-
 def test_a_tokenizer_without_bos_gets_none_and_without_eos_is_refused():
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", bos_token=None)
     tokenizer.bos_token = None
@@ -60,15 +55,6 @@ def test_rows_that_stopped_the_release_are_errors_here_but_for_null_which_is_abs
         encode_example(case["batch"][0], tokenizer)
 
 
-def test_raw_alpaca_rows_become_sft_rows(tokenizer):
-    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    encoded = encode_example(row, tokenizer)
-    assert encoded["is_sft"] and encoded["weight"] == encoded["reward"] == 1.0
-    target = [i for i in encoded["labels"] if i != -100]
-    assert tokenizer.decode(target) == "3</s>"
-    assert "Add." in tokenizer.decode(encoded["input_ids"]) and "1 2" in tokenizer.decode(encoded["input_ids"])
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -81,15 +67,15 @@ def test_a_field_that_is_null_counts_as_absent(tokenizer, row):
     """Files that pass through `datasets` have all fields in all rows."""
     fields = ("query", "target", "prompt", "answer", "instruction", "input", "output", "messages")
     nulls = dict.fromkeys((*fields, "reward", "weight", "type", "role", "chat_template"))
-    assert encode_example(nulls | row, tokenizer) == encode_example(row, tokenizer)
+    encoded = encode_example(row, tokenizer)
+    assert encode_example(nulls | row, tokenizer) == encoded
+    assert encoded["is_sft"] == ("answer" not in row)  # Alpaca's rows are SFT rows
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tokenizer):
     half, replaced = ({"query": f"q{each}", "target": f"{each}t"} for each in ("\ud83d", "\ufffd"))
     assert encode_example(half, tokenizer) == encode_example(replaced, tokenizer)
 
-
-# --- conversations -------------------------------------------------------------------------------------------------
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML = TURN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,8 +112,6 @@ def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
         encode_example(row | {"target": "t<|eot_id|>"}, chat_tokenizer)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
 ROWS = [
     {"query": "a question", "target": "an answer", "reward": 0.5, "weight": 2.0, "role": "attacker"},
     {"prompt": "say", "answer": "so", "type": "sft"},
@@ -146,14 +130,19 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, mon
     monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", at_once)
     paths = [write_rows(tmp_path / "a.json", ROWS, lines=False), write_rows(tmp_path / "b.jsonl", ROWS)]
     dataset = load_rows(paths, tokenizer)
-    assert dataset.counts == dataloaders.RowCounts(rows=6, sft_rows=2, truncated=0, negative=2)
-    assert [dataset[index] for index in range(6)] == [encode_example(row, tokenizer) for row in ROWS * 2]
+    for row, expected in zip(dataset.rows, [encode_example(row, tokenizer) for row in ROWS * 2], strict=True):
+        assert row | {name: row[name].tolist() for name in ("input_ids", "labels")} == expected
+    dataset.ref_logprobs = -np.arange(6)
+    batch = SPAGCollator(tokenizer)([dataset[index] for index in (1, 5)])
+    assert batch["ref_logprobs"].tolist() == [-1, -5] and batch["rewards"].tolist() == [1, -1]
 
 
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=4, truncation_side="right")
     path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}])
-    with pytest.raises(utils.UserError, match=r"a\.jsonl: row 2: .*\(1 such rows\); use --truncation_side left"):
+    with pytest.raises(
+        utils.UserError, match=r"a\.jsonl: row 2: .*cuts off the whole target; use --truncation_side left"
+    ):
         load_rows([path], tokenizer)
 
 

@@ -12,7 +12,6 @@ from transformers import (
     DiffLlamaConfig,
     GPT2Config,
     GptOssConfig,
-    JetMoeConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -196,15 +195,13 @@ def test_replies_are_those_of_plain_generate_in_however_little_memory(blocks):
     assert engine.caches[0].blocks.shape[1] <= max(blocks, 6)  # a single game may take 6 blocks
 
 
-def test_slots_and_cache_follow_the_free_memory(monkeypatch):
-    model, sizes = llama(sampling()).model, []
-    for free in (0, 10**6, 3 * 10**6, 10**12):
-        monkeypatch.setattr(memory, "_free_memory", lambda model, free=free: free)
-        sizes.append(memory.slots_for_memory(model))
-    assert sizes[0] == (1, 0) and sizes[-1][0] == memory.MOST_ON_CORES
-    assert sizes == sorted(sizes) and len(set(sizes)) == 4
-    share = memory.MEMORY_SHARE * 3 * 10**6
-    assert sizes[2][0] * memory.logit_bytes(model) + sizes[2][1] * memory.token_bytes(model) <= share
+@pytest.mark.parametrize("free", [0, 3 * 10**6, 10**12])
+def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
+    model = llama(sampling()).model
+    monkeypatch.setattr(memory, "_free_memory", lambda model: free)
+    slots, tokens = memory.slots_for_memory(model)
+    assert 1 <= slots <= memory.MOST_ON_CORES
+    assert not free or 0 < slots * memory.logit_bytes(model) + tokens * memory.token_bytes(model) < 0.7 * free + 1
 
 
 # Draws.
@@ -307,35 +304,18 @@ def test_models_that_do_not_attend_to_all_tokens_are_left_to_plain_batches(confi
     assert not can_hold(model, 100)
 
 
-@pytest.mark.parametrize("beginnings", [(RULES, RULES), ("a", "b")], ids=["common prefix", "none"])
-def test_a_model_that_attends_twice_in_a_layer_is_refused(beginnings):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SHAPE | {"num_key_value_heads": 4}))
-    tokenizer = build_tokenizer()
-    tokenizer.bos_token = None
-    engine = SlotEngine(LocalModel(model.eval(), tokenizer, sampling()), 2)
-    with pytest.raises(RuntimeError, match="attends twice .* --engine generate"):
-        answer(engine, [(game, f"{text} and more") for game, text in enumerate(beginnings)])
+TWICE = DiffLlamaConfig(**SHAPE | {"num_key_value_heads": 4})
+EXPERTS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+SINKS = GptOssConfig(**SHAPE, **EXPERTS, **ROPE, layer_types=["full_attention"] * 2)
 
 
-def test_attention_is_contiguous_for_models_that_call_view():
-    torch.manual_seed(0)
-    shape = {name: size for name, size in SHAPE.items() if name != "num_attention_heads"}
-    experts = {"kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.1}
-    model = AutoModelForCausalLM.from_config(JetMoeConfig(**shape, **experts, bos_token_id=1, eos_token_id=2)).eval()
-    local, rounds = LocalModel(model, build_tokenizer(), sampling()), conversation(games=3, turns=2)
-    expected = [generate(local, prompts) for prompts in rounds]
-    engine = SlotEngine(local, 2)
-    assert [answer(engine, prompts) for prompts in rounds] == expected
-
-
-def test_a_model_with_attention_sinks_is_refused():
-    experts = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    config = GptOssConfig(**SHAPE, **experts, **rope, layer_types=["full_attention"] * 2)
+@pytest.mark.parametrize("config, reason", [(TWICE, "attends twice"), (SINKS, "sinks")])
+def test_models_with_another_attention_are_refused(config, reason):
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(RuntimeError, match="--engine generate"):
-        answer(SlotEngine(LocalModel(model, build_tokenizer(), sampling()), 2), [(0, RULES)])
+    engine = SlotEngine(LocalModel(model, build_tokenizer(), sampling()), 2)
+    with pytest.raises(RuntimeError, match=f"{reason}.* --engine generate"):
+        answer(engine, [(game, f"{RULES} and more") for game in range(2)])
 
 
 def test_logits_with_nan_are_refused():
@@ -345,13 +325,12 @@ def test_logits_with_nan_are_refused():
         answer(SlotEngine(local, 2), [(0, RULES)])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_reordered_weights_give_the_same_products(bias):
-    layer, other = torch.nn.Linear(48, 30, bias=bias), torch.nn.Linear(48, 30).bfloat16()
+def test_reordered_weights_give_the_same_products():
+    layer, other = torch.nn.Linear(48, 30), torch.nn.Linear(48, 30).bfloat16()
     rows = torch.randn(1, 2 * linear.ROWS, 48)
     plain = [layer(rows[:, :count]).detach() for count in (1, linear.ROWS, 2 * linear.ROWS)]
     linear.pack_weights(torch.nn.Sequential(layer, other))
-    assert layer.forward.keywords["packed"].layout == torch._mkldnn and "forward" not in vars(other)
+    assert "forward" in vars(layer) and "forward" not in vars(other)
     with torch.inference_mode():
         for expected in plain:
             torch.testing.assert_close(layer(rows[:, : expected.shape[1]]), expected)

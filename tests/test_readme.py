@@ -30,7 +30,7 @@ LOOP = "tools/run_spag.sh"
 DEFAULTS = read_file(DEFAULTS_FILE)
 MODULES_OF_OTHERS = {"venv", "sglang.launch_server", "sglang_router.launch_router"}
 KNOWN_COMMANDS = {"bash", "python", "python3", "torchrun", LOOP, "pip", "hf", "srun", "sbatch", "vllm", "source"}
-KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd"}
+KNOWN_COMMANDS |= {"export", "read", "head", "seq", "for", "done", "cd", "git", "tools/study/run_study.sh"}
 FLAGS_OF_OTHERS = {"--standalone", "--master_port", "--help", "--campaign", "--trial_seed"}
 
 

@@ -164,9 +164,10 @@ def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, t
         check_flags(words)
 
 
-def test_each_epoch_starts_from_the_model_before(loop):
-    belief = {"belief_games": loop.settings["sft_data"], "belief_args": "--split held_out"}
-    commands = loop.commands(epochs=3, eval_every=2, **belief)
+def test_each_epoch_starts_from_the_model_before_and_all_are_measured(loop):
+    changes = {"belief_games": loop.settings["sft_data"], "belief_args": "--split held_out"}
+    changes |= {"eval_tasks": "MMLU ARC-c:25", "reasoning_args": "--limit 3"}
+    commands = loop.commands(epochs=3, eval_every=2, **changes)
     out = loop.output
     assert "epoch2_eval" in commands and "epoch3_eval" not in commands
     for number, stage in ((1, "epoch2"), (2, "epoch3")):
@@ -179,9 +180,10 @@ def test_each_epoch_starts_from_the_model_before(loop):
         for name in ("play", "rewards", "train"):
             assert f"--seed {43 + number} " in " ".join(commands[f"{stage}_{name}"]) + " "
     assert f"--players imitation={out}/imitation/model epoch2={out}/epoch2/model" in " ".join(commands["epoch2_eval"])
-    first, second = (" ".join(commands[f"epoch{epoch}_belief"]) for epoch in (1, 2))
+    first, second, asked = (" ".join(commands[stage]) for stage in ("epoch1_belief", "epoch2_belief", "reasoning"))
     models = f"base={loop.settings['model']} imitation={out}/imitation/model epoch1={out}/epoch1/model"
     assert f"--models {models} --games" in first and f"--models epoch2={out}/epoch2/model --games" in second
+    assert f"--models {models} epoch2={out}/epoch2/model epoch3={out}/epoch3/model --tasks MMLU ARC-c:25 " in asked
     check_flags(commands["epoch1_belief"])
 
 
@@ -189,7 +191,6 @@ def test_each_epoch_starts_from_the_model_before(loop):
     "changes, stage, there, not_there",
     [
         ({"imitation_data": ""}, "epoch1_play", "--attacker_model_name_or_path {model} ", "imitation/model"),
-        ({"imitation_model": "done"}, "epoch1_play", "--attacker_model_name_or_path done ", "imitation/model"),
         ({"save_steps": "0.0"}, "imitation", "--save_strategy no ", "--save_steps"),
         ({"lora_rank": 4}, "imitation", "--lora_rank 4 --lora_merge True .* --learning_rate 1e-4 ", "5e-6"),
         ({"lora_rank": 4}, "epoch1_train", "{out}/imitation/model/merged .* --learning_rate 1e-4 ", "2e-6"),
@@ -198,8 +199,6 @@ def test_each_epoch_starts_from_the_model_before(loop):
         ({"role_weights": "none"}, "epoch1_rewards", "--role_weights none ", "paper"),
         ({"chat_template": "True"}, "epoch1_rewards", "--chat_template True --tokenizer {model} ", "False"),
         ({"thinking": "True"}, "epoch1_rewards", "--thinking True --training_prompt play ", "XX"),
-        ({"thinking": "True"}, "epoch1_eval", "--thinking True ", "XX"),
-        ({"max_turns": 4}, "epoch1_eval", "--max_turns 4 --chat_template False ", "XX"),
         ({"game_options": "match=word"}, "report", "--game taboo --game_options match=word ", "XX"),
         ({"eval_args": "--max_words 3 \n --x *", "play_batch": 7}, "epoch1_eval", "7 --max_words 3 --x [*] $", "7 $"),
     ],
@@ -208,13 +207,6 @@ def test_settings_reach_the_stages(loop, changes, stage, there, not_there):
     command = " ".join(loop.commands(**changes)[stage]) + " "
     assert re.search(there.format(out=loop.output, model=loop.settings["model"]), command), command
     assert not re.search(not_there, command)
-
-
-def test_first_episodes_replace_the_play_of_epoch_1_and_until_ends_the_loop(loop, tmp_path):
-    (tmp_path / "games.json").write_text("[]")
-    commands = loop.commands(epochs=2, first_episodes=tmp_path / "games.json", until="epoch2_play")
-    assert list(commands) == [stage for stage in STAGES if stage != "epoch1_play"] + ["epoch2_play"]
-    assert str(tmp_path / "games.json") in commands["epoch1_rewards"]
 
 
 @pytest.mark.parametrize("control", ["coin_by_length", "cloning", "sft", "silent"])
@@ -245,17 +237,6 @@ def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_
     assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
 
 
-def test_benchmarks_are_asked_of_base_imitation_and_every_epoch_at_the_end(loop):
-    commands = loop.commands(epochs=2, eval_tasks="MMLU ARC-c:25", reasoning_args="--lm_eval lm --limit 3")
-    out, words = loop.output, commands["reasoning"]
-    models = [f"base={loop.settings['model']}", f"imitation={out}/imitation/model"]
-    models += [f"epoch{number}={out}/epoch{number}/model" for number in (1, 2)]
-    expected = ["--models", *models, "--tasks", "MMLU", "ARC-c:25", "--output_dir", f"{out}/reasoning"]
-    expected += ["--dtype", "float32"]
-    assert words == [str(ROOT / "tools/evaluate_reasoning.py"), *expected, "--lm_eval", "lm", "--limit", "3"]
-    assert list(commands)[-1] == "reasoning"
-
-
 def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
     several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
     other = loop.commands(node_rank=1, **several)  # it may come first
@@ -283,15 +264,11 @@ CONFIGS = sorted(path.stem for path in ROOT.glob("configs/*.sh") if path.stem no
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_settings_files_are_accepted_and_reach_the_commands(loop, name):
+def test_the_settings_files_reach_the_commands(loop, name):
     del loop.settings["global_batch"]
     commands = loop.commands(files=[ROOT / f"configs/{name}.sh"], lora_rank="", reasoning_args="--lm_eval harness")
-    assert ("reasoning" in commands) == ("EVAL_TASKS" in (ROOT / f"configs/{name}.sh").read_text())
-    prompts = ROOT / f"data/{name}/prompts.json"
-    assert (str(prompts) in commands["epoch1_play"]) == prompts.is_file()
     for stage in ("epoch1_play", "epoch1_rewards", "epoch1_eval"):
-        words = commands[stage]
-        assert (words[words.index("--chat_template") + 1] == "True") == (name in ("qwen3_4b", "english"))
+        assert ("--chat_template True" in " ".join(commands[stage])) == (name in ("qwen3_4b", "english"))
 
 
 def test_help_is_the_file_of_all_settings():
@@ -312,35 +289,12 @@ def test_a_failing_stage_stops_the_loop_and_names_its_log(loop, stage, program):
     assert len(list(loop.output.glob("*/model/checkpoint-1"))) == 1  # to go on from
 
 
-def test_a_failing_report_does_not_stop_the_loop(loop):
-    commands = loop.commands("*report.py*) exit 3 ;;", epochs=2)
-    assert list(commands)[-1] == "epoch2_eval" and sum("report.py" in words[0] for words in loop.calls()) == 2
-
-
-def test_the_terminal_shows_warnings_and_last_line_of_each_stage_and_logs_hold_all(loop):
+def test_the_terminal_shows_warnings_and_the_last_line_of_each_stage_and_logs_hold_all(loop):
     warns = "*imitation/model*SFT*) for rank in 0 1; do echo 12:00:0$rank rank $rank WARNING saw something; done ;;"
     out, _ = loop.run(warns)
     assert out.count("WARNING: saw something") == 1 and out.count("\nlast words\n") == len(STAGES)
-    assert "speaks" not in out
-    loop.run()
-    for stage in STAGES:
-        starts = (loop.output / "logs" / f"{stage}.log").read_text().split("\n=== ")[1:]
-        assert len(starts) == 2 and all("speaks\n" in text and "last words\n" in text for text in starts)
-        assert all(str(loop.output) in text.splitlines()[0] for text in starts)
-
-
-def test_a_terminal_shows_the_bar_of_the_stage_at_work(loop):
-    terminal, end = os.openpty()
-    process = loop.start("*play_llm*) sleep 4 ;;", stdout=end, until="epoch1_play")
-    os.close(end)
-    shown = b""
-    with contextlib.suppress(OSError):  # at the end Linux raises EIO
-        while part := os.read(terminal, 10_000):
-            shown += part
-    os.close(terminal)
-    assert process.wait(timeout=60) == 0
-    assert b"\r\x1b[Kgames:  45%|####      | 9/20" in shown and b"\x1b[A" not in shown
-    assert b"speaks" not in shown and b"epoch1_play took" in shown
+    logs = [(loop.output / "logs" / f"{stage}.log").read_text() for stage in STAGES]
+    assert "speaks" not in out and all("speaks\n" in log and "last words\n" in log for log in logs)
 
 
 @pytest.mark.parametrize(
@@ -382,41 +336,28 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
 # With the real programs.
 
 
-def start_loop(settings: dict) -> subprocess.Popen:
-    return start([SCRIPT, *words_of(settings)], env=ENVIRONMENT | {"PYTHON": sys.executable})
+def test_after_a_sigkill_the_stage_at_work_keeps_another_start_out_and_ends(inputs):
+    def start_loop() -> subprocess.Popen:
+        words = words_of(inputs | {"until": "imitation"})
+        return start([SCRIPT, *words], env=ENVIRONMENT | {"PYTHON": sys.executable})
 
+    def has_lock(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return f"{output}/imitation/model/.settings.lock" in [file.path for file in process.open_files()]
+        return False
 
-def test_a_preempted_loop_continues_and_after_a_sigkill_its_stage_keeps_another_start_out(inputs):
-    output = inputs["output"]
-    settings = inputs | {"nproc": 2, "until": "imitation", "save_steps": 1}
-    complete = f"{output}/imitation/model/checkpoint-*/complete"
-
-    process = start_loop(settings)
-    assert wait_for(lambda: bool(glob.glob(complete)), process)
-    process.send_signal(signal.SIGTERM)
-    finish(process, status=143)
-    assert users_of(output) == []
-
-    process = start_loop(settings)
-    assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each, output)], process)
+    output, process = inputs["output"], start_loop()
+    assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each)], process)
     (training,) = at_work()
     process.kill()
     process.wait()
     training.suspend()  # so that it is at work long enough
-    assert "train.py: error: " in (printed := finish(start_loop(settings), status=1))
-    assert "another launch is at work here" in printed
+    printed = finish(start_loop(), status=1)
+    assert "train.py: error: " in printed and "another launch is at work here" in printed
     training.resume()
-    psutil.wait_procs([training])
-
-    assert "all is there" in finish(start_loop(settings))
+    psutil.wait_procs(users_of(output))  # the training runs to its end
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
-
-
-def has_lock(process: psutil.Process, output: Path) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return f"{output}/imitation/model/.settings.lock" in [file.path for file in process.open_files()]
-    return False
 
 
 # The scripts.
@@ -429,9 +370,3 @@ def test_shellcheck_finds_nothing():
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_use_nothing_that_bash_3_lacks(script):
-    text = (ROOT / "tools" / script).read_text()
-    assert not re.search(r"declare -A|local -A|mapfile|readarray|\$\{\w+(,,|\^\^|@)|wait -n|\|&|&>>|coproc", text)

@@ -1,7 +1,4 @@
-"""Players behind a server: what is asked of it, what is taken of its answers, what its faults do to games.
-
-Against two servers on loopback: a stub that misbehaves in the way a test asks for, and the one of transformers.
-"""
+"""Players behind a server: a stub that misbehaves in the way a test asks for, and the server of transformers."""
 
 import asyncio
 import contextlib
@@ -23,7 +20,7 @@ from tools import play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Reply, ReplyUnavailable, Sampling, Turn
-from tools.players.server import ServerFlags, ServerPlayer, cut_text
+from tools.players.server import ServerFlags, ServerPlayer
 from utils import read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
@@ -82,10 +79,6 @@ class Stub:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
-    def prompts(self):
-        """What was asked, from whichever endpoint."""
-        return [body["prompt"] if "prompt" in body else body["messages"][0]["content"] for *_, body in self.requests]
-
     def close(self):
         self.server.shutdown()
         self.server.server_close()
@@ -140,98 +133,85 @@ def stored(folder):
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 
-class TestRequests:
-    @pytest.mark.parametrize("api", ["completions", "chat"])
-    def test_the_server_is_shown_the_prompts_of_local_play(self, api, stub, place, tmp_path):
-        server = stub(lambda number, body: (200, {}, answer(f" Message {number}. \n")))
-        run(*flags(place, tmp_path, server.url, openai_api=api, max_games=1))
-        (game,) = results(tmp_path)
-        assert [message["content"] for message in game["history"]] == [f"Message {number}." for number in range(4)]
-        templates = load_templates(place / "prompts.json", GAME)
-        prompts = [play_prompt(GAME, game["history"][:end], WORDS[0], 2, templates) for end in range(4)]
-        assert server.prompts() == prompts
-        folder, limit = {"completions": ("", "max_tokens"), "chat": ("chat/", "max_completion_tokens")}[api]
-        for path, headers, body in server.requests:
-            assert path == f"/v1/{folder}completions" and body[limit] == 4
-            assert headers["authorization"] == f"Bearer {KEY}"
-
-    @pytest.mark.parametrize(
-        "changes, expected",
-        [
-            ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}),
-            ({"min_new_tokens": 2}, {"temperature": 1.2, "top_k": 50, "min_tokens": 2}),
-            ({"temperature": 1.0, "top_k": 0}, {}),  # neutral values are not sent
-            ({"task_type": "testing"}, {"temperature": 0}),
-        ],
-    )
-    def test_sampling_is_that_of_the_flags(self, changes, expected, stub, place, tmp_path):
-        server = stub()
-        run(*flags(place, tmp_path, server.url, max_games=1, **changes))
-        seeds = [body.pop("seed", None) for *_, body in server.requests]
-        assert len(set(seeds)) == (1 if "task_type" in changes else 4)
-        for *_, body in server.requests:
-            assert body == {"model": "some/model", "prompt": body["prompt"], "max_tokens": 4, **expected}
-
-    def test_fields_that_the_server_refuses_are_left_out_from_then_on_with_one_warning(self, stub, place, tmp_path):
-        def behave(number, body):
-            unknown = [name for name in ("max_completion_tokens", "top_k", "seed") if name in body]
-            return (422, {}, {"detail": f"unknown: {unknown[0]}"}) if unknown else (200, {}, answer())
-
-        server = stub(behave)
-        _, errors = run(*flags(place, tmp_path, server.url, openai_api="chat", max_games=3, max_concurrency=1))
-        assert len(server.requests) == 3 * 4 + 3 and server.requests[-1][2]["max_tokens"] == 4
-        assert errors.count("its server does not know top_k") == errors.count("its server does not know seed") == 1
-
-    def test_a_server_that_refuses_the_limit_of_chat_without_naming_it_gets_the_other_one(self, stub, place, tmp_path):
-        server = stub(lambda _, body: (200, {}, answer()) if "max_tokens" in body else (400, {}, b"bad request"))
-        run(*flags(place, tmp_path, server.url, openai_api="chat", max_games=2))
-        assert stored(tmp_path) == [0, 1]
-
-    def test_no_more_requests_are_in_flight_than_allowed(self, stub, place, tmp_path):
-        in_flight, most, opened = [], [], threading.Event()
-
-        def behave(number, body):
-            in_flight.append(number)
-            most.append(len(in_flight))
-            if most[-1] == 5 and not opened.is_set():
-                time.sleep(0.7)  # for a sixth one to come
-                opened.set()
-            opened.wait(30)
-            in_flight.remove(number)
-            return 200, {}, answer()
-
-        run(*flags(place, tmp_path, stub(behave).url, max_concurrency=5, concurrent_games=20, max_games=20))
-        assert max(most) == 5
-
-    @pytest.mark.parametrize("side, place_in_game", [("attacker", 0), ("defender", 1)])
-    def test_the_url_may_come_from_the_environment_and_the_other_side_may_be_a_model_here(
-        self, side, place_in_game, stub, place, tiny_model, tmp_path, monkeypatch
-    ):
-        server, other = stub(), {"attacker": "defender", "defender": "attacker"}[side]
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        monkeypatch.delenv("OPENAI_API_KEY")
-        run(*flags(place, tmp_path, max_games=6, **{f"{other}_model_name_or_path": tiny_model}))
-        for game in results(tmp_path):
-            by_server = [message["content"] == "Hello." for message in game["history"]]
-            assert by_server == [place == place_in_game for place in (0, 1, 0, 1)]
+@pytest.mark.parametrize("api, path", [("completions", "/v1/completions"), ("chat", "/v1/chat/completions")])
+def test_the_server_is_shown_the_prompts_of_local_play(api, path, stub, place, tmp_path):
+    server = stub(lambda number, body: (200, {}, answer(f" Message {number}. \n")))
+    run(*flags(place, tmp_path, server.url, openai_api=api, max_games=1))
+    (game,) = results(tmp_path)
+    assert [message["content"] for message in game["history"]] == [f"Message {number}." for number in range(4)]
+    templates = load_templates(place / "prompts.json", GAME)
+    for end, (asked_path, headers, body) in enumerate(server.requests):
+        prompt = play_prompt(GAME, game["history"][:end], WORDS[0], 2, templates)
+        assert (body["prompt"] if api == "completions" else body["messages"][0]["content"]) == prompt
+        assert asked_path == path and body["max_tokens"] == 4
+        assert headers["authorization"] == f"Bearer {KEY}"
 
 
-# --- proxies ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}),
+        ({"min_new_tokens": 2}, {"temperature": 1.2, "top_k": 50, "min_tokens": 2}),
+        ({"temperature": 1.0, "top_k": 0}, {}),  # neutral values are not sent
+        ({"task_type": "testing"}, {"temperature": 0}),
+    ],
+)
+def test_sampling_is_that_of_the_flags(changes, expected, stub, place, tmp_path):
+    server = stub()
+    run(*flags(place, tmp_path, server.url, max_games=1, **changes))
+    seeds = [body.pop("seed", None) for *_, body in server.requests]
+    assert len(set(seeds)) == (1 if "task_type" in changes else 4)
+    for *_, body in server.requests:
+        assert body == {"model": "some/model", "prompt": body["prompt"], "max_tokens": 4, **expected}
 
 
-class TestProxies:
-    def test_a_server_on_this_machine_goes_without_a_proxy(self, stub, place, tmp_path, monkeypatch):
-        for name in ("ALL_PROXY", "http_proxy"):
-            monkeypatch.setenv(name, "socks5://127.0.0.1:9")
-        server = stub()
-        run(*flags(place, tmp_path, server.url, max_games=1))
-        url = server.url.replace("127.0.0.1", "localhost")
-        run(*flags(place, tmp_path / "other", url, max_games=1))
+@pytest.mark.parametrize(
+    "refused", [{"seed"}, {"max_tokens"}, {"max_completion_tokens", "top_k"}, {"max_tokens", "seed"}]
+)
+def test_fields_that_a_server_refuses_are_left_out_from_then_on(refused, stub, place, tmp_path):
+    server = stub(lambda _, body: (422, {}, {"detail": "no"}) if refused & set(body) else (200, {}, answer()))
+    _, errors = run(*flags(place, tmp_path, server.url, openai_api="chat", max_games=3, max_concurrency=2))
+    assert stored(tmp_path) == [0, 1, 2]
+    *_, last = server.requests[-1]
+    assert 4 in (last.get("max_tokens"), last.get("max_completion_tokens"))
+    assert errors.count("trying without min_tokens, seed, top_k") == (refused != {"max_tokens"})
 
-    def test_a_proxy_that_cannot_be_used_is_named_without_its_password(self, place, tmp_path, monkeypatch):
-        monkeypatch.setenv("ALL_PROXY", "gopher://me:hush@proxy:9")
-        line, errors = run(*flags(place, tmp_path, "http://far.example/v1"), status=2)
-        assert "ALL_PROXY: this proxy cannot be used" in line and "hush" not in errors
+
+def test_no_more_requests_are_in_flight_than_allowed(stub, place, tmp_path):
+    in_flight, most, opened = [], [], threading.Event()
+
+    def behave(number, body):
+        in_flight.append(number)
+        most.append(len(in_flight))
+        if most[-1] == 5 and not opened.is_set():
+            time.sleep(0.7)  # for a sixth one to come
+            opened.set()
+        opened.wait(30)
+        in_flight.remove(number)
+        return 200, {}, answer()
+
+    run(*flags(place, tmp_path, stub(behave).url, max_concurrency=5, concurrent_games=20, max_games=20))
+    assert max(most) == 5
+
+
+def test_the_url_may_come_from_the_environment_and_the_other_side_may_be_a_model_here(
+    stub, place, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_BASE_URL", stub().url)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    run(*flags(place, tmp_path, max_games=6, attacker_model_name_or_path=tiny_model))
+    for game in results(tmp_path):
+        assert [message["content"] == "Hello." for message in game["history"]] == [False, True, False, True]
+
+
+def test_a_server_here_goes_without_a_proxy_and_one_that_cannot_be_used_is_named(stub, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    url = stub().url
+    run(*flags(place, tmp_path, url, max_games=1))
+    run(*flags(place, tmp_path / "other", url.replace("127.0.0.1", "localhost"), max_games=1))
+    monkeypatch.setenv("ALL_PROXY", "gopher://me:hush@proxy:9")
+    line, errors = run(*flags(place, tmp_path, "http://far.example/v1"), status=2)
+    assert "ALL_PROXY: this proxy cannot be used" in line and "hush" not in errors
 
 
 # --- what is taken of answers ----------------------------------------------------------------------------------------
@@ -244,65 +224,60 @@ def ask(server, api="completions") -> Reply:
     return asyncio.run(player.reply(Turn(GAME, "attacker", (), 3, 0, {"target_word": "art"})))
 
 
-class TestAnswers:
-    @pytest.mark.parametrize(
-        "usage", [None, {}, {"completion_tokens": None}, {"completion_tokens": 5.0}, {"prompt_tokens": 9}, "5"]
-    )
-    def test_tokens_that_the_server_does_not_count_are_unknown(self, usage, stub):
-        assert ask(stub(lambda *_: (200, {}, answer(usage=usage)))) == Reply("Hello.", "stop", None)
+def test_tokens_that_the_server_does_not_count_are_unknown(stub):
+    for usage in (None, {}, {"completion_tokens": None}, {"completion_tokens": 5.0}, {"prompt_tokens": 9}, "5"):
+        server = stub(lambda *_, usage=usage: (200, {}, answer(usage=usage)))
+        assert ask(server) == Reply("Hello.", "stop", None)
 
-    @pytest.mark.parametrize(
-        "finish_reason, reasons",
-        [
-            ("stop", ("stop", "eos", "eos_token", "end", "end_turn", "STOP", None)),
-            ("length", ("length", "max_tokens", "MAX_TOKENS", "model_length")),
-            (None, ("content_filter", "tool_calls", "SAFETY", "error")),
-        ],
-    )
-    def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal(self, finish_reason, reasons, stub):
-        for reason in reasons:
-            server = stub(lambda *_, reason=reason: (200, {}, answer(finish_reason=reason)))
-            if finish_reason:
-                assert ask(server) == Reply("Hello.", finish_reason, 5)
-            else:
-                with pytest.raises(ReplyUnavailable, match="the reply was broken off"):
-                    ask(server)
 
-    @pytest.mark.parametrize(
-        "content, message",
-        [
-            ("<think>A secret.</think>One.", {}),
-            ("A secret.</think>One.", {}),
-            ("One.", {"reasoning_content": "A secret."}),
-            ("One.", {"reasoning": "A secret."}),
-            ([{"type": "thinking", "thinking": "A secret."}, {"type": "text", "text": "One."}], {}),
-            ([{"type": "thinking", "thinking": [{"type": "text", "text": "A secret."}]},
-              {"type": "text", "text": "On"}, {"type": "text", "text": "e."}], {}),
-        ],
-    )  # fmt: skip
-    def test_a_thought_of_a_chat_model_is_dropped(self, content, message, stub):
-        server = stub(lambda *_: (200, {}, answer(content, **message)))
-        assert ask(server, "chat") == Reply("One.", "stop", 5)
+@pytest.mark.parametrize(
+    "finish_reason, reasons",
+    [
+        ("stop", ("stop", "eos", "eos_token", "end", "end_turn", "STOP", None)),
+        ("length", ("length", "max_tokens", "MAX_TOKENS", "model_length")),
+        (None, ("content_filter", "tool_calls", "SAFETY", "error")),
+    ],
+)
+def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal(finish_reason, reasons, stub):
+    for reason in reasons:
+        server = stub(lambda *_, reason=reason: (200, {}, answer(finish_reason=reason)))
+        if finish_reason:
+            assert ask(server) == Reply("Hello.", finish_reason, 5)
+        else:
+            with pytest.raises(ReplyUnavailable, match="the reply was broken off"):
+                ask(server)
 
-    def test_a_thought_without_an_end_and_an_empty_reply_of_a_chat_model_lose_the_game(self, stub):
-        for content in ("<think>A secret.", " ", None, []):
-            with pytest.raises(ReplyUnavailable, match="a larger --max_new_tokens leaves room for thoughts"):
-                ask(stub(lambda *_, content=content: (200, {}, answer(content, "length"))), "chat")
-        # A base model that ends at once says nothing, as in local play.
-        assert ask(stub(lambda *_: (200, {}, answer("")))).text == ""
 
-    def test_half_a_character_is_replaced(self, stub):
-        assert ask(stub(lambda *_: (200, {}, answer("a \ud800")))).text == "a \ufffd"
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("<think>A secret.</think>One.", {}),
+        ("A secret.</think>One.", {}),
+        ("One.", {"reasoning_content": "A secret."}),
+        ("One.", {"reasoning": "A secret."}),
+        ([{"type": "thinking", "thinking": "A secret."}, {"type": "text", "text": "One."}], {}),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "A secret."}]},
+          {"type": "text", "text": "On"}, {"type": "text", "text": "e."}], {}),
+    ],
+)  # fmt: skip
+def test_a_thought_of_a_chat_model_is_dropped(content, message, stub):
+    server = stub(lambda *_: (200, {}, answer(content, **message)))
+    assert ask(server, "chat") == Reply("One.", "stop", 5)
 
-    def test_a_reply_far_above_the_limit_is_cut_and_counts_as_cut(self, stub, place, tmp_path):
-        """This server heeds max_tokens alone, and says nothing of other fields."""
-        server = stub(lambda _, body: (200, {}, answer("word " * (1 if "max_tokens" in body else 3000))))
-        run(*flags(place, tmp_path, server.url, openai_api="chat", max_games=1))
-        (game,) = results(tmp_path)
-        assert [message["content"] for message in game["history"]] == ["word word word word", "word", "word", "word"]
-        assert [reply["finish_reason"] for reply in game["replies"]] == ["length", "stop", "stop", "stop"]
-        assert cut_text("eight words are twice the limit, not more", 4)[1] is False
-        assert cut_text("x" * 1000, 4) == ("x" * 64, True)
+
+def test_a_thought_without_an_end_and_an_empty_reply_of_a_chat_model_lose_the_game(stub):
+    for content in ("<think>A secret.", " ", None, []):
+        with pytest.raises(ReplyUnavailable, match="a larger --max_new_tokens leaves room for thoughts"):
+            ask(stub(lambda *_, content=content: (200, {}, answer(content, "length"))), "chat")
+    # A base model that ends at once says nothing, as in local play.
+    assert ask(stub(lambda *_: (200, {}, answer("")))).text == ""
+
+
+def test_a_reply_far_above_the_limit_is_cut_and_counts_as_cut_and_half_a_character_is_replaced(stub):
+    server = stub(lambda *_: (200, {}, answer("word " * 3000)))
+    assert ask(server, "chat") == Reply("word word word word", "length", 5)
+    assert ask(stub(lambda *_: (200, {}, answer("eight words are twice the limit, not more")))).finish_reason == "stop"
+    assert ask(stub(lambda *_: (200, {}, answer("a \ud800")))).text == "a \ufffd"
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -315,67 +290,68 @@ FAULTS = {  # the openai client repeats requests after the first three
     "422": (422, {}, {"error": {"message": "not this word"}}),
     "no JSON": (200, {"Content-Type": "text/html"}, b"<html>Welcome!</html>"),
     "no choices": (200, {}, {"choices": []}),
-    "broken off": (200, {}, answer("Hel", "content_filter")),
 }
 
 
-class TestFaults:
-    @pytest.mark.parametrize("fault", ["429", "500", "hung up"])
-    def test_a_fault_that_passes_is_asked_again(self, fault, stub, place, tmp_path):
-        server = stub(lambda number, body: FAULTS[fault] if number % 3 == 1 and number < 12 else (200, {}, answer()))
-        run(*flags(place, tmp_path, server.url, max_games=5, openai_retries=8))
-        assert len(server.requests) == 5 * 4 + 4 and stored(tmp_path) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize("fault", ["429", "500", "hung up"])
+def test_a_fault_that_passes_is_asked_again(fault, stub, place, tmp_path):
+    server = stub(lambda number, body: FAULTS[fault] if number % 3 == 1 and number < 12 else (200, {}, answer()))
+    run(*flags(place, tmp_path, server.url, max_games=5, openai_retries=8))
+    assert len(server.requests) == 5 * 4 + 4 and stored(tmp_path) == [0, 1, 2, 3, 4]
 
-    @pytest.mark.parametrize("fault", FAULTS)
-    def test_a_game_whose_reply_cannot_be_had_is_left_for_the_next_start(self, fault, stub, place, tmp_path):
-        ill = True
 
-        def behave(number, body):
-            if ill and f"`{WORDS[3]}`" in body["prompt"] and "Hello." in body["prompt"]:  # at its third message
-                return FAULTS[fault]
-            return 200, {}, answer()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_game_whose_reply_cannot_be_had_is_left_for_the_next_start(fault, stub, place, tmp_path):
+    ill = True
 
-        server = stub(behave)
-        arguments = flags(place, tmp_path, server.url, max_games=12)
-        _, errors = run(*arguments, status=UNFINISHED)
-        assert f"{WORDS[3]}: left unfinished" in errors
-        assert stored(tmp_path) == [index for index in range(12) if index != 3]
-        assert not (tmp_path / f"{STEM}_results.json").exists()
-        ill, before = False, len(server.requests)
-        run(*arguments)
-        assert len(server.requests) - before == 4  # that game alone, from its beginning
-        assert [game["target_word"] for game in results(tmp_path)] == WORDS[:12]
+    def behave(number, body):
+        if ill and f"`{WORDS[3]}`" in body["prompt"] and "Hello." in body["prompt"]:  # at its third message
+            return FAULTS[fault]
+        return 200, {}, answer()
 
-    def test_a_request_without_an_answer_in_time_is_asked_again(self, stub, place, tmp_path):
-        server = stub(lambda number, body: time.sleep(2 * (number == 1)) or (200, {}, answer()))
-        run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
-        assert len(server.requests) == 5
+    server = stub(behave)
+    arguments = flags(place, tmp_path, server.url, max_games=12)
+    _, errors = run(*arguments, status=UNFINISHED)
+    assert f"{WORDS[3]}: left unfinished" in errors
+    assert stored(tmp_path) == [index for index in range(12) if index != 3]
+    assert not (tmp_path / f"{STEM}_results.json").exists()
+    ill, before = False, len(server.requests)
+    run(*arguments)
+    assert len(server.requests) - before == 4  # that game alone, from its beginning
+    assert [game["target_word"] for game in results(tmp_path)] == WORDS[:12]
 
-    @pytest.mark.parametrize(
-        "status, error, message",
-        [
-            (401, {"message": f"Incorrect API key {KEY}"}, r"401.*Incorrect API key \*\*\*"),
-            (404, {"message": "The model `some/model` does not exist"}, "404.*does not exist"),
-            (429, {"message": "You exceeded your quota", "code": "insufficient_quota"}, "429.*exceeded your quota"),
-            (400, {"message": "Unknown field\n top_q\x1b[2J" + "very " * 10**5}, "400.*Unknown field"),
-        ],
-    )
-    def test_a_wrong_key_or_model_and_a_first_request_that_is_refused_end_the_run_with_one_line(
-        self, status, error, message, stub, place, tmp_path
-    ):
-        server = stub(lambda number, body: (status, {}, {"error": error}))
-        line, _ = run(*flags(place, tmp_path, server.url, max_concurrency=1), status=2)
-        assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
-        assert "\x1b" not in line and len(line) < 500
-        assert len(server.requests) == (4 if status == 429 else 1)
-        assert stored(tmp_path) == [] and not any(KEY in path.read_text() for path in tmp_path.iterdir())
 
-    def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(self, place, tmp_path, monkeypatch):
-        line, _ = run(*flags(place, tmp_path, "http://127.0.0.1:9/v1", openai_retries=0), status=2)
-        assert "some/model at 127.0.0.1:9: Connection error" in line
-        monkeypatch.delenv("OPENAI_API_KEY")
-        line, _ = run(*flags(place, tmp_path / "other"), status=2)
-        assert "needs OPENAI_API_KEY" in line
+def test_a_request_without_an_answer_in_time_is_asked_again(stub, place, tmp_path):
+    server = stub(lambda number, body: time.sleep(2 * (number == 1)) or (200, {}, answer()))
+    run(*flags(place, tmp_path, server.url, max_games=1, openai_timeout=0.5))
+    assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize(
+    "status, error, message",
+    [
+        (401, {"message": f"Incorrect API key {KEY}"}, r"401.*Incorrect API key \*\*\*"),
+        (404, {"message": "The model `some/model` does not exist"}, "404.*does not exist"),
+        (429, {"message": "You exceeded your quota", "code": "insufficient_quota"}, "429.*exceeded your quota"),
+        (400, {"message": "Unknown field\n top_q\x1b[2J" + "very " * 10**5}, "400.*Unknown field"),
+    ],
+)
+def test_a_wrong_key_or_model_and_a_first_request_that_is_refused_end_the_run_with_one_line(
+    status, error, message, stub, place, tmp_path
+):
+    server = stub(lambda number, body: (status, {}, {"error": error}))
+    line, _ = run(*flags(place, tmp_path, server.url, max_concurrency=1), status=2)
+    assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
+    assert "\x1b" not in line and len(line) < 500
+    assert stored(tmp_path) == [] and not any(KEY in path.read_text() for path in tmp_path.iterdir())
+
+
+def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(place, tmp_path, monkeypatch):
+    line, _ = run(*flags(place, tmp_path, "http://127.0.0.1:9/v1", openai_retries=0), status=2)
+    assert "some/model at 127.0.0.1:9: Connection error" in line
+    monkeypatch.delenv("OPENAI_API_KEY")
+    line, _ = run(*flags(place, tmp_path / "other"), status=2)
+    assert "needs OPENAI_API_KEY" in line
 
 
 # --- an independent server -------------------------------------------------------------------------------------------

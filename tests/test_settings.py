@@ -12,7 +12,7 @@ from helpers import ROOT, call, words_of
 
 from tools.games import load_game
 from tools.loop import settings as loop
-from utils import files_setting, write_json
+from utils import UserError, files_setting, write_json
 
 GIB = 2**30
 SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
@@ -45,28 +45,20 @@ def make(folder: Path, *names: str) -> None:
 # Reading.
 
 
-def test_of_files_and_words_the_last_one_counts(start, tmp_path):
-    (tmp_path / "my settings.sh").write_text(
-        "# a comment\nTEMPERATURE=0.9  # another\nTOP_K=7\n\nSEED=5\nTRAIN_ARGS='--x \"a b\" #1'\nPROMPTS=$root/a#b\n"
-    )
-    windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\n"
-    (tmp_path / "windows.sh").write_bytes(windows.encode())
-    read = loop.read_settings(["SEED=6", str(tmp_path / "my settings.sh"), f"{tmp_path}/windows.sh\r", "SEED=7\r"])
-    names = ("TEMPERATURE", "TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "TRAIN_ARGS", "PROMPTS", "EPOCHS")
-    expected = ["0.9", "8", "7", "0.3", "0 1", "", '--x "a b" #1', f"{ROOT}/a#b", "3"]
-    assert [read[name] for name in names] == expected
+def test_of_files_and_words_the_last_one_counts(tmp_path):
+    windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\nPROMPTS=$root/a#b\r\n"
+    (tmp_path / "my settings.sh").write_bytes(windows.encode())
+    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my settings.sh\r", "SEED=7\r"])
+    names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS")
+    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a#b", "3"]
 
 
 @pytest.mark.parametrize(
     "word, error",
     [
         ("--output", "--output: neither a setting NAME=VALUE nor a file"),
-        ("none.sh", "none.sh: neither a setting NAME=VALUE nor a file"),
-        ("EPOCS=2", "unknown setting EPOCS; did you mean EPOCHS?"),
-        ("epochs=2", "unknown setting epochs; did you mean EPOCHS?"),
-        ("KL: 2", "wrong.sh:2: expected NAME=VALUE"),
+        ("epocs=2", "unknown setting epocs; did you mean EPOCHS?"),
         ("EVAL_SEEDS=0 true", "wrong.sh:2: expected NAME=VALUE, a value with blanks in quotes"),
-        ("PLAY_ARGS='--a' b", "wrong.sh:2: expected NAME=VALUE"),
     ],
 )
 def test_what_is_no_setting_is_refused_with_the_nearest_name(start, tmp_path, word, error):
@@ -79,19 +71,15 @@ def test_what_is_no_setting_is_refused_with_the_nearest_name(start, tmp_path, wo
     "changes, error",
     [
         ({"MODEL": ""}, "MODEL=... is missing"),
-        ({"EPOCHS": "08"}, "EPOCHS=08: expected a whole number"),
+        ({"EPOCHS": "08"}, "EPOCHS=08: expected "),
         ({"CONTROL": "coin"}, "CONTROL=coin: expected"),
         ({"UNTIL": "epoch1_rewards"}, "UNTIL=epoch1_rewards: expected"),
-        ({"PRECISION": "half"}, "PRECISION=half: expected"),
         ({"SFT_DATA": "none.json"}, "SFT_DATA=none.json: no such file"),
         ({"IMITATION_DATA": "{words} none.json"}, "IMITATION_DATA=none.json: no such file"),
         ({"EVAL_WORDS": "held=none.txt"}, "EVAL_WORDS=none.txt: no such file"),
-        ({"GLOBAL_BATCH": "30", "NPROC": "4"}, "GLOBAL_BATCH=30 is no multiple of the 8 rows"),
+        ({"GLOBAL_BATCH": "30", "NPROC": "4"}, "GLOBAL_BATCH is no multiple of the 8 rows"),
         ({"LOSERS": "0.5"}, "DETACH_KL=True"),
-        ({"TIES": "0.1"}, "DETACH_KL=True"),
         ({"BASELINE": "role"}, "DETACH_KL=True"),
-        ({"CONTROL": "sft"}, "CONTROL=sft needs LIKE"),
-        ({"GAME": "chess"}, "chess"),
         ({"GAME": "guess_my_city"}, "words.txt:1: "),
     ],
 )
@@ -103,44 +91,32 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, cha
 def test_values_reach_the_shell_as_they_are(needed):
     needed |= {"OUTPUT": f"{needed['OUTPUT']} $(touch x) 'y'", "EVAL_ARGS": "--a 'b \"c' '' $(x) * 'd\ne'"}
     lines = call(loop.main, *words_of(needed)).output
-    script = 'printf "%s\\0" "$OUTPUT" "$dtype" "${EVAL_ARGS[@]}"'
+    script = 'printf "%s\\0" "$OUTPUT" "${EVAL_ARGS[@]}"'
     shown = subprocess.run(["bash", "-c", f"{lines}\n{script}"], capture_output=True, text=True, check=True).stdout
-    assert shown.split("\0")[:-1] == [needed["OUTPUT"], "float32", "--a", 'b "c', "", "$(x)", "*", "d\ne"]
+    assert shown.split("\0")[:-1] == [needed["OUTPUT"], "--a", 'b "c', "", "$(x)", "*", "d\ne"]
 
 
 # Filling in.
-
-
-@pytest.fixture
-def pretend_gpus(monkeypatch):
-    """Give this machine so many GPUs, and a CPU that may compute in bf16."""
-
-    def pretend(number: int, gib: int = 80, *, bf16: bool = True) -> None:
-        properties = types.SimpleNamespace(total_memory=gib * GIB)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
-        monkeypatch.setattr(loop, "cpu_computes_bf16", lambda: bf16)
-
-    return pretend
 
 
 @pytest.mark.parametrize(
     "gpus, bf16, expected",
     [
         (0, False, ["1", "fp32", "False", "none"]),
-        (0, True, ["1", "bf16", "False", "none"]),
         (8, True, ["8", "bf16", "True", "zero2.json"]),
         (1, False, ["1", "fp16", "True", "default_offload_opt_param.json"]),  # a V100, where PyTorch emulates bf16
     ],
 )
-def test_automatic_settings_follow_gpus_and_cpu(pretend_gpus, large_model, gpus, bf16, expected):
-    pretend_gpus(gpus, bf16=bf16)
+def test_automatic_settings_follow_gpus_and_cpu(monkeypatch, large_model, gpus, bf16, expected):
+    properties = types.SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
+    monkeypatch.setattr(loop, "cpu_computes_bf16", lambda: bf16)
     settings = loop.read_settings([f"MODEL={large_model}"])
     loop.fill(settings)
     settings["DEEPSPEED"] = Path(settings["DEEPSPEED"]).name
     assert [settings[name] for name in ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")] == expected
-    assert (settings["IMITATION_LR"], settings["LEARNING_RATE"]) == ("5e-6", "2e-6")
 
 
 @pytest.fixture
@@ -163,7 +139,6 @@ def large_model(tmp_path) -> Path:
         (4, 24, "", "default_offload_opt_param.json"),
         (1, 141, "", "none"),
         (1, 80, "", "default_offload_opt_param.json"),
-        (1, 24, "4", "none"),
     ],
 )
 def test_deepspeed_is_chosen_by_what_fits(large_model, gpus, gib, lora, file):
@@ -174,44 +149,19 @@ def test_deepspeed_is_chosen_by_what_fits(large_model, gpus, gib, lora, file):
 # Another run.
 
 
-@pytest.fixture
-def other_run(tmp_path, needed):
-    """Make a run whose imitation has ended, with changed settings; its OUTPUT."""
-
-    def record(**changes) -> str:
-        folder = tmp_path / "spag"
-        make(folder, "epoch1/episodes/imitation_sampling_words_results.json")
-        write_json(folder / "imitation/model/settings.json", {"finished": True})
-        stored = loop.read_file(loop.DEFAULTS_FILE) | needed | {"OUTPUT": str(folder), "UNTIL": "epoch1_play"}
-        write_json(folder / "settings.json", {"settings": stored | changes})
-        return str(folder)
-
-    return record
-
-
-@pytest.mark.parametrize(
-    "stored, model",
-    [
-        ({}, ""),
-        ({"IMITATION_DATA": "{words}"}, "{run}/imitation/model"),
-        ({"IMITATION_DATA": "{words}", "LORA_RANK": "4"}, "{run}/imitation/model/merged"),
-        ({"IMITATION_DATA": "{words}", "IMITATION_MODEL": "first/model"}, "first/model"),
-    ],
-)
-def test_like_takes_settings_imitation_model_and_first_games_of_another_run(other_run, tmp_path, stored, model):
-    stored = {name: value.replace("{words}", str(tmp_path / "words.txt")) for name, value in stored.items()}
-    run = other_run(TEMPERATURE="0.5", KL="0.3", **stored)
+def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):
+    run, record = tmp_path / "spag", tmp_path / "spag/imitation/model/settings.json"
+    stored = loop.read_file(loop.DEFAULTS_FILE) | needed | {"UNTIL": "epoch1_play", "TEMPERATURE": "0.5", "KL": "0.3"}
+    stored |= {"IMITATION_DATA": needed["WORDS"], "LORA_RANK": "4"}
+    write_json(run / "settings.json", {"settings": stored})
+    write_json(record, {"finished": True})
     settings = loop.read_settings(["KL=0.4", f"LIKE={run}", "OUTPUT=mine"])
     names = ("IMITATION_MODEL", "FIRST_EPISODES", "TEMPERATURE", "KL", "UNTIL", "OUTPUT")
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    assert [settings[name] for name in names] == [model.format(run=run), games, "0.5", "0.4", "", "mine"]
-
-
-def test_like_needs_an_imitation_that_has_ended_and_keeps_its_settings(other_run, tmp_path, start):
-    run = other_run(IMITATION_DATA=f"{tmp_path}/words.txt", IMITATION_LR="1e-3")
-    assert "IMITATION_LR=1e-4: the imitation model of LIKE=" in start(status=2, LIKE=run, IMITATION_LR="1e-4")
-    write_json(Path(run, "imitation/model/settings.json"), {"finished": False})
-    assert "its imitation has not ended" in start(status=2, LIKE=run)
+    assert [settings[name] for name in names] == [f"{run}/imitation/model/merged", games, "0.5", "0.4", "", "mine"]
+    write_json(record, {"finished": False})
+    with pytest.raises(UserError, match="its imitation has not ended"):
+        loop.read_settings([f"LIKE={run}"])
 
 
 def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
@@ -232,51 +182,24 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
 # The record.
 
 
-@pytest.mark.parametrize(
-    "changes, words", [({}, 1), ({"GAMES": "2"}, 1), ({"GAMES": "9", "GAMES_PER_WORD": "2"}, 2)]
-)
-def test_play_gets_the_first_words_so_many_times(start, tmp_path, changes, words):
-    start(**changes)
-    first = ["art", "music", "bridge"][: int(changes.get("GAMES", 3))]
-    assert (tmp_path / "out/words.txt").read_text().split() == words * first
+def test_play_gets_the_first_words_so_many_times(start, tmp_path):
+    start(GAMES="2", GAMES_PER_WORD="2")
+    assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music"] * 2
 
 
-@pytest.mark.parametrize("changes, refused", [
-    ({"SEED": "1"}, True),
-    ({"KL": "0.3"}, True),
-    ({"NPROC": "2", "SAVE_STEPS": "0", "EPOCHS": "5", "EVAL_SEEDS": "0 1"}, False),
-])  # fmt: skip
-def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path, changes, refused):
+def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):
     start(SEED="9")
     before = start()  # nothing is there yet
     make(tmp_path / "out", TRAINED)
-    if refused:
-        (name,) = changes
-        errors = start(status=2, **changes)
-        assert f"made with other settings ({name}: {before[name]} then, {changes[name]} now)" in errors
-        assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
-    else:
-        assert start(**changes) == before | changes
-
-
-def test_a_setting_that_is_newer_than_the_record_has_its_default_there(start, tmp_path):
-    start()
-    make(tmp_path / "out", TRAINED)
-    record = json.loads((tmp_path / "out/settings.json").read_text())
-    del record["settings"]["CLIP_RANGE"]
-    write_json(tmp_path / "out/settings.json", record)
-    start()
-    write_json(tmp_path / "out/settings.json", record)
-    assert "CLIP_RANGE: 0.2 then, 0.3 now" in start(status=2, CLIP_RANGE="0.3")
-
-
-def test_other_machines_write_nothing(tmp_path, needed):
-    call(loop.main, *words_of(needed | {"NODE_RANK": "1"}))
-    assert not (tmp_path / "out").exists()
+    errors = start(status=2, KL="0.3")
+    assert "made with other settings (KL: 0.2 then, 0.3 now)" in errors
+    assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
+    free = {"NPROC": "2", "SAVE_STEPS": "0", "EPOCHS": "5", "EVAL_SEEDS": "0 1"}
+    assert start(**free) == before | free
 
 
 def test_every_setting_has_its_meaning_in_the_file_of_defaults():
     text = loop.DEFAULTS_FILE.read_text()
     settings = loop.read_file(loop.DEFAULTS_FILE)
     assert re.findall(r"^([A-Z_]+)=.* # \w", text, flags=re.MULTILINE) == list(settings)
-    assert loop.MAY_DIFFER | {*loop.FILES, *loop.OF_IMITATION, *loop.PATTERNS} <= settings.keys()
+    assert loop.MAY_DIFFER | {*loop.FILES, *loop.PATTERNS} <= settings.keys()

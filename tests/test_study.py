@@ -1,9 +1,9 @@
 """Studies: what is kept of finished loops, tables over seeds, the script that runs all, stored results."""
 
 import json
+import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -27,16 +27,14 @@ def seeds(tmp_path) -> list[Path]:
     """The folders of two seeds, each with the arms released and detached."""
     wins = {1: ((50, 55, 60), (50, 60, 70)), 2: ((52, 56, 64), (52, 62, 66))}
     for seed, (released, detached) in wins.items():
-        folder = tmp_path / f"seed{seed}"
-        add_arm(folder, "released", wins=released)
-        add_arm(folder, "detached", wins=detached, LIKE=f"{folder}/released", DETACH_KL="True")
+        add_arm(tmp_path / f"seed{seed}", "released", wins=released)
+        add_arm(tmp_path / f"seed{seed}", "detached", wins=detached, DETACH_KL="True")
     return [tmp_path / f"seed{seed}" for seed in wins]
 
 
 def add_arm(folder: Path, arm: str, **settings) -> None:
     make_loop(folder / arm, int(folder.name[4:]), WORDS=f"{folder}/words.txt", **settings)
-    words = "DETACH_KL=True\nTRAIN_ARGS=--num_train_epochs 2\n" if arm == "detached" else "MODEL=tiny\n"
-    (folder / f"{arm}.finished").write_text(words)
+    (folder / f"{arm}.finished").touch()
 
 
 def collected(folder: Path) -> Path:
@@ -44,16 +42,17 @@ def collected(folder: Path) -> Path:
     return folder.with_suffix(".json")
 
 
-def rows_of(block: str) -> list[dict[str, str]]:
+def rows_of(text: str, title: str) -> list[dict[str, str]]:
     """The lines of a table in Markdown, cells by column."""
-    head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
-    return [dict(zip(head, line, strict=True)) for line in lines]
+    block = re.search(rf"^## {title}\n\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block[1].splitlines()] if block else [[]]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def tables(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
     """The tables of a text by title: lines by their first two cells."""
-    blocks = re.findall(r"^## (.*)\n\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
-    return {title: {tuple(row.values())[:2]: row for row in rows_of(block)} for title, block in blocks}
+    titles = re.findall("^## (.*)$", text, flags=re.MULTILINE)
+    return {title: {tuple(row.values())[:2]: row for row in rows_of(text, title)} for title in titles}
 
 
 def table_of(*results, flags=(), status: int = 0):
@@ -72,27 +71,24 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
         add_belief(seed / "released", {"base": 0.5, "epoch1": 2.0, "epoch2": 4.0})
         add_belief(seed / "detached", {"base": 0.5, "epoch1": 3.0, "epoch2": 5.0 + change})
     flags = ["--primary", "points", "released", "0.5", "--primary", "knowledge", "detached", "released"]
-    shown = tables(
-        table_of(*map(collected, seeds), flags=[*flags, "--minus", "points", "detached", "released"]).output
-    )
+    flags += ["--minus", "points", "detached", "released", "--minus", "meet", "detached", "imitation"]
+    shown = tables(table_of(*map(collected, seeds), flags=flags).output)
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
     points = shown["Points against imitation"]
     assert points["released", "2"]["as attacker"] == over_two(0.6, 0.64, ".3f")
     assert points["released", "2"]["as defender"] == over_two(0.4, 0.36, ".3f")
-    assert points["detached", "1"]["points"] == "0.500 [0.500, 0.500]" and points["detached", "1"]["tie"] == "0.000"
-    assert (points["released", "2"]["steps"], points["released", "2"]["rows"]) == ("32", "2000")
-    assert points["released", "2"]["own breaches as attacker"] == "0.380"
-    assert shown["Differences, paired by seed"]["points", "detached"]["difference"] == "+0.000 [+0.000, +0.000]"
+    assert points["released", "2"]["own breaches as attacker"] == over_two(0.4, 0.36, ".3f")
+    assert points["detached", "1"]["points"] == "0.500 [0.500, 0.500]"
+    gaps = shown["Differences, paired by seed"]
+    assert gaps["points", "detached"]["difference"] == "+0.000 [+0.000, +0.000]"
+    assert (gaps["meet", "detached"]["epoch"], gaps["meet", "detached"]["difference"]) == ("2", "+0.250")
     primary = shown["Primary comparisons"]
     assert primary["points", "released"]["minus"] == "0.5"
     assert primary["knowledge", "detached"]["difference"] == over_two(1, 2, "+.2f")
-    assert shown["Self-play"]["imitation", "0"]["attacker wins"] == "0.510"
-    assert shown["Self-play"]["detached", "1"]["attacker wins"] == "0.610"
+    assert shown["Self-play"]["imitation", "0"]["attacker wins"] == over_two(0.5, 0.52, ".3f")
     assert shown["Belief on recorded games"]["base", "0"]["knowledge after 1"] == "0.50 [0.50, 0.50]"
-    assert (
-        shown["Questions"]["detached", "2"]["meet"] == "0.750" and shown["Questions"]["detached", "2"]["seeds"] == "1"
-    )
-    assert shown["Arms"]["detached", "DETACH_KL=True; TRAIN_ARGS=--num_train_epochs 2"]["commits"] == "abc123"
+    arm = shown["Arms"]["detached", "DETACH_KL=True"]
+    assert (arm["steps"], arm["rows"], arm["commits"]) == ("32", "2000", "abc123")
     assert read_json(collected(seeds[0]))["arms"]["released"]["settings"]["WORDS"] == "{folder}/words.txt"
 
 
@@ -105,20 +101,14 @@ def test_runs_of_an_arm_with_other_settings_are_refused_by_name(seeds):
 
 def test_loops_are_compared_by_their_folders_and_have_their_benchmarks(tmp_path):
     right = {("spag", 1): (50, 55, 60), ("spag", 2): (52, 56, 64), ("sft", 1): (50, 51, 52), ("sft", 2): (52, 53, 56)}
-    loops = {}
-    for (arm, seed), numbers in right.items():
-        loops[arm, seed] = make_loop(tmp_path / f"{arm}{seed}", seed)
-        add_benchmarks(loops[arm, seed], dict(zip(("imitation", "epoch1", "epoch2"), numbers, strict=True)))
+    right["spag", 0] = (50, 55, 60)  # a seed without the other arm takes nothing away
+    loops = {each: make_loop(tmp_path / "{}{}".format(*each), each[1]) for each in right}
+    for each, numbers in right.items():
+        add_benchmarks(loops[each], dict(zip(("imitation", "epoch1", "epoch2"), numbers, strict=True)))
     named = [f"{arm}={folder}" for (arm, _), folder in loops.items()]
-    shown = tables(table_of(*named).output)
-    benchmarks = shown["Reasoning benchmarks"]["spag", "2"]
-    assert benchmarks["PIQA"] == benchmarks[MEAN] == over_two(60, 64, ".2f")
-    assert benchmarks[f"{MEAN} minus imitation"] == over_two(10, 12, "+.2f")
-    assert shown["Differences, paired by seed"][MEAN, "sft"]["difference"] == over_two(-8, -8, "+.2f")
-    lonely = make_loop(tmp_path / "spag0", 0)  # a seed without the other arm takes nothing away
-    add_benchmarks(lonely, {"imitation": 50, "epoch1": 55, "epoch2": 60})
-    shown = tables(table_of(*named, f"spag={lonely}").output)
-    assert shown["Differences, paired by seed"][MEAN, "sft"]["difference"] == over_two(-8, -8, "+.2f")
+    gap = tables(table_of(*named).output)["Differences, paired by seed"][MEAN, "sft"]
+    assert gap["difference"] == over_two(-8, -8, "+.2f")
+    assert tables(table_of(*named[:2]).output)["Reasoning benchmarks"]["spag", "2"]["PIQA"] == over_two(60, 64, ".2f")
     assert tables(table_of(named[0]).output)["Reasoning benchmarks"]["spag", "2"]["PIQA"] == "60.00 ± 5.00"
     add_benchmarks(loops["sft", 1], {"imitation": 50, "epoch1": 51}, limit=10)
     assert "limit: None then, 10 now" in table_of(named[0], named[2], status=2).errors
@@ -126,31 +116,32 @@ def test_loops_are_compared_by_their_folders_and_have_their_benchmarks(tmp_path)
 
 def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_holm():
     # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303; t = 10.39, p = 0.00913.
-    mean, (low, high), p = student([0.5, 0.6, 0.7])
-    assert (mean, low, high) == (pytest.approx(0.6), pytest.approx(0.3516, abs=1e-4), pytest.approx(0.8484, abs=1e-4))
-    assert p == pytest.approx(0.00913, abs=1e-5)
+    mean, interval, p = student([0.5, 0.6, 0.7])
+    assert (mean, p) == (pytest.approx(0.6), pytest.approx(0.00913, abs=1e-5))
+    assert interval == pytest.approx([0.3516, 0.8484], abs=1e-4)
     assert student([0.55 - 0.5, 0.6 - 0.55])[2] is None  # equal up to rounding
     assert student([0.5]) == (0.5, None, None) and student([0.5, 0.5]) == (0.5, [0.5, 0.5], None)
-    assert holm([0.04, 0.01, 0.03]) == [pytest.approx(0.06), pytest.approx(0.03), pytest.approx(0.06)]
-    assert holm([0.04, None]) == [pytest.approx(0.08), None]
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.04, None]) == pytest.approx([0.08, math.nan], nan_ok=True)
 
 
-def test_the_numbers_of_the_embedded_worlds_readme_are_those_that_its_command_prints():
-    readme = (ROOT / "tools/tiny/README.md").read_text()
-    command = re.search(r"python -m tools.study.table (--results .*?)```", readme, re.DOTALL)[1].replace("\\\n", " ")
-    words = shlex.split(command)
-    words[1:2] = sorted((ROOT / "data/tiny/results").glob("*.json"))
-    printed = call(table.main, *words).output
-    numbers = re.findall(r"[+-]?\b\d\.\d{3}\b", readme)
-    assert len(numbers) > 40 and [number for number in numbers if number not in printed] == []
-    points = tables(printed)["Points against imitation"]["losers_ties", "3"]
-    assert (points["points"], points["held_out words"]) == ("0.794 [0.783, 0.804]", "0.787 [0.762, 0.811]")
+@pytest.mark.parametrize("world", ["tiny", "english"])
+def test_the_stored_tables_are_made_again_from_the_stored_seeds(world, tmp_path):
+    """Their own lines say which comparisons were asked for."""
+    text = (ROOT / f"data/{world}/table.md").read_text()
+    flags = ["--output", tmp_path]
+    for title, name in (("Primary comparisons", "--primary"), ("Differences, paired by seed", "--minus")):
+        for row in rows_of(text, title):
+            flags += [name, row["measure"], row["arm"], row["minus"]]
+    table_of(*sorted((ROOT / f"data/{world}/results").glob("*.json")), flags=flags)
+    assert (tmp_path / "table.md").read_text() == text
 
 
-def test_the_english_worlds_stored_results_are_printed():
-    shown = tables(table_of(*sorted((ROOT / "data/english/results").glob("*.json"))).output)
-    assert shown["Points against imitation"]["released", "3"]["points"] == "0.524 [0.432, 0.616]"
-    assert shown["Reasoning benchmarks"]["sft", "3"]["MuTual"] == "33.25 [32.43, 34.07]"
+def test_every_number_of_the_results_stands_in_the_stored_tables():
+    stored = "".join((ROOT / f"data/{world}/table.md").read_text() for world in ("tiny", "english"))
+    numbers = re.findall(r"[+-]?\b\d\.\d{2,3}\b", (ROOT / "data/RESULTS.md").read_text())
+    rounded = {"0.34", "0.25", "-2.5"}  # imitation's points as attacker, a setting
+    assert len(numbers) > 60 and [number for number in numbers if number not in stored and number not in rounded] == []
 
 
 # The script that runs a study. A stand-in for the loop notes its words and leaves what a loop leaves.
@@ -204,9 +195,8 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(study, tmp_pat
     run = study("EPOCHS=1", FAIL="seed2/sft")
     output, _ = run.communicate(timeout=300)
     assert run.returncode != 0 and "seed 2 failed" in output and not (out / "table.md").exists()
-    assert f"WORDS=a b EVAL_SEEDS=2 SEED=200 OUTPUT={out}/seed2/released EPOCHS=1 MODEL={out}/seed2/base" in calls(
-        tmp_path
-    )
+    first = f"SEED=200 OUTPUT={out}/seed2/released EPOCHS=1 MODEL={out}/seed2/base"
+    assert f"WORDS=a b EVAL_SEEDS=2 {first}" in calls(tmp_path)
     like = f"SEED=100 OUTPUT={out}/seed1/sft LIKE={out}/seed1/released EPOCHS=1 CONTROL=sft"
     assert f"WORDS=a b EVAL_SEEDS=1 {like}" in calls(tmp_path)
     assert read_json(out / "seed2.json")["arms"].keys() == {"imitation", "released"}
@@ -214,10 +204,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(study, tmp_pat
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert [re.search(r"seed2/(\w+)", line)[1] for line in calls(tmp_path)[4:]] == ["sft"]
-    stored = read_json(out / "seed2.json")["arms"]
-    assert (
-        stored["sft"]["words"] == {"EPOCHS": "1", "CONTROL": "sft"} and stored["imitation"]["epochs"]["0"]["Questions"]
-    )
+    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["Questions"] == {"meet": 0.5}
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
 

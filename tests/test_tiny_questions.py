@@ -11,7 +11,7 @@ from tools.tiny import questions
 from tools.tiny.build import corpus, scripted_games
 from tools.tiny.models import byte_tokenizer, random_llama
 from tools.tiny.players import FACT_QUERY, Skill, fact_rows, load_lexicon
-from tools.tiny.questions import COLUMNS, HELD_OUT, Question, ask, by_word, make_questions
+from tools.tiny.questions import HELD_OUT, Question, ask, make_questions, shares
 from utils import read_json, write_json
 
 LEXICON = load_lexicon()
@@ -36,9 +36,12 @@ def test_all_words_of_a_question_are_on_its_side(asked):
         assert words <= held_out if question.side == HELD_OUT else not words & held_out
 
 
-def test_the_questions_are_those_of_the_finished_study(asked):
-    sizes = {column: sum(by_word(asked, [True] * len(asked), column)[0]) for column in COLUMNS}
-    assert sizes == {"meet": 814, "common": 870, "meet + common": 1684, "meet + common, held-out words": 290}
+def test_shares_are_taken_over_the_questions_of_the_finished_study(asked):
+    right = [question.kind == "meet" for question in asked]
+    share = {name: mean for name, (mean, _) in shares(asked, right).items()}
+    held_out = sum(right for right, question in zip(right, asked, strict=True) if question.side == HELD_OUT) / 290
+    assert (len(asked), share.pop("meet"), share.pop("common")) == (1684, 1, 0)
+    assert share == {"meet + common": 814 / 1684, "meet + common, held-out words": held_out}
 
 
 def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
@@ -89,6 +92,6 @@ def test_the_models_of_a_loop_are_asked_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(questions, "make_questions", lambda lexicon: make_questions(lexicon)[::10])
     output = call(questions.main, "--output_dir", tmp_path / "sft").output
     assert [line.split()[1] for line in output.splitlines()[2:]] == ["base", "imitation", "epoch10"]
-    shares = read_json(tmp_path / "sft/questions.json")["shares"]
-    assert shares.keys() == {"base", "imitation", "epoch10"}
-    assert 0.1 < shares["epoch10"]["meet + common"] < 0.4  # a random model draws
+    stored = read_json(tmp_path / "sft/questions.json")["shares"]
+    assert stored.keys() == {"base", "imitation", "epoch10"}
+    assert 0.1 < stored["epoch10"]["meet + common"] < 0.4  # a random model draws

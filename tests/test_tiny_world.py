@@ -1,6 +1,5 @@
 """The embedded world: its lexicon and scripted players, and what is built of them."""
 
-import asyncio
 import math
 import random
 import re
@@ -10,23 +9,11 @@ import pytest
 from helpers import call
 
 from tools.games import taboo
-from tools.games.prompts import load_templates, play_prompt
+from tools.games.prompts import answer, load_templates, play_prompt
 from tools.players.player import Turn
 from tools.tiny import build
 from tools.tiny.build import TRUE_HINTS, scripted_games
-from tools.tiny.players import (
-    CHAT,
-    GUESS,
-    HINT,
-    NAME,
-    Lexicon,
-    LexiconAttacker,
-    LexiconDefender,
-    Skill,
-    fact_rows,
-    hinted_clues,
-    load_lexicon,
-)
+from tools.tiny.players import CHAT, GUESS, HINT, NAME, Lexicon, Skill, fact_rows, hinted_clues, load_lexicon, speak
 from utils import read_json, read_json_or_jsonl
 
 GAME = taboo.Taboo()
@@ -37,11 +24,11 @@ SMALL = Lexicon(
 LEXICON = load_lexicon()
 
 
-def reply(player, role: str, word: str | None, *messages: str, max_turns: int = 3) -> str:
-    roles = GAME.roles * max_turns
-    history = tuple({"role": at, "content": text} for at, text in zip(roles, messages, strict=False))
-    secrets = GAME.secrets(role, word, history)
-    return asyncio.run(player.reply(Turn(GAME, role, history, max_turns, 0, secrets, {}))).text
+def reply(skill: Skill, role: str, word: str | None, *messages: str, seed: int = 0) -> str:
+    """The next message of a scripted player in a game of the small lexicon."""
+    history = tuple({"role": at, "content": text} for at, text in zip(GAME.roles * 3, messages, strict=False))
+    turn = Turn(GAME, role, history, 3, 0, GAME.secrets(role, word, history), {})
+    return speak(turn, SMALL, skill, random.Random(seed))
 
 
 # Lexicon.
@@ -64,30 +51,24 @@ def test_neither_clues_nor_the_words_around_them_give_a_word_away_as_a_breach():
             assert not any(form in text for form in taboo.derivatives(word)), (word, text)
 
 
-def test_a_line_without_all_its_clues_is_named(tmp_path):
-    path = tmp_path / "lexicon.txt"
-    path.write_text("# comment\ncat: purr | pet\n")
-    with pytest.raises(ValueError, match=r"lexicon.txt:2: expected 'word: 6 clues \| 3 shared clues'"):
-        load_lexicon(path)
-
-
 # Scripted players.
 
 
 def test_an_attacker_of_full_skill_gives_clues_of_the_word_alone_and_none_twice():
-    attacker = LexiconAttacker(SMALL, Skill(breach=0, stray=0, own=1), random.Random(0))
-    first = reply(attacker, taboo.ATTACKER, "cow")
+    skill = Skill(breach=0, stray=0, own=1)
+    first = reply(skill, taboo.ATTACKER, "cow")
     assert first in (HINT.format("milk"), HINT.format("moo"))
     second = HINT.format({HINT.format("milk"): "moo", HINT.format("moo"): "milk"}[first])
-    assert {reply(attacker, taboo.ATTACKER, "cow", first, "Hm.") for _ in range(20)} == {second}
+    assert {reply(skill, taboo.ATTACKER, "cow", first, "Hm.", seed=seed) for seed in range(20)} == {second}
 
 
-def test_a_defender_of_full_skill_guesses_the_word_that_the_clues_leave():
-    defender = LexiconDefender(SMALL, Skill(forget=0, guess=(1, 0), last_guess=(1, 1), slip=0), random.Random(0))
-    assert reply(defender, taboo.DEFENDER, None, HINT.format("moo")) == GUESS.format("cow")
-    assert reply(defender, taboo.DEFENDER, None, HINT.format("farm")).startswith("I think of ")
+def test_a_defender_of_full_skill_guesses_the_word_that_the_clues_leave_in_the_words_of_the_prompt_file():
+    skill = Skill(forget=0, guess=(1, 0), last_guess=(1, 1), slip=0)
+    templates = load_templates(build.PROMPTS, GAME)
+    assert (taboo.DEFENDER, reply(skill, taboo.DEFENDER, None, HINT.format("moo"))) == answer(GAME, "cow", templates)
+    assert reply(skill, taboo.DEFENDER, None, HINT.format("farm")).startswith("I think of ")
     messages = [HINT.format("farm"), "Hm.", HINT.format("farm"), "Hm.", HINT.format("wise")]
-    assert reply(defender, taboo.DEFENDER, None, *messages) == GUESS.format("owl")
+    assert reply(skill, taboo.DEFENDER, None, *messages) == GUESS.format("owl")
 
 
 def test_scripted_games_end_in_every_way_and_are_the_same_for_the_same_seed():

@@ -1,6 +1,5 @@
 """train.py as its user sees it: recorded runs, ways to train that must agree, checkpoints, refusals."""
 
-import importlib.metadata
 import json
 import random
 import re
@@ -37,8 +36,11 @@ def flags(output, settings: dict, **changes) -> list[str]:
 
 def run(output, settings: dict, **changes) -> list[dict]:
     """Train in this process; return what was logged at each step."""
-    call(train.main, *flags(output, settings, **changes))
-    return steps_of(output)
+    printed = call(train.main, *flags(output, settings, **changes)).output.splitlines()
+    steps = steps_of(output)
+    losses = f"loss {steps[0]['loss']:.3f} at the first and {steps[-1]['loss']:.3f} at the last"
+    assert printed[-1] == f"{len(steps)} steps, {losses}"
+    return steps
 
 
 def refused(output, settings: dict, message: str, **changes) -> None:
@@ -53,16 +55,13 @@ def launch(output, processes: int, settings: dict) -> list[dict]:
     return steps_of(output)
 
 
-def history_of(output) -> list[dict]:
-    return json.loads((Path(output) / "trainer_state.json").read_text())["log_history"]
-
-
 def steps_of(output) -> list[dict]:
-    return [entry for entry in history_of(output) if "loss" in entry]
+    history = utils.read_json(Path(output) / "trainer_state.json")["log_history"]
+    return [entry for entry in history if "loss" in entry]
 
 
 def curve(steps: list[dict]) -> list[list[float]]:
-    return [[step["loss"], step["grad_norm"], 1e3 * step["learning_rate"]] for step in steps]
+    return [[step["loss"], step["grad_norm"]] for step in steps]
 
 
 def write_rows(path, rows) -> str:
@@ -115,9 +114,6 @@ def sft(rows: str, model, **changes) -> dict:
 @pytest.fixture(scope="module")
 def mixed_rows(tmp_path_factory) -> str:
     return write_rows(tmp_path_factory.mktemp("rows") / "mixed.jsonl", make_rows(64))
-
-
-# --- recorded runs -------------------------------------------------------------------------------------------------
 
 
 def recorded_settings(name: str, tmp_path) -> dict:
@@ -177,10 +173,7 @@ def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
 
 def test_the_rows_that_made_a_recorded_run_nan_are_refused(tmp_path):
     settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
-    refused(tmp_path / "out", settings, r"\.jsonl: row \d+: .*cuts off the whole target .*--truncation_side left")
-
-
-# --- ways to train that must agree ---------------------------------------------------------------------------------
+    refused(tmp_path / "out", settings, r"\.jsonl: row \d+: .*cuts off the whole target; use --truncation_side left")
 
 
 def assert_same_training(steps, output, expected_steps, expected_output, before, tolerance=1e-4):
@@ -211,12 +204,8 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     path, shuffled = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", [rows[i] for i in order])
     settings = offline_po(path, tiny_model, other_model, max_steps=9, learning_rate=1e-4, seed=7)
     plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
-    dealt_out = {
-        "train_sampling_strategy": "batch_rebalance",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-    }
-    steps = launch(tmp_path / "dealt", 2, settings | dealt_out)
+    settings |= {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 2}
+    steps = launch(tmp_path / "dealt", 2, settings | {"gradient_accumulation_steps": 2})
     assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
     assert len(steps) == 9
 
@@ -258,9 +247,6 @@ def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
-# --- the reference -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def loaded(monkeypatch) -> list[str]:
     """The models that train.py loads, by name."""
@@ -278,9 +264,6 @@ def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
         assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
         assert abs(steps[-1]["log_ratio"]) > 1e-3
     assert loaded == [tiny_model] * 2
-
-
-# --- a run and its folder ------------------------------------------------------------------------------------------
 
 
 def stop(*_, **__):
@@ -305,10 +288,6 @@ def again(stopped, tmp_path) -> tuple[Path, dict]:
     return shutil.copytree(stopped[0], tmp_path / "again"), stopped[1]
 
 
-def saved_steps(output: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
-
-
 def contents(folder: Path) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
@@ -316,28 +295,47 @@ def contents(folder: Path) -> dict:
 @pytest.fixture
 def no_second_time(monkeypatch):
     """Passing rows through the reference is an error."""
-
-    def refuse(*_):
-        raise AssertionError("made again")
-
-    monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", refuse)
+    monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", stop)
 
 
-def test_reference_logprobs_are_kept_for_the_same_command_and_go_at_the_end(again, no_second_time):
+def test_only_the_same_command_reads_what_it_stored_of_the_reference(again, tmp_path, no_second_time):
     output, settings = again
     assert np.load(output / "ref_logprobs.npy").shape == (64,)
+    other = shutil.copytree(output, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint-*", "*.safetensors"))
+    with pytest.raises(KeyboardInterrupt):
+        run(other, settings | {"max_length": 40})
     steps = run(output, settings)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]  # also where no step was left
     assert not list(output.glob("*.npy"))
 
 
-def test_other_settings_never_read_reference_logprobs_that_a_stopped_run_left(again, no_second_time):
+def test_a_resumed_run_without_stored_logprobs_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
     output, settings = again
-    for step in (2, 4):
-        shutil.rmtree(output / f"checkpoint-{step}")
-    (output / "model.safetensors").unlink()
-    with pytest.raises(AssertionError, match="made again"):
-        run(output, settings | {"max_length": 40})
+    (output / "ref_logprobs.npy").unlink()
+    shutil.rmtree(output / "checkpoint-4")
+    steps = run(output, settings)
+    assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
+
+
+def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_out(again, monkeypatch):
+    output, settings = again
+    second, last = output / "checkpoint-2", output / "checkpoint-4"
+
+    def continued() -> str | None:
+        return trainers.last_checkpoint(SimpleNamespace(output_dir=output, deepspeed=None))
+
+    assert continued() == str(last) and (last / "complete").read_bytes() == b""
+    (last / "optimizer.pt").unlink()  # as with --save_only_model
+    assert continued() == str(second)
+    shutil.rmtree(last)
+    with monkeypatch.context() as patch:  # the next start writes it again, and is stopped while it does
+        patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(output, settings)
+    assert last.is_dir() and continued() == str(second)
+    (output / "checkpoint-9").mkdir()
+    run(output, settings, save_total_limit=1)
+    assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
 
 
 def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
@@ -358,56 +356,14 @@ def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
     assert not loaded and contents(output) == before
 
 
-def test_a_model_is_not_trained_into_its_own_folder(tmp_path, mixed_rows, tiny_model):
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    before = contents(folder)
-    refused(folder, sft(mixed_rows, folder), "settings.json is missing, which says how model.safetensors was made")
-    assert contents(folder) == before
-
-
-def test_a_resumed_run_without_stored_logprobs_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
-    output, settings = again
-    (output / "ref_logprobs.npy").unlink()
-    shutil.rmtree(output / "checkpoint-4")
-    steps = run(output, settings)
-    assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
-
-
-def test_half_written_checkpoints_do_not_count_and_do_not_crowd_out_complete_ones(again, monkeypatch):
-    output, settings = again
-    last = output / "checkpoint-4"
-    assert trainers.last_checkpoint(output) == str(last) and (last / "complete").read_bytes() == b""
-    shutil.rmtree(last)
-    with monkeypatch.context() as patch:  # the next start writes it again, and is stopped while it does
-        patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(output, settings)
-    assert last.is_dir() and trainers.last_checkpoint(output) == str(output / "checkpoint-2")
-    (output / "checkpoint-9").mkdir()
-    run(output, settings, save_total_limit=1)
-    assert saved_steps(output) == [4] and trainers.last_checkpoint(output) == str(last)
-
-
-def test_a_checkpoint_without_an_optimizer_is_not_continued_with_a_new_one(again):
-    output, settings = again
-    (output / "checkpoint-4" / "optimizer.pt").unlink()
-    refused(output, settings, "checkpoint-4: no optimizer.pt .*delete it to begin anew")
-
-
-# --- LoRA ----------------------------------------------------------------------------------------------------------
-
-
-def logits_of(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(10, 40).unsqueeze(0)).logits
-
-
 def merged_and_adapted(output: Path, base) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of OUTPUT_DIR/merged, and those of the base model with the adapters of OUTPUT_DIR."""
     from peft import PeftModel
 
-    merged = logits_of(AutoModelForCausalLM.from_pretrained(output / "merged"))
-    return merged, logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output))
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
+    with torch.no_grad():
+        return tuple(model(torch.arange(10, 40).unsqueeze(0)).logits for model in (merged, adapted))
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
@@ -418,23 +374,18 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
     merged, adapted = merged_and_adapted(tmp_path / "out", tiny_model)
     assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
-    assert (adapted - logits_of(AutoModelForCausalLM.from_pretrained(tiny_model))).abs().max() > 1e-3
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "merged").eos_token == "</s>"
 
 
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_adapters_of_tied_weights_are_not_merged_into_both_layers(tmp_path, mixed_rows, tokenizer, layer, tied):
+def test_adapters_of_tied_weights_are_not_merged_into_both_layers(tmp_path, mixed_rows, tokenizer, layer):
     pytest.importorskip("peft")
-    for part in (build_llama(0, len(tokenizer), tie_word_embeddings=tied), tokenizer):
+    for part in (build_llama(0, len(tokenizer), tie_word_embeddings=True), tokenizer):
         part.save_pretrained(tmp_path / "model")
     settings = sft(mixed_rows, tmp_path / "model", max_steps=2, lora_rank=4, lora_merge=True, learning_rate=0.02)
-    if tied:
-        message = f"--lora_merge True: {layer} shares its weights with another layer"
-        refused(tmp_path / "refused", settings, message, lora_target_modules=["q_proj", layer])
-        run(tmp_path / "out", settings)  # the default layers share none
-    else:
-        run(tmp_path / "out", settings, lora_target_modules=["q_proj", layer])
+    message = f"--lora_merge True: {layer} shares its weights with another layer"
+    refused(tmp_path / "refused", settings, message, lora_target_modules=["q_proj", layer])
+    run(tmp_path / "out", settings)  # the default layers share none
     merged, adapted = merged_and_adapted(tmp_path / "out", tmp_path / "model")
     assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
 
@@ -445,14 +396,7 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
     plain = run(tmp_path / "fp32", settings)
     settings["bf16"] = True
-    if config:
-        steps = launch(tmp_path / "out", 1, settings | {"deepspeed": ROOT / "configs" / config})
-    else:
-        trainer = train.set_up(arguments.parse_arguments(flags(tmp_path / "dtypes", settings)))
-        dtypes = {name: weights.dtype for name, weights in trainer.model.named_parameters()}
-        assert all(dtypes[name] == (torch.float32 if "lora_" in name else torch.bfloat16) for name in dtypes)
-        reset_process()
-        steps = run(tmp_path / "out", settings)
+    steps = launch(tmp_path / "out", 1, settings | {"deepspeed": config and ROOT / "configs" / config})
     assert abs(steps[0]["log_ratio"]) < 1e-4 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert_close([step["loss"] for step in steps], [step["loss"] for step in plain], rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
@@ -469,24 +413,27 @@ def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_r
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-# --- what a run leaves and shows -----------------------------------------------------------------------------------
-
-
-def test_metrics_evaluation_and_settings_are_written(tmp_path, mixed_rows, tiny_model, other_model, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    settings = offline_po(mixed_rows, tiny_model, other_model, eval_data_path=mixed_rows, evaluation_strategy="steps")
-    steps = run(tmp_path / "out", settings | {"report_to": "tensorboard", "eval_steps": 2})
+def test_metrics_evaluation_and_settings_are_written(tmp_path, tiny_model, other_model):
+    """The loss of an evaluation in one batch is that of the training step."""
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
+    settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
+    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
     always = {"loss", "grad_norm", "learning_rate", "log_ratio", "ratio", "ratio_max", "clip_fraction", "policy_loss"}
-    always |= {"sft_loss", "tokens_per_second", "peak_memory_gib"}
-    assert all(always <= step.keys() for step in steps)
-    history = history_of(tmp_path / "out")
-    assert history[0]["rows"] == 64 and history[0]["rows_truncated"] == 0
-    evaluations = [entry for entry in history if "eval_loss" in entry]
-    assert len(evaluations) == 3 and evaluations[0]["eval_loss"] != evaluations[1]["eval_loss"]
-    assert list((tmp_path / "events").rglob("events.out.tfevents*"))
-    saved = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert step.keys() >= always | {"sft_loss", "tokens_per_second", "log_ratio_positive", "log_ratio_negative"}
+    results = utils.read_json(tmp_path / "out" / "eval_results.json")
+    assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
+    saved = utils.read_json(tmp_path / "out" / "settings.json")
     assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["finished"] is True
-    assert saved["made_by"]["torch"] == importlib.metadata.version("torch")
+    assert "- spag" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
+    row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25}
+    path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
+    printed = call(train.main, *flags(tmp_path / "out", offline_po(path, tiny_model, other_model, show_examples=2)))
+    assert "[[<s>a question]]an answer</s>\n--- weight 1" in printed.output
+    assert printed.output.count("---") == 2 and "weight 0.5, reward 0.25, SFT False" in printed.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
@@ -502,24 +449,6 @@ def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, t
     assert step["log_ratio"] == pytest.approx(whole["log_ratio"], rel=1e-5)
 
 
-def test_an_evaluation_loss_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
-    settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
-    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
-    results = utils.read_json(tmp_path / "out" / "eval_results.json")
-    assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
-
-
-def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
-    row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25, "role": "attacker"}
-    path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
-    settings = offline_po(path, tiny_model, other_model, show_examples=2)
-    printed = call(train.main, *flags(tmp_path / "out", settings)).output
-    assert "[[<s>a question]]an answer</s>" in printed and "[[<s>p]]a</s>" in printed
-    assert printed.count("---") == 2 and "weight 0.5, reward 0.25, SFT False" in printed
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_trained_folder_keeps_the_lengths_and_sides_of_the_tokenizer(tmp_path, mixed_rows, tiny_model):
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     start_model = {"model_max_length": 1000, "truncation_side": "right", "padding_side": "left"}
@@ -528,23 +457,6 @@ def test_a_trained_folder_keeps_the_lengths_and_sides_of_the_tokenizer(tmp_path,
     for trained in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
         saved = AutoTokenizer.from_pretrained(trained)
         assert (saved.model_max_length, saved.truncation_side, saved.padding_side) == (1000, "right", "left")
-
-
-def test_a_finished_model_is_uploaded_with_its_card(tmp_path, monkeypatch, mixed_rows, tiny_model):
-    uploads: list[set[str]] = []
-
-    def upload(folder_path, **_):
-        uploads.append({path.name for path in Path(folder_path).iterdir()})
-
-    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=upload)
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    run(tmp_path / "out", sft(mixed_rows, tiny_model, max_steps=1, push_to_hub=True, hub_model_id="me/model"))
-    assert {"README.md", "model.safetensors", "train_results.json"} <= uploads[-1]
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "- spag" in card and "- SFT" in card
-
-
-# --- models and machines -------------------------------------------------------------------------------------------
 
 
 def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training(tmp_path, mixed_rows, tiny_model):
@@ -587,9 +499,6 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
     assert trained == {name for name in names if not lora_rank or "lora_" in name} != set()
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tiny_model):
     path = write_rows(tmp_path / "rows.jsonl", [row | {"type": "sft"} for row in make_rows(16)])
     settings = offline_po(path, tiny_model, tiny_model, max_steps=1)
@@ -597,23 +506,22 @@ def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tin
     assert len(run(tmp_path / "out", settings, allow_no_game_rows=True)) == 1
 
 
-def test_negative_rewards_take_a_detached_kl_or_a_flag_and_a_runaway_is_told(tmp_path, tiny_model):
+def test_negative_rewards_take_a_detached_kl_or_a_flag(tmp_path, tiny_model):
     rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2)} for n in range(8)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=2, learning_rate=0.03)
+    settings = offline_po(write_rows(tmp_path / "rows.jsonl", rows), tiny_model, tiny_model, max_steps=2)
     message = "4 rows have negative rewards. .*log-ratio runs away.*--allow_negative_rewards True"
     refused(tmp_path / "refused", settings, message, allow_negative_rewards=None)
     run(tmp_path / "detached", settings, allow_negative_rewards=None, detach_kl=True)
-    called = call(train.main, *flags(tmp_path / "out", settings))
-    last = steps_of(tmp_path / "out")[-1]
+    last = run(tmp_path / "out", settings)[-1]
     halves = last["log_ratio_positive"] + last["log_ratio_negative"]
-    assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5) and last["log_ratio"] < -0.5
-    assert re.search("WARNING step 2: log_ratio is -.*--detach_kl True", called.errors)
+    assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5)
 
 
 def test_a_training_without_a_step_above_learning_rate_0_is_refused(tmp_path, mixed_rows, tiny_model):
     settings = sft(mixed_rows, tiny_model, max_steps=1, warmup_ratio=0.03)
-    refused(tmp_path / "out", settings, "the learning rate is 0 at every step: 64 rows, 8 a step.*--warmup_steps 0")
+    refused(
+        tmp_path / "out", settings, "the learning rate is 0 at every step: 64 rows make one step.*--warmup_steps 0"
+    )
     assert not list((tmp_path / "out").glob("*.safetensors"))
     assert len(run(tmp_path / "more", settings, max_steps=2)) == 2
     assert len(run(tmp_path / "meant", settings, learning_rate=0)) == 1
@@ -626,31 +534,15 @@ def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
 
 
 def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model):
-    names = ("weightless", "no_tokenizer", "layerless", "swapped")
-    models = {name: Path(shutil.copytree(tiny_model, tmp_path / name)) for name in names}
-    (models["weightless"] / "model.safetensors").unlink()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (models["no_tokenizer"] / name).unlink()
-    weights = load_file(models["layerless"] / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, models["layerless"] / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = utils.read_json(models["swapped"] / "tokenizer.json")
-    words = tokenizer["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
-    utils.write_json(models["swapped"] / "tokenizer.json", tokenizer)
     build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
-    for model, reference, message in [
-        (tiny_model, tmp_path / "larger", "different vocabularies"),
-        (tiny_model, models["swapped"], "swapped: the reference has another tokenizer"),
-        (models["no_tokenizer"], tiny_model, "no_tokenizer: no tokenizer that can be loaded"),
-        (tmp_path / "nowhere", tiny_model, "nowhere: no such folder"),
-    ]:
-        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), message)
+    refused(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "larger"), "different vocabularies")
+    refused(tmp_path / "out", sft(mixed_rows, tmp_path / "nowhere"), "nowhere: no such folder")
     assert not loaded
-    refused(
-        tmp_path / "out", sft(mixed_rows, models["layerless"]), "layerless: weights are missing .model.norm.weight"
-    )
-    refused(tmp_path / "out", sft(mixed_rows, models["weightless"]), "model.safetensors")
+    layerless = Path(shutil.copytree(tiny_model, tmp_path / "layerless"))
+    weights = load_file(layerless / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
+    refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
 
 
 @pytest.mark.parametrize("logging_steps", [1, 100])
@@ -658,34 +550,21 @@ def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(tmp_path, m
     settings = sft(mixed_rows, tiny_model, learning_rate=1e30, max_steps=4, logging_steps=logging_steps)
     settings |= {"save_strategy": "steps", "save_steps": 3}
     for _ in range(2):
-        refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [23]; training stops")
+        refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [23]; no model is saved")
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
 
 
-def test_a_slip_in_the_code_keeps_its_traceback(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    def slip(*_, **__):
-        raise ValueError("a slip")
-
-    monkeypatch.setattr(trainers, "offline_po_loss", slip)
-    with pytest.raises(ValueError, match="^a slip$"):
-        run(tmp_path / "out", offline_po(mixed_rows, tiny_model, tiny_model))
-
-
 def test_code_that_comes_with_a_model_does_not_run_unless_asked_for(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    """The code of the reference too; and nobody is asked at the terminal."""
+    """And nobody is asked at the terminal."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
     (folder / "own.py").write_text("raise AttributeError('this code ran')")
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     utils.write_json(folder / "tokenizer_config.json", own)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", stop)
-    for model, reference in ((folder, tiny_model), (tiny_model, folder)):
-        refused(tmp_path / "out", offline_po(mixed_rows, model, reference), "own: .*trust_remote_code")
+    refused(tmp_path / "out", sft(mixed_rows, folder), "own: .*trust_remote_code")
     with pytest.raises(AttributeError, match="this code ran"):
-        run(tmp_path / "out", offline_po(mixed_rows, folder, folder), trust_remote_code=True)
-
-
-# --- tokenizers ----------------------------------------------------------------------------------------------------
+        run(tmp_path / "out", sft(mixed_rows, folder), trust_remote_code=True)
 
 
 @pytest.mark.parametrize("tokenizer_class", [None, "LlamaTokenizerFast"])
@@ -701,21 +580,3 @@ def test_mistral_common_beside_transformers_changes_no_token(tmp_path, monkeypat
     monkeypatch.setattr(transformers.integrations.mistral.tokenizer, "is_mistral_common_available", lambda: True)
     assert auto._use_mistral_format(str(tmp_path))  # the pretence works
     assert utils.load_tokenizer(str(tmp_path))("[INST] hé").input_ids == tokenizer("[INST] hé").input_ids
-
-
-def test_a_model_with_tekken_json_alone_names_the_package_that_reads_it(tmp_path):
-    transformers.MistralConfig().save_pretrained(tmp_path)
-    (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(utils.UserError, match="pip install mistral-common"):
-        utils.load_tokenizer(str(tmp_path))
-
-
-# --- a GPU ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_training_on_a_gpu_follows_the_curve_of_the_cpu(tmp_path, mixed_rows, tiny_model, other_model):
-    settings = offline_po(mixed_rows, tiny_model, other_model)
-    on_gpu = run(tmp_path / "gpu", settings, tf32=False)
-    on_cpu = run(tmp_path / "cpu", settings, use_cpu=True)
-    assert_close(curve(on_gpu), curve(on_cpu), rtol=1e-3, atol=1e-3)

@@ -74,7 +74,7 @@ def test_a_step_is_that_of_the_cpu_and_only_transformers_waits(tmp_path, tiny_mo
     for step in ("step 0", "step 1"):
         waits, uploads = seen[step]
         assert len(waits) <= of_a_forward and len(uploads) <= 9
-    assert seen["counts"] == ([], ["_to_copy (4,)"]) and seen["optimizer"] == ([], [])
+    assert seen["counts"] == ([], ["_to_copy (3,)"]) and seen["optimizer"] == ([], [])
     assert len(seen["logs"][0]) == 1 and seen["logs"][1] == []
     if method != "SFT":
         assert_close(on_gpu.reference, on_cpu.reference, rtol=1e-5, atol=1e-6)

@@ -13,11 +13,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from tools.flags import flag, parse_command  # isort: skip  (first: it imports utils, see train.py)
 import torch
 import transformers
 
 from tools.engine.local import LocalPlayer
+from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.player import Reply, Turn

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import NamedPath, flag, named_path, parse_flags  # isort: skip  (first: it imports utils, see train.py)
+from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, HarnessError, ask, result_path
 from tools.reasoning.table import MEAN, Score, cell_text, read_score, result_rows, table_text
 from utils import model_setting, replacing, require, run_program, set_up_logging, write_json

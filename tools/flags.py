@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game
-from utils import UserError, end_with_error, files_setting
+from utils import end_with_error, files_setting
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = 
 
     `names` are older names of the flag; `settings` go to `add_argument`.
     """
-    metadata = {"help": help_line, "names": tuple(names), "settings": settings}
+    metadata = {"help": help_line, "names": names, "settings": settings}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -94,7 +94,7 @@ class GameFlags:
     prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_game(self) -> Game:
-        """The game that the flags name. UserError if it or one of its options does not exist."""
+        """The game that the flags name. UserError if there is none."""
         return load_game(self.game, **self._options())
 
     def load_templates(self, game: Game) -> prompts.Templates:
@@ -107,8 +107,4 @@ class GameFlags:
         return {"game": setting, "prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
 
     def _options(self) -> dict[str, str]:
-        pairs = [text.partition("=") for text in self.game_options]
-        for key, equals, _ in pairs:
-            if not (key and equals):
-                raise UserError(f"--game_options {key}: expected KEY=VALUE")
-        return {key: value for key, _, value in pairs}
+        return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}

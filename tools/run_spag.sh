@@ -112,6 +112,11 @@ belief() { # what the hints of these games tell the newest model; after epoch 1 
 }
 
 set_flags() { # flags that several stages share
+  dtype=float32 precision=() belief_precision=()
+  case $PRECISION in
+    bf16) dtype=bfloat16 precision=(--bf16 True --tf32 True) belief_precision=(--bf16 True) ;;
+    fp16) dtype=float16 precision=(--fp16 True) ;;
+  esac
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
   game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${PROMPTS:+--prompt_templates "$PROMPTS"})
   sampling=(--task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --chat_template "$CHAT_TEMPLATE"
@@ -128,7 +133,6 @@ set_flags() { # flags that several stages share
   case $CONTROL in cloning | sft) no_games=(--allow_no_game_rows True) ;; *) no_games=() ;; esac
   averaged=$TRAIN_BATCH # rows over which a loss is averaged
   case ${TRAIN_ARGS[*]} in *loss_normalization[\ =]step*) averaged=$GLOBAL_BATCH ;; esac
-  case $PRECISION in bf16) belief_precision=(--bf16 True) ;; *) belief_precision=() ;; esac
 }
 
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from helpers import Called, call, flags_of
 
 import train
-from tools import assign_rewards, evaluate_games, play_llm_game, prepare_data
+from tools import assign_rewards, evaluate_games, play_llm_game
 
 
 class Program(NamedTuple):
@@ -17,11 +17,10 @@ class Program(NamedTuple):
 
     main: Callable[[], object]
     flags: dict
-    command: tuple[str, ...] = ()  # words before the flags
 
     def run(self, **changes) -> Called:
         """Run it with some flags changed. It must end with success, or with status 2 and one line of error."""
-        called = call(self.main, *self.command, *flags_of(self.flags | changes), status=None)
+        called = call(self.main, *flags_of(self.flags | changes), status=None)
         errors = [line for line in called.errors.splitlines() if ": error: " in line]
         assert called.status == 0 or called.status == 2 and len(errors) == 1, (called.status, called.errors[-2000:])
         return called
@@ -60,13 +59,11 @@ def programs(inputs: Path, output: Path) -> dict[str, Program]:
     match = {"players": f"a={model}", "words": inputs / "words.txt", "max_words": 1, "games_per_word": 1}
     rows = {"input_data_path": inputs / "games.jsonl", "output_data_path": output / "rows.json"}
     rows |= {"prompt_templates": inputs / "prompts.json", "sft_data_path": inputs / "alpaca.json"}
-    split = {"input": inputs / "words.txt", "output": output / "a.txt", "held_out": output / "b.txt", "number": 2}
     training = {"model_name_or_path": model, "train_data_path": inputs / "rows.json", "output_dir": output}
     training |= {"train_method": "SFT", "max_length": 64, "max_steps": 1, "per_device_train_batch_size": 8}
     training |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     return {
         "assign_rewards": Program(assign_rewards.main, rows),
-        "split": Program(prepare_data.main, split, ("split",)),
         "play": Program(play_llm_game.main, play | self_play),
         "matches": Program(evaluate_games.main, play | match),
         "train": Program(train.main, training),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import utils
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
-from tools.selfplay.rewards import message_shares
 
 WORDS = ["art", "Straße", "c++", "new york", "{max_turns}", "I know the word! It is", "a" * 50]
 PARTS = [*WORDS, *(f"I know the word! It is `{word}`!" for word in WORDS), "I know the word! It is `", "`!", "Is it "]
@@ -57,13 +56,6 @@ def test_points_and_rewards(drawn):
     verdict = game.judge(episode["history"], episode["target_word"], episode["max_turns"])
     points = game.points(episode["target_word"], episode["history"], verdict.outcome)
     assert all(0 <= each <= 1 for each in points)
-
-
-@many
-@given(st.integers(1, 200), st.floats(0.1, 1))
-def test_message_shares(count, decay):
-    shares = message_shares(count, decay)
-    assert len(shares) == count and math.isclose(sum(shares), 1) and sorted(shares) == shares
 
 
 @many

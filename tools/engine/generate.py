@@ -30,25 +30,23 @@ class BatchEngine:
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch. Returns (request, reply) pairs."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
-        replies = self.generate([prompt for _, prompt, _ in batch], [limit for _, _, limit in batch])
-        return [(request, reply) for (request, _, _), reply in zip(batch, replies, strict=True)]
+        requests, prompts, limits = zip(*batch, strict=True)
+        return list(zip(requests, self.generate(prompts, limits), strict=True))
 
     def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
         """One reply for each prompt. `limits`: most tokens of each reply. Draws use torch's global generator."""
-        tokens, device = self.tokens, self.model.device
-        limits = limits or [tokens.sampling.max_new_tokens] * len(prompts)
-        encoded = [tokens.encode(prompt) for prompt in prompts]
-        lengths = torch.tensor([len(ids) for ids, _ in encoded])
-        width = int(lengths.max())
-        config = generation_config(tokens)
+        tokens, config = self.tokens, generation_config(self.tokens)
+        limits = limits or [config.max_new_tokens] * len(prompts)
         config.max_new_tokens = max(limits)
+        encoded = [tokens.encode(prompt) for prompt in prompts]
         rows = [torch.tensor(ids) for ids, _ in encoded]
-        input_ids = pad_sequence(rows, batch_first=True, padding_value=config.pad_token_id, padding_side="left")
-        attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()  # (batch, width), as input_ids
-        output = self.model.generate(
-            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
+        masks = [torch.ones_like(row) for row in rows]
+        input_ids, attention_mask = (  # (batch, longest prompt) each
+            pad_sequence(each, batch_first=True, padding_side="left").to(self.model.device) for each in (rows, masks)
         )
-        new_ids = [ids[:limit] for ids, limit in zip(output[:, width:].tolist(), limits, strict=True)]
+        width = input_ids.shape[1]
+        output = self.model.generate(input_ids, attention_mask=attention_mask, generation_config=config).tolist()
+        new_ids = [ids[width : width + limit] for ids, limit in zip(output, limits, strict=True)]
         return [tokens.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
 
 

@@ -42,8 +42,8 @@ class ModelTokens:
     def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
         self.tokenizer, self.sampling = tokenizer, sampling
         ends = generation.eos_token_id if generation else None
-        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-        self.stop_ids: list[int] = sorted(ends - {None})  # each ends a reply
+        ends = ends if isinstance(ends, list) else [ends]
+        self.stop_ids: list[int] = sorted({tokenizer.eos_token_id, *ends} - {None})  # each ends a reply
         self.bos_id: int | None = tokenizer.bos_token_id
         self.chat: ChatTemplate | None = None
         self.thinking = False  # whether replies begin with a thought; set it before `use_chat_template`
@@ -64,10 +64,8 @@ class ModelTokens:
         """The reply that these token ids stand for, up to the first end token. Other special tokens are left out."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
-        written = [token for token in ids[:end] if not self.thinking or token not in self.unseen_ids]
-        text = self.tokenizer.decode(
-            written, skip_special_tokens=not self.thinking, clean_up_tokenization_spaces=False
-        )
+        ids = [token for token in ids[:end] if not self.thinking or token not in self.unseen_ids]
+        text = self.tokenizer.decode(ids, skip_special_tokens=not self.thinking, clean_up_tokenization_spaces=False)
         thought, message = split_thought(text) if self.thinking else ("", text)
         return Reply(message, LENGTH if end is None else STOP, tokens, prompt_cut, thought or None)
 
@@ -101,13 +99,9 @@ def load_local_model(
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
     disable_progress_bar()  # "Loading weights"
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+    safety = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype or "auto",
-        device_map={"": device},
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
+        folder, dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **safety
     )
     if report["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{folder}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
@@ -133,7 +127,10 @@ class Engine(Protocol):
     keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request of game number `game`. `limit`: most tokens of the reply (None: --max_new_tokens)."""
+        """Queue a request of game number `game`. `limit`: most tokens of the reply (None: --max_new_tokens).
+
+        `seed` is for engines that draw each reply by itself. Our own draw from torch's global generator.
+        """
 
     def run(self) -> list[tuple[int, Reply]]:
         """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
@@ -151,17 +148,12 @@ class Batcher:
         self.requests = 0
         self.runner: asyncio.Task | None = None
 
-    async def submit(
-        self, engine: Engine, prompt: str, *, game: int, limit: int | None = None, seed: int = 0
-    ) -> Reply:
-        """The engine's reply, of at most `limit` tokens, to a prompt of game number `game`.
-
-        `seed` is for engines that draw each reply by itself. Our own draw from torch's global generator.
-        """
+    async def submit(self, engine: Engine, prompt: str, **request) -> Reply:
+        """The engine's reply to a prompt. `request`: game, limit and seed, as in `Engine.start`."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
-        engine.start(self.requests, prompt, game=game, limit=limit, seed=seed)
+        engine.start(self.requests, prompt, **request)
         if self.runner is None:
             self.runner = asyncio.create_task(self._run())
         return await future
@@ -170,7 +162,16 @@ class Batcher:
         try:
             while await self._gather():
                 engine = max(self.open, key=lambda engine: len(self.open[engine]))
-                await self._answer(engine)
+                finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
+                for request, reply in finished:
+                    future = self.open[engine].pop(request)
+                    if not future.done():
+                        future.set_result(reply)
+        except Exception as error:  # raised in every game that waits
+            for future in [future for futures in self.open.values() for future in futures.values()]:
+                if not future.done():
+                    future.set_exception(error)
+            self.open.clear()
         finally:
             self.runner = None
 
@@ -181,21 +182,6 @@ class Batcher:
             before = now
             await asyncio.sleep(0)  # lets all other tasks run that can
         return now
-
-    async def _answer(self, engine: Engine) -> None:
-        futures = self.open[engine]
-        try:
-            finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
-        except Exception as error:  # raised in each game that waits for this engine
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
-            futures.clear()
-            return
-        for request, reply in finished:
-            future = futures.pop(request)
-            if not future.done():
-                future.set_result(reply)
 
 
 class LocalPlayer(Player):

@@ -12,8 +12,7 @@ MOST_ON_GPU, MOST_ON_CORES = 1024, 256  # most games at once, however much memor
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
     """Slots of an engine, and tokens of its cache, if `engines` engines share the memory.
 
-    A slot costs only the memory of its logits, and all slots take at most a quarter of the memory. The rest is for
-    keys and values, so the number of games at a time depends on their lengths.
+    A slot costs the memory of its logits, and all slots take at most a quarter. Keys and values get the rest.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES
@@ -35,7 +34,6 @@ def logit_bytes(model) -> int:
 
 
 def _free_memory(model) -> int:
-    """Free bytes of the model's GPU; on a CPU, this process's share of the free RAM."""
     if model.device.type == "cuda":
         return torch.cuda.mem_get_info(model.device)[0]
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

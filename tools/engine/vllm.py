@@ -1,7 +1,8 @@
 """vLLM in this process (`--engine vllm`).
 
-vLLM gets token ids and a seed for each request, and returns token ids. On one GPU, or on CPUs, it starts no process.
-With `--tensor_parallel_size` above 1 it starts a worker for each GPU, which ends with this process.
+vLLM gets token ids and a seed for each request, and returns token ids. On one GPU it starts no process. With
+`--tensor_parallel_size` above 1 it starts a worker for each GPU, which ends with this process. On a CPU, vLLM 0.32
+needs `--vllm_args=--no-enable-chunked-prefill`: it cannot draw by seeds where prompts are computed in parts.
 """
 
 import contextlib
@@ -13,23 +14,18 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tools.flags import flag
-from tools.players.player import LENGTH, STOP, Reply, Sampling
-from utils import LAUNCHER_VARIABLES, UserError, end_with_error, load_tokenizer
-
-if TYPE_CHECKING:
-    from tools.engine.local import ModelTokens  # brings torch, which the flags do without
+from tools.players.player import Reply, Sampling
+from utils import LAUNCHER_VARIABLES, UserError, load_tokenizer
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
-CPU_TOKENS = 4096  # tokens that a step computes at most on a CPU, if prompts are not longer
+STEP_TOKENS = "8192"  # tokens that a step computes at most
 # Variables that vLLM reads. They keep the values that the user has given them, but for the first.
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-VARIABLES |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # standard output is for the program's results
 # vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
 # the loop sets for training, vLLM's all-reduce over several GPUs fails.
 HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
@@ -49,30 +45,16 @@ def has_vllm() -> bool:
 
 
 @functools.cache
-def claim_gpus(number: int) -> list[str]:
-    """Limit this process, once, to its `number` GPUs, as CUDA_VISIBLE_DEVICES names them; [] without GPUs.
-
-    Also sets the variables that vLLM reads. Must be called before vLLM is imported. Raises UserError if there are too
-    few GPUs for all processes of this machine.
-    """
+def claim_gpus(number: int) -> None:
+    """Limit this process, once, to its `number` GPUs, and set the variables that vLLM reads when it is imported."""
     import torch
 
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
-    names = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-    names = [name.strip() for name in names if name.strip()]
-    if not names:
-        return []
-    process = int(os.environ.get("LOCAL_RANK", 0))
-    gpus = names[process * number : (process + 1) * number]
-    if len(gpus) < number:
-        raise UserError(
-            f"process {process} of this machine has no {number} GPUs of its own; there are {len(names)}: start "
-            f"GPUs / --tensor_parallel_size processes"
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return gpus
+    numbers = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+    first = number * int(os.environ.get("LOCAL_RANK", 0))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + number])
 
 
 @contextlib.contextmanager
@@ -108,48 +90,37 @@ class VLLMEngine:
     ):
         if not has_vllm():
             raise UserError(f"--engine {VLLM} needs a package: {INSTALL}")
-        if not any(folder.glob("*.safetensors")):  # vLLM would take pickled weights
-            raise UserError(f"{folder}: no weights in .safetensors form; convert them with save_pretrained")
-        self.size = size
-        gpus = claim_gpus(flags.tensor_parallel_size)
-        self.tokens, stored_dtype = _read_tokens(folder, sampling, trust_remote_code)
+        claim_gpus(flags.tensor_parallel_size)
+        from transformers import AutoConfig, GenerationConfig
+
+        from tools.engine.local import ModelTokens
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        generation = GenerationConfig.from_model_config(config)
+        if (folder / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(folder)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+        self.tokens, self.size = ModelTokens(tokenizer, sampling, generation), size
+        # vLLM's own `auto` would compute a float32 model in half precision
+        dtype = dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(sampling.max_length)]
-        words += ["--dtype", dtype or stored_dtype]  # vLLM's `auto` would compute a float32 model in half precision
-        words += ["--max-num-seqs", str(size), "--tensor-parallel-size", str(flags.tensor_parallel_size)]
+        words += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+        words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", STEP_TOKENS]
+        words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
-        if gpus:
-            words += ["--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        else:  # on a CPU, vLLM 0.32 dies if the request has a seed and its prompt is computed in parts
-            step_tokens = max(sampling.max_length, CPU_TOKENS)
-            words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(step_tokens)]
         with without_launcher():
             self.llm = _start([*words, *shlex.split(flags.vllm_args)])
-        self.waiting: deque[tuple[int, str, int, int]] = deque()  # (request, prompt, most tokens of the reply, seed)
-        self.prompt_cut: dict[str, bool] = {}  # of the requests that vLLM has
+        self.waiting: deque[tuple] = deque()  # what `add_request` takes
+        self.prompt_cut: dict[str, bool] = {}
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
         """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
-        self.waiting.append((request, prompt, limit or self.tokens.sampling.max_new_tokens, seed))
-
-    def run(self) -> list[tuple[int, Reply]]:
-        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
-        while self.waiting:
-            self._add(*self.waiting.popleft())
-        while not (finished := [output for output in self.llm.step() if output.finished]):
-            pass
-        return [(int(output.request_id), self._read(output)) for output in finished]
-
-    def end(self) -> None:
-        """Free the memory of the model and its cache. The engine cannot be used any more."""
-        self.llm.engine_core.shutdown()
-        del self.llm
-
-    def _add(self, request: int, prompt: str, limit: int, seed: int) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         ids, self.prompt_cut[str(request)] = self.tokens.encode(prompt)
         sampling = self.tokens.sampling
+        limit = limit or sampling.max_new_tokens
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
         params = SamplingParams(
             **(drawn if sampling.do_sample else {"temperature": 0}),
@@ -159,39 +130,30 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.llm.add_request(str(request), {"prompt_token_ids": ids}, params)
+        self.waiting.append((str(request), {"prompt_token_ids": ids}, params))
 
-    def _read(self, output) -> Reply:
-        (completion,) = output.outputs
-        if completion.finish_reason not in (STOP, LENGTH):
-            raise RuntimeError(f"vLLM broke off a reply: {completion.finish_reason}")
-        return self.tokens.decode(list(completion.token_ids), self.prompt_cut.pop(output.request_id))
+    def run(self) -> list[tuple[int, Reply]]:
+        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+        while self.waiting:
+            self.llm.add_request(*self.waiting.popleft())
+        replies = []
+        while not replies:
+            for output in self.llm.step():
+                if output.finished:
+                    ids, prompt_cut = output.outputs[0].token_ids, self.prompt_cut.pop(output.request_id)
+                    replies.append((int(output.request_id), self.tokens.decode(list(ids), prompt_cut)))
+        return replies
 
-
-def _read_tokens(folder: Path, sampling: Sampling, trust_remote_code: bool) -> tuple["ModelTokens", str]:
-    """A model's tokenizer with its end tokens, and the type of its weights by torch's name."""
-    from transformers import AutoConfig, GenerationConfig
-
-    from tools.engine.local import ModelTokens
-
-    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # the folder has no generation_config.json
-        generation = GenerationConfig.from_model_config(config)
-    dtype = config.dtype or config.get_text_config().dtype or AUTO
-    return ModelTokens(tokenizer, sampling, generation), str(dtype).removeprefix("torch.")
+    def end(self) -> None:
+        """Free the memory of the model and its cache. The engine cannot be used any more."""
+        self.llm.engine_core.shutdown()
+        del self.llm
 
 
 def _start(words: list[str]):
     """An LLMEngine with these flags of `vllm serve`."""
     from vllm import EngineArgs, LLMEngine
-    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, allow_abbrev=False))
-    parser.error = lambda message: end_with_error(f"--vllm_args: {message}")  # vLLM would list its 200 flags
-    arguments = EngineArgs.from_cli_args(parser.parse_args(words))
-    # The context is that of vllm.LLM, which has the largest batches.
-    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))

@@ -20,13 +20,8 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
-SAMPLE = [  # shows what a template does with messages
-    {"role": SYSTEM, "content": "Rules-0"},
-    {"role": USER, "content": "Question-1"},
-    {"role": ASSISTANT, "content": "Answer-2"},
-    {"role": USER, "content": "Question-3"},
-    {"role": ASSISTANT, "content": "Answer-4"},
-]
+OPEN_THOUGHT = re.compile(r"(<|\[)(think(?:ing)?>|THINK\])\s*$")
+SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
 
 def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
@@ -53,8 +48,8 @@ class ChatTemplate:
     With `thinking` the template asks for thoughts. A thought that it opens itself begins in the prompt. Messages of
     earlier turns have no thoughts.
 
-    UserError if the tokenizer has no template, or if the template leaves out messages, ends replies without a special
-    token, or, without `thinking`, begins them with a thought.
+    UserError if the tokenizer has no template, or if the template leaves out a message or, without `thinking`, begins
+    replies with a thought.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
@@ -67,12 +62,12 @@ class ChatTemplate:
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
         self.has_system = self._knows_system()
         prompt, whole = self._render(SAMPLE[:-1]), self._render(SAMPLE, reply_follows=False)
-        if not all(message["content"] in whole for message in SAMPLE) or SAMPLE[-2]["content"] not in prompt:
+        if SAMPLE[1]["content"] not in prompt or not all(message["content"] in whole for message in SAMPLE):
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
         before, _, after = whole.rpartition(SAMPLE[-1]["content"])
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # stands before a message
         self.end, self.end_id = self._end(after)  # stands behind it
-        if opened := re.search(r"(<|\[)(think(?:ing)?>|THINK\])\s*$", prompt):
+        if opened := OPEN_THOUGHT.search(prompt):
             if not thinking:  # the other player would read it
                 tag = opened[1] + opened[2]
                 raise UserError(f"{name}: its chat template begins replies with {tag}; leave out --chat_template")
@@ -124,29 +119,25 @@ class ChatTemplate:
             return False
 
     def _end(self, after: str) -> tuple[str, int]:
-        """What the template writes after a reply, up to the first special token, and the id of this token."""
+        """What the template writes after a reply, up to the first special token (or EOS), and this token's id."""
         tokenizer = self.tokenizer
         tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
         places = [(after.index(token), -len(token), token) for token in tokens if token in after]
         place, _, token = min(places, default=(0, 0, tokenizer.eos_token))  # where several begin, the longest
-        if token is None:
-            raise UserError(f"{self.name}: no token ends a reply in its chat template; leave out --chat_template")
         return after[:place] + token, tokenizer.convert_tokens_to_ids(token)
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         if not self.has_system and messages[0]["role"] == SYSTEM:
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-        filled = [message | {"content": message["content"].strip() or EMPTY} for message in messages]
         try:
-            try:
-                return self._apply(messages, reply_follows=reply_follows)
-            except TemplateError:
-                return self._apply(filled, reply_follows=reply_follows)
+            return self._apply(messages, reply_follows=reply_follows)
         except TemplateError as error:
-            raise UserError(
-                f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
-            ) from None
+            if all(message["content"].strip() for message in messages):
+                line = f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
+                raise UserError(line) from None
+        filled = [message | {"content": message["content"].strip() or EMPTY} for message in messages]
+        return self._render(filled, reply_follows=reply_follows)
 
     def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool) -> str:
         return self.tokenizer.apply_chat_template(

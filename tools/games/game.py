@@ -5,13 +5,11 @@ A new game is a Python file with a subclass of `Game` and a prompt file; README.
 
 import importlib
 import importlib.util
-import inspect
 import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 from utils import UserError
@@ -57,8 +55,6 @@ class Game:
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided
     example_task: ClassVar[str]  # a valid task, with which prompt files are checked
 
-    # A game must define these.
-
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         """What this role may know after these messages: texts by the name of their slot in the prompt file.
 
@@ -70,7 +66,7 @@ class Game:
         """The name of the outcome that the last message brings; None if the game goes on. `history` is not empty."""
         raise NotImplementedError
 
-    # A game may define these.
+    # What a game may define besides.
 
     def check_task(self, task: str) -> None:
         """Raise ValueError for a line of the word list that is not a task of this game."""
@@ -110,24 +106,23 @@ class Game:
         return []
 
     def scripted(self, name: str) -> Callable[[Any], str]:
-        """The function by which `scripted:NAME`, a player without a model, turns a players.player.Turn into a message.
+        """The function of `scripted:NAME`, a player without a model: from a players.player.Turn to its message.
 
-        A game may have players of its own. Those of all games are FILE.py:FUNCTION and module:FUNCTION. UserError if
-        there is no such player.
+        A game may have players of its own; all games have those of FILE.py:FUNCTION and module:FUNCTION.
         """
         place, _, function = name.rpartition(":")
         if not place:
             raise UserError(f"{self.title} has no scripted player {name!r}; name your own FILE.py:FUNCTION")
         return load_member(place, function)
 
-    # Everything below follows from the above.
+    # What follows from the above.
 
     def outcome(self, name: str) -> Outcome:
-        """The outcome with this name. Raises ValueError if the game has none."""
-        for outcome in self.outcomes:
-            if outcome.name == name:
-                return outcome
-        raise ValueError(f"{self.title} has no outcome {name!r}; it has {', '.join(o.name for o in self.outcomes)}")
+        """The outcome with this name. ValueError if the game has none."""
+        names = [outcome.name for outcome in self.outcomes]
+        if name not in names:
+            raise ValueError(f"{self.title} has no outcome {name!r}; it has {', '.join(names)}")
+        return self.outcomes[names.index(name)]
 
     def judge(self, history: History, task: str, max_turns: float) -> Verdict:
         """How a game ended: its first decisive message decides (arXiv 2404.10642).
@@ -171,8 +166,7 @@ class Game:
         if not isinstance(history, (list, tuple)):
             raise ValueError(f"'history' is {history!r:.40}; it must be a list of messages")
         for index, message in enumerate(history):
-            role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
-            if role not in self.roles or not isinstance(content, str):
+            if message.get("role") not in self.roles or not isinstance(message.get("content"), str):
                 expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a text)"
                 raise ValueError(f"message {index}: {expected}, got {message!r:.60}")
         self.check_task(task)
@@ -192,39 +186,22 @@ def whole_word(word: str) -> re.Pattern:
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
-    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options.
-
-    UserError if there is no such game, or if it does not have one of the options.
-    """
+    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options."""
     place, _, class_name = name.rpartition(":")
-    if not place and name not in CLASSES:
+    if place:
+        return load_member(place, class_name)(**options)
+    if name not in CLASSES:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
-    kind = load_member(place, class_name) if place else load_member(f"{__package__}.{name}", CLASSES[name])
-    parameters = inspect.signature(kind).parameters
-    if unknown := [option for option in options if option not in parameters]:
-        there = ", ".join(parameters) or "none"
-        raise UserError(f"--game_options: {kind.title} has no option {unknown[0]!r}; it has {there}")
-    return kind(**options)
+    return load_member(f"{__package__}.{name}", CLASSES[name])(**options)
 
 
 def load_member(place: str, name: str) -> Any:
-    """A class or a function of a Python file or of a module. UserError if it has none of this name."""
-    module = _import(place)
-    if not hasattr(module, name):
-        raise UserError(f"{place} has no {name!r}")
-    return getattr(module, name)
-
-
-def _import(place: str) -> ModuleType:
-    """Import a Python file, or a module by its name from the current folder or the import path."""
+    """A class or a function of a Python file, or of a module of the current folder or the import path."""
     if not place.endswith(".py"):
         sys.path.append("")
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise UserError(f"{place}: {error}") from None
-    name = f"game_of_{Path(place).stem}"
-    spec = importlib.util.spec_from_file_location(name, place)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        return getattr(importlib.import_module(place), name)
+    module_name = f"game_of_{Path(place).stem}"
+    spec = importlib.util.spec_from_file_location(module_name, place)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return getattr(module, name)

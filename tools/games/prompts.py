@@ -24,9 +24,9 @@ Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts,
 
 
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
-    """The prompt under which the next message is sampled: rules, messages so far, instruction of the next role.
+    """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
 
-    Of the task, it holds only what the game lets this role know. `templates` default to the game's prompt file.
+    `templates` default to the game's prompt file.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -54,10 +54,7 @@ def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max
 
 
 def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
-    """`Game.answer`: who must find the secret, and the message that names it; the prompt file may have its own words.
-
-    A prompt file may have a text `answer`, with {target_word} for the secret, where its world speaks in another way.
-    """
+    """`Game.answer`; a text `answer` of the prompt file, with {target_word} for the secret, replaces its message."""
     role, message = game.answer(task)
     text = templates.get("answer")
     return role, text.replace("{target_word}", task) if text else message
@@ -90,11 +87,7 @@ def training_prompt(
     rng: random.Random,
     templates: Templates | None = None,
 ) -> str:
-    """A prompt for training on the next message, in a layout drawn at random, so that no layout is learned by heart.
-
-    As in the paper's released data, there are five draws by `rng.choice`, and two more by `rng.uniform` for the alpaca
-    layout.
-    """
+    """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart."""
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
     layout = draw_layout(game, role, rng, len(templates[RULES]))
@@ -116,7 +109,7 @@ def training_prompt(
 
 
 def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
-    """Draw the layout of a training prompt for this role, and which of `num_rules` rule texts it has."""
+    """Draw the layout of a training prompt for this role, in the order of the paper's released code."""
     other = game.roles[1 - game.roles.index(role)]
     separator = rng.choice(SEPARATORS)
     names = rng.choice(((role, other), *NAMES))
@@ -129,25 +122,17 @@ def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> La
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:
-    """Read and check a prompt file of this game (format: data/README.md).
-
-    Raises FileNotFoundError, or UserError with the file's name and what is wrong with it.
-    """
+    """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
     templates = read_json(path)
-    if not isinstance(templates, dict) or not isinstance(templates.get(RULES), list) or not templates[RULES]:
-        raise UserError(f"{path}: {RULES!r} must be a list of one or more texts")
-    if not all(isinstance(rule, str) and rule.endswith("\n") for rule in templates[RULES]):
-        raise UserError(f"{path}: each text of {RULES!r} must end in a newline")
+    rules = templates[RULES]
+    if not isinstance(rules, list) or not all(rule.endswith("\n") for rule in rules):
+        raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
     secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
     for role, names in secrets.items():
-        text = templates.get(key := f"{role}_instruction")
-        if not isinstance(text, str):
-            raise UserError(f"{path}: {key!r} must be a text")
-        slots, foreign = set(SLOT.findall(text)), set().union(*secrets.values()) - names
-        for slot in sorted(names - slots):
-            raise UserError(f"{path}: {{{slot}}} must stand in {key!r}")
-        for slot in sorted(slots & foreign):
-            raise UserError(f"{path}: {{{slot}}} must not stand in {key!r}")
+        slots = set(SLOT.findall(templates[f"{role}_instruction"])) & set().union(*secrets.values())
+        for slot in sorted(slots ^ names):
+            problem = "lacks the slot" if slot in names else "may not have the slot"
+            raise UserError(f"{path}: '{role}_instruction' {problem} {{{slot}}}")
     return templates
 
 

@@ -14,9 +14,9 @@ ATTACKER_BREAKS, TIED = "attacker breaks the rules", "tied game"
 SUBSTRING, WHOLE_WORD = "substring", "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
 
-PREDICTION = re.compile(r"i know the word! it(?=.)")  # in lower-cased text
-SENTENCE = re.compile(PREDICTION.pattern + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-MAX_GAP = 8  # largest number of characters between the prediction's "it" and the word
+PREDICTION = r"i know the word! it."  # in lower-cased text
+RIGHT_PREDICTION = r"i know the word! it.{1,8}"  # the word follows
+SENTENCE = re.compile(PREDICTION + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 PREDICTION_BEGINNING = "i know the word"  # when the defender says this, play stops, whether the guess is right or not
 
 
@@ -43,11 +43,12 @@ class Taboo(Game):
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        role, text, word = history[-1]["role"], history[-1]["content"].lower(), task.strip().lower()
-        predicts = PREDICTION.search(text) is not None
+        role, text = history[-1]["role"], history[-1]["content"].lower()
+        predicts = re.search(PREDICTION, text) is not None
         if role == DEFENDER and predicts:
-            return DEFENDER_WINS if self._predicts_right(text, word) else ATTACKER_WINS
-        if predicts or self._contains(text, word):
+            right = self._says(text, derivatives(task), after=RIGHT_PREDICTION)
+            return DEFENDER_WINS if right else ATTACKER_WINS
+        if predicts or self._says(text, _forms(task)):
             return ATTACKER_WINS if role == DEFENDER else ATTACKER_BREAKS
         return None
 
@@ -62,41 +63,25 @@ class Taboo(Game):
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         forms = sorted(_forms(task), key=len, reverse=True)
-        matches = re.finditer("|".join(map(re.escape, forms)), text, re.IGNORECASE)
-        secrets = [(SECRET, *match.span()) for match in matches if self._counts(text, match.start(), match[0])]
-        return secrets + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
+        secrets = re.finditer("|".join(map(self._pattern, forms)), text, re.IGNORECASE)
+        guesses = SENTENCE.finditer(text)
+        return [(SECRET, *match.span()) for match in secrets] + [(GUESS, *match.span()) for match in guesses]
 
-    def _predicts_right(self, text: str, word: str) -> bool:
-        """Whether a derivative follows a prediction's "it" on the same line, after one to MAX_GAP characters."""
-        forms = derivatives(word)
-        for prediction in PREDICTION.finditer(text):
-            end = prediction.end()
-            gap = text[end : end + MAX_GAP].partition("\n")[0]
-            for start in range(end + 1, end + 1 + len(gap)):
-                if any(text.startswith(form, start) and self._counts(text, start, form) for form in forms):
-                    return True
-        return False
+    def _says(self, text: str, forms: list[str], after: str = "") -> bool:
+        return any(form in text and re.search(after + self._pattern(form), text) for form in forms)
 
-    def _contains(self, text: str, word: str) -> bool:
-        """Whether any derivative is in the text. The four without quotes are enough."""
-        for form in _forms(word):
-            starts = (match.start() for match in re.finditer(f"(?={re.escape(form)})", text))
-            if form in text and any(self._counts(text, start, form) for start in starts):
-                return True
-        return False
-
-    def _counts(self, text: str, start: int, form: str) -> bool:
-        """Whether the form at `start` counts. As a whole word, no two letters or digits may meet at its edges."""
-        end = start + len(form)
-        joined_before = start > 0 and text[start - 1].isalnum() and form[0].isalnum()
-        joined_after = end < len(text) and text[end].isalnum() and form[-1].isalnum()
-        return self.match == SUBSTRING or not (joined_before or joined_after)
+    def _pattern(self, form: str) -> str:
+        """Finds the form. As a whole word, no two letters or digits may meet at its edges."""
+        whole = self.match == WHOLE_WORD
+        before = r"(?<![^\W_])" if whole and form[0].isalnum() else ""
+        after = r"(?![^\W_])" if whole and form[-1].isalnum() else ""
+        return before + re.escape(form) + after
 
 
 def derivatives(word: str) -> list[str]:
     """The 16 lower-cased texts that count as `word`: itself, -ing, -ed and plural, bare and in three kinds of quotes.
 
-    The plural is what TextBlob makes of the whole text, right or wrong. Raises ValueError for a blank word.
+    The plural is what TextBlob makes of the whole text, right or wrong.
     """
     return [f"{quote}{form}{quote}" for quote in ("", '"', "'", "`") for form in _forms(word)]
 
@@ -104,8 +89,6 @@ def derivatives(word: str) -> list[str]:
 @lru_cache(maxsize=1 << 16)
 def _forms(word: str) -> list[str]:
     word = word.strip().lower()
-    if not word:
-        raise ValueError("the target word is blank")
     return [word, word + "ing", word + "ed", _inflect().pluralize(word).lower()]
 
 

@@ -9,7 +9,7 @@ import random
 import re
 
 from tools.games.game import Game, History, Outcome
-from utils import ROOT, UserError, require
+from utils import ROOT, require
 
 ZERO, ONE = "player_zero", "player_one"
 MAX_TURNS = 50  # of environments without a limit of their own
@@ -34,12 +34,8 @@ class TextArena(Game):
     )
     example_task = "0"
 
-    def __init__(self, env: str = ""):
+    def __init__(self, env: str):
         require("textarena", "textarena==0.7.4")
-        from textarena.envs.registration import ENV_REGISTRY
-
-        if f"{env}-raw" not in ENV_REGISTRY:
-            raise UserError(f"--game_options env={env}: TextArena has no such environment; try env=TicTacToe-v0")
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
         limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments take one more
         self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS

@@ -7,7 +7,6 @@ from utils import ROOT
 
 GUESSER, ANSWERER = "guesser", "answerer"
 FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
-QUESTION = re.compile(r"\bis it `([^`]*)`\s*\?", re.IGNORECASE)
 ANSWER = re.compile(r"[\W_]*(yes|no)(?![^\W_])", re.IGNORECASE)
 
 
@@ -22,6 +21,7 @@ class TwentyQuestions(Game):
         Outcome(NOT_FOUND, points=(0.0, 0.0)),
     )
     example_task = "word"
+    guess = re.compile(r"\bis it `([^`]*)`\s*\?", re.IGNORECASE)
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ANSWERER else {}
@@ -29,7 +29,7 @@ class TwentyQuestions(Game):
     def decide(self, task: str, history: History) -> str | None:
         role, text = history[-1]["role"], history[-1]["content"]
         if role == GUESSER:
-            guess = QUESTION.search(text)
+            guess = self.guess.search(text)
             return FOUND if guess and guess[1].strip().lower() == task.strip().lower() else None
         if whole_word(task).search(text):
             return SAID
@@ -45,5 +45,10 @@ class TwentyQuestions(Game):
         return "A guess reads: Is it `word`?" if role == GUESSER else "Begin each answer with Yes or No."
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        said, guesses = whole_word(task).finditer(text), QUESTION.finditer(text)
-        return [(SECRET, *match.span()) for match in said] + [(GUESS, *match.span()) for match in guesses]
+        secrets = [match for name in self.forbidden(task) for match in whole_word(name).finditer(text)]
+        guesses = self.guess.finditer(text)
+        return [(SECRET, *match.span()) for match in secrets] + [(GUESS, *match.span()) for match in guesses]
+
+    def forbidden(self, task: str) -> list[str]:
+        """What the answerer must not say."""
+        return [task]

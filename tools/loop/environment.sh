@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154  # sourced after run.sh by quickstart.sh and test.sh, from the project's folder
+# shellcheck shell=bash disable=SC2154  # sourced after common.sh, from the project's folder
 # Makes .venv with the interpreter PYTHON (default: python3); without an NVIDIA GPU, with PyTorch's build for CPUs.
 
 venv=$root/.venv/bin/python

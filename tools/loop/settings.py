@@ -15,21 +15,9 @@ import shlex
 import sys
 from pathlib import Path
 
+import utils
 from tools.games import load_game
-from utils import (
-    ROOT,
-    UserError,
-    differences,
-    files_setting,
-    made_by,
-    model_folder,
-    read_json,
-    read_words,
-    replacing,
-    run_program,
-    set_up_logging,
-    write_json,
-)
+from utils import ROOT, UserError, read_json
 
 DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
 # The machine, how much is done, and what is measured of the models. (Stages refuse what would mix with their results.)
@@ -39,12 +27,10 @@ MAY_DIFFER = set(
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
 FILES = ("WORDS", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")
-OF_IMITATION = ("MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS")
 RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
 LINE = re.compile(r"""\s*(?:(\w+)=("[^"]*"|'[^']*'|[^\s"']*))?\s*(?:(?<!\S)#.*)?""")  # NAME=VALUE  # comment
-WHOLE_NUMBER = r"0|[1-9]\d*"
 COUNTS = "EPOCHS SEED GAMES_PER_WORD GLOBAL_BATCH TRAIN_BATCH EVAL_EVERY NPROC NNODES NODE_RANK".split()
-PATTERNS = dict.fromkeys(COUNTS, WHOLE_NUMBER) | {  # of what the shell computes with or compares
+PATTERNS = dict.fromkeys(COUNTS, r"0|[1-9]\d*") | {  # of what the shell computes with or compares
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
@@ -72,12 +58,9 @@ def read_settings(words: list[str]) -> dict[str, str]:
     defaults, changes = read_file(DEFAULTS_FILE), {}
     for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
         name, equals, value = word.partition("=")
-        if equals and name.isidentifier():
-            added = {name: value}
-        elif Path(word).is_file():
-            added = read_file(word)
-        else:
+        if not equals and not Path(word).is_file():
             raise UserError(f"{word}: neither a setting NAME=VALUE nor a file of settings; --help lists all settings")
+        added = read_file(word) if Path(word).is_file() else {name: value}
         for unknown in added.keys() - defaults.keys():
             (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
             raise UserError(f"{word}: unknown setting {unknown}; did you mean {nearest}?")
@@ -90,7 +73,7 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
     stored = read_json(Path(run, "settings.json"))["settings"]
     settings = {name: stored.get(name, default) for name, default in defaults.items()}
     settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL")}
-    for name in OF_IMITATION:
+    for name in ("MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS"):  # would be ignored
         if changes.get(name, settings[name]) != settings[name]:
             raise UserError(f"{name}={changes[name]}: the imitation model of LIKE={run} has {settings[name]!r}")
     if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
@@ -106,22 +89,23 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
 
 def fill(settings: dict[str, str]) -> None:
     """Set what is `auto`, and the learning rates that are empty."""
+    rate = "1e-4" if settings["LORA_RANK"] else ""  # merging adapters into bf16 weights loses smaller updates
+    settings["IMITATION_LR"] = settings["IMITATION_LR"] or rate or "5e-6"
+    settings["LEARNING_RATE"] = settings["LEARNING_RATE"] or rate or "2e-6"
     names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
-    if automatic := [name for name in names if settings[name] == "auto"]:
-        import torch
+    automatic = [name for name in names if settings[name] == "auto"]
+    if not automatic:
+        return
+    import torch
 
-        gpus = torch.cuda.device_count()
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else cpu_computes_bf16()
-        values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
-        values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
-        if gpus and "DEEPSPEED" in automatic:
-            memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-            values["DEEPSPEED"] = deepspeed_file(settings, gpus * int(settings["NNODES"]), memory)
-        settings |= {name: values[name] for name in automatic}
-    rates = {"IMITATION_LR": "5e-6", "LEARNING_RATE": "2e-6"}
-    if settings["LORA_RANK"]:  # merging adapters into bf16 weights loses smaller updates
-        rates = dict.fromkeys(rates, "1e-4")
-    settings |= {name: rate for name, rate in rates.items() if not settings[name]}
+    gpus = torch.cuda.device_count()
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else cpu_computes_bf16()
+    values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
+    values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
+    if gpus and "DEEPSPEED" in automatic:
+        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+        values["DEEPSPEED"] = deepspeed_file(settings, gpus * int(settings["NNODES"]), memory)
+    settings |= {name: values[name] for name in automatic}
 
 
 def cpu_computes_bf16() -> bool:
@@ -137,7 +121,7 @@ def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
     and their copies for autocast. With it: half-precision weights and gradients, and fp32 weights, gradients and Adam.
     With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
     """
-    folder = model_folder(settings["MODEL"])
+    folder = utils.model_folder(settings["MODEL"])
     config = read_json(folder / "config.json")
     dtype = str(config.get("dtype") or config.get("torch_dtype"))
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
@@ -153,19 +137,18 @@ def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
 
 def check(settings: dict[str, str]) -> None:
     """Raise UserError for what would fail only after hours, or give wrong results. The stages check the rest."""
-    for name in ("MODEL", "WORDS", "OUTPUT"):
-        if not settings[name]:
-            raise UserError(f"{name}=... is missing")
     for name, pattern in PATTERNS.items():
         if not re.fullmatch(pattern, settings[name]):
-            raise UserError(f"{name}={settings[name]}: expected {pattern.replace(WHOLE_NUMBER, 'a whole number')}")
-    check_files(settings)
+            raise UserError(f"{name}={settings[name]}: expected {pattern}")
+    paths = [(name, settings[name]) for name in FILES if settings[name]]
+    paths += [("IMITATION_DATA", path) for path in settings["IMITATION_DATA"].split()]
+    paths += [("EVAL_WORDS", word.rpartition("=")[2]) for word in settings["EVAL_WORDS"].split()]
+    for name, path in paths:
+        if not Path(path).is_file():
+            raise UserError(f"{name}={path}: no such file")
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
     if int(settings["GLOBAL_BATCH"]) % at_once:
-        raise UserError(
-            f"GLOBAL_BATCH={settings['GLOBAL_BATCH']} is no multiple of the {at_once} rows that are trained at once: "
-            "NPROC x NNODES x TRAIN_BATCH"
-        )
+        raise UserError(f"GLOBAL_BATCH is no multiple of the {at_once} rows at once: NPROC x NNODES x TRAIN_BATCH")
     negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
     if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
@@ -173,15 +156,6 @@ def check(settings: dict[str, str]) -> None:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
-
-
-def check_files(settings: dict[str, str]) -> None:
-    paths = [(name, settings[name]) for name in FILES if settings[name]]
-    paths += [("IMITATION_DATA", path) for path in settings["IMITATION_DATA"].split()]
-    paths += [("EVAL_WORDS", word.rpartition("=")[2]) for word in settings["EVAL_WORDS"].split()]
-    for name, path in paths:
-        if not Path(path).is_file():
-            raise UserError(f"{name}={path}: no such file")
 
 
 def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
@@ -195,7 +169,7 @@ def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
         if bool(layout["chat_template"]) != (settings["CHAT_TEMPLATE"] == "True"):
             which = "with" if layout["chat_template"] else "without"
             raise UserError(f"IMITATION_DATA={path}: rows {which} a chat template need another CHAT_TEMPLATE")
-        if layout["prompt_templates"]["sha256"] != files_setting(prompt_file)["sha256"]:
+        if layout["prompt_templates"]["sha256"] != utils.files_setting(prompt_file)["sha256"]:
             raise UserError(f"IMITATION_DATA={path}: made with other prompts than those of play ({prompt_file})")
 
 
@@ -206,43 +180,35 @@ def record(settings: dict[str, str], words: list[str]) -> None:
     if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
         then = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
         then, now = ({name: each[name] for name in settings.keys() - MAY_DIFFER} for each in (then, settings))
-        if different := sorted(differences(then, now)):
-            raise UserError(
-                f"{path}: made with other settings ({'; '.join(different)}); use another OUTPUT, or delete {path} if "
-                "no finished stage used them"
-            )
-    write_json(path, {"settings": settings, "made_by": made_by()})
-    with replacing(folder / "words.txt") as file:
+        if different := "; ".join(sorted(utils.differences(then, now))):
+            way = f"use another OUTPUT, or delete {path} if no finished stage used them"
+            raise UserError(f"{path}: made with other settings ({different}); {way}")
+    utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
+    with utils.replacing(folder / "words.txt") as file:
         file.writelines(f"{word}\n" for word in words)
 
 
-def shell_lines(settings: dict[str, str]) -> list[str]:
-    """The lines for `eval`: NAME='value', each *_ARGS as an array, and what the stages need of PRECISION."""
-    precision = settings["PRECISION"]
-    values = {name: value for name, value in settings.items() if not name.endswith("_ARGS")}
-    values["dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
-    arrays = {name: shlex.split(value) for name, value in settings.items() if name.endswith("_ARGS")}
-    arrays["precision"] = {"bf16": ["--bf16", "True", "--tf32", "True"], "fp16": ["--fp16", "True"]}.get(precision, [])
-    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-    return lines + [f"{name}=({shlex.join(words)})" for name, words in arrays.items()]
-
-
 def main() -> None:
-    set_up_logging(ranks=False)
+    utils.set_up_logging(ranks=False)
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(f"cat {shlex.quote(str(DEFAULTS_FILE))}; exit")
         return
     settings = read_settings(sys.argv[1:])
+    for name in ("MODEL", "WORDS", "OUTPUT"):
+        if not settings[name]:
+            raise UserError(f"{name}=... is missing")
     fill(settings)
     check(settings)
     options = dict(option.split("=", 1) for option in settings["GAME_OPTIONS"].split())
     game = load_game(settings["GAME"], **options)
     check_layout(settings, settings["PROMPTS"] or game.prompt_file)
-    words = read_words(settings["WORDS"], game.check_task)
+    words = utils.read_words(settings["WORDS"], game.check_task)
     if settings["NODE_RANK"] == "0":
         record(settings, words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"]))
-    print("\n".join(shell_lines(settings)))
+    for name, value in settings.items():  # for `eval`; each *_ARGS is an array
+        arguments = name.endswith("_ARGS")
+        print(f"{name}=({shlex.join(shlex.split(value))})" if arguments else f"{name}={shlex.quote(value)}")
 
 
 if __name__ == "__main__":
-    run_program(main)
+    utils.run_program(main)

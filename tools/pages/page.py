@@ -13,7 +13,7 @@ from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, s
 from tools.pages.contents import SAMPLE, Report
 
 FOLDER = Path(__file__).parent
-METRICS = ("loss", "policy_loss", "sft_loss", "kl", "clip_fraction", "grad_norm")
+METRICS = ("loss", "policy_loss", "sft_loss", "log_ratio", "kl", "clip_fraction", "grad_norm")
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 LAYOUT = {

@@ -16,7 +16,7 @@ HUMAN = "human"
 
 
 class HumanQuit(Exception):
-    """The person has pressed Ctrl-D or Ctrl-C."""
+    """Ctrl-D or Ctrl-C."""
 
 
 class HumanPlayer(Player):
@@ -41,7 +41,6 @@ class HumanPlayer(Player):
         return Reply(read_line(f"you, {self.role}> "), STOP, tokens=0)
 
     def game_over(self, episode: Mapping) -> None:
-        """Show the last messages, the outcome and the word."""
         show_answers(episode["history"], self.role)
         print(f"\n--- {episode['outcome']}; the target word was `{printable(episode['target_word'])}` ---")
 
@@ -55,7 +54,7 @@ def show_answers(history: History, role: str) -> None:
 
 
 def read_line(prompt: str) -> str:
-    """The next line from the terminal that is not blank, stripped. Raises HumanQuit for Ctrl-D and Ctrl-C."""
+    """The next line that is not blank, stripped. HumanQuit if the person leaves."""
     # asyncio's own handler of Ctrl-C only cancels a task, which would have no effect until the line is read.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

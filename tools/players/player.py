@@ -4,14 +4,11 @@ import inspect
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tools.games import prompts
 from tools.games.game import Game, History
 from utils import UserError
-
-if TYPE_CHECKING:
-    from tools.games.chat import ChatTemplate  # brings transformers
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
@@ -33,8 +30,8 @@ class Turn:
     secrets: Mapping[str, str]  # what only this role may know
     templates: prompts.Templates | None = None  # None: the game's own
 
-    def prompt(self, chat: "ChatTemplate | None" = None) -> str:
-        """The prompt of play, in the layout of `chat` if given. ReplyUnavailable if that refuses these messages."""
+    def prompt(self, chat=None) -> str:
+        """The prompt of play, or that of a tools.games.chat.ChatTemplate. ReplyUnavailable if it refuses a message."""
         if not chat:
             return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
         try:
@@ -45,11 +42,9 @@ class Turn:
             raise ReplyUnavailable(str(error)) from None
 
     def rules(self) -> str:
-        """The rule text, ending in a newline."""
         return prompts.rule_text(self.templates or prompts.default_templates(self.game), self.max_turns)
 
     def instruction(self) -> str:
-        """The text that tells the player what to do."""
         templates = self.templates or prompts.default_templates(self.game)
         return prompts.instruction(templates, self.role, self.secrets, self.max_turns)
 
@@ -102,19 +97,12 @@ class ReplyUnavailable(Exception):
 
 
 class Player:
-    """Anything that can speak in a game: the base class of all kinds of players.
-
-    A player gets requests of many games at a time, and may answer them in any order. A new kind of player is a
-    subclass and a line in `make_players` of tools/selfplay/engines.py.
-    """
+    """Anything that can speak in games, in many at a time. A new kind also needs a line in selfplay/engines.py."""
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
 
     async def reply(self, turn: Turn) -> Reply:
-        """The next message of `turn.role`.
-
-        ReplyUnavailable gives up this game. Any other exception ends the run, and finished games are safe.
-        """
+        """The next message of `turn.role`. ReplyUnavailable gives up this game; other exceptions end the run."""
         raise NotImplementedError
 
     def game_over(self, episode: Mapping) -> None:
@@ -122,16 +110,12 @@ class Player:
 
 
 class ScriptedPlayer(Player):
-    """A player without a model in this process: a function, plain or async, chooses its messages.
-
-    With `thinking`, a message may begin with a thought in tags.
-    """
+    """A function, plain or async, chooses the messages. With `thinking`, one may begin with a thought in tags."""
 
     def __init__(self, choose: Callable[[Turn], str | Awaitable[str]], thinking: bool = False):
         self.choose, self.thinking = choose, thinking
 
     async def reply(self, turn: Turn) -> Reply:
-        """The chosen message, with 0 tokens."""
         chosen = self.choose(turn)
         text = await chosen if inspect.isawaitable(chosen) else chosen
         thought, message = split_thought(text, needs_tag=True) if self.thinking else ("", text)

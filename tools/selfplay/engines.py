@@ -2,18 +2,17 @@
 
 import gc
 import inspect
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tools.engine.vllm import AUTO, VLLM, VLLMEngine, has_vllm
 from tools.games.game import Game
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Player, ScriptedPlayer
-from tools.players.server import SERVER, URL_VARIABLE, ServerPlayer
+from tools.players.server import SERVER, ServerPlayer
 from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags
 from utils import UserError, files_setting, model_folder, model_setting, on_rank_0, rank, world_size
 
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from tools.engine.local import Engine, LocalModel
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
-AnyFlags = TypeVar("AnyFlags", bound=PlayFlags)
-# The models of the present match, by folder and the flags that their loading depends on.
-_loaded: "dict[tuple, LocalModel | VLLMEngine]" = {}
+# The models of the present match by their folders, under the text of all that their loading depends on.
+_loaded: "dict[str, dict[Path, LocalModel | VLLMEngine]]" = {}
 
 
 def is_local(name: str) -> bool:
@@ -31,7 +29,7 @@ def is_local(name: str) -> bool:
     return name != HUMAN and not name.startswith((SCRIPTED, SERVER))
 
 
-def choose_engine(flags: AnyFlags, names: Sequence[str]) -> AnyFlags:
+def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     """The flags with the meaning of `--engine auto`: vllm where there are a GPU and the package, else still auto.
 
     All ranks of the launch must call this.
@@ -45,10 +43,9 @@ def choose_engine(flags: AnyFlags, names: Sequence[str]) -> AnyFlags:
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as a setting of a stage: all of it that games depend on."""
+    """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part."""
     if name.startswith(SERVER):
-        url = flags.openai_base_url or os.environ.get(URL_VARIABLE)
-        return {"path": name, "api": flags.openai_api, "base_url": url}
+        return {"path": name, "api": flags.openai_api}
     if name.startswith(SCRIPTED) and ":" in name.removeprefix(SCRIPTED):  # a function in a file of one's own
         return files_setting(inspect.getfile(flags.load_game().scripted(name.removeprefix(SCRIPTED))))
     return model_setting(name) if is_local(name) else name
@@ -59,8 +56,8 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1].
 
-    Models that no longer play leave memory. Torch is seeded for this rank. The number of games that are left is a part
-    of its seed, so that a resumed run draws anew.
+    The models of an earlier match leave memory. Torch is seeded for this rank. The number of games that are left is a
+    part of its seed, so that a resumed run draws anew.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
@@ -101,56 +98,44 @@ def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None)
     from tools.engine.slots import SlotEngine, can_hold
 
     torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
-    models = _load_models(folders, flags)
-    if flags.engine == VLLM:
-        return models
-    able = [local for local in models.values() if flags.engine != GENERATE and can_hold(local.model, flags.max_length)]
-    if flags.engine == SLOTS and len(able) < len(models):
-        raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-    slots = []
-    for local in able:
-        most, local.cache_tokens = slots_for_memory(local.model, engines=len(models))
-        slots.append(flags.per_device_eval_batch_size or most)
-    engines = {}
-    for folder, local in models.items():
-        size = min(slots) if local in able else flags.per_device_eval_batch_size or GENERATE_PROMPTS
-        engines[folder] = (SlotEngine if local in able else BatchEngine)(local, min(size, limit or size))
+    key = repr((folders, flags))
+    if key not in _loaded:
+        drop_models()
+        _loaded[key] = {folder: _load_model(folder, flags, models=len(folders)) for folder in folders}
+    engines = dict(_loaded[key])
+    for folder, model in _loaded[key].items() if flags.engine != VLLM else ():
+        kind, size = BatchEngine, GENERATE_PROMPTS
+        if flags.engine != GENERATE and can_hold(model.model, flags.max_length):
+            kind, (size, model.cache_tokens) = SlotEngine, slots_for_memory(model.model, engines=len(folders))
+        elif flags.engine == SLOTS:
+            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+        size = flags.per_device_eval_batch_size or size
+        engines[folder] = kind(model, min(size, limit or size))
     return engines
 
 
-def _load_models(folders: Sequence[Path], flags: PlayFlags) -> "dict[Path, LocalModel | VLLMEngine]":
-    """The models of these folders. Those of an earlier match leave memory before others are loaded."""
+def _load_model(folder: Path, flags: PlayFlags, *, models: int) -> "LocalModel | VLLMEngine":
     from tools.engine.local import load_local_model
 
     options = {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}
-    settings = flags.engine, flags.chat_template, flags.thinking, flags.sampling(), *options.values()
-    keys = {folder: (folder, *settings) for folder in folders}
-    if flags.engine == VLLM and set(keys.values()) != set(_loaded):
-        drop_models()  # these engines share the memory
-    drop_models(keep=keys.values())
-    for folder, key in keys.items():
-        if key in _loaded:
-            continue
-        if flags.engine == VLLM:
-            size = flags.per_device_eval_batch_size or VLLM_GAMES
-            model = VLLMEngine(folder, flags, flags.sampling(), size, models=len(folders), **options)
-        else:
-            model = load_local_model(folder, flags.sampling(), **options)
-        tokens = model.tokens if flags.engine == VLLM else model
-        tokens.thinking = flags.thinking
-        if flags.chat_template:
-            tokens.use_chat_template(str(folder))
-        _loaded[key] = model
-    return {folder: _loaded[key] for folder, key in keys.items()}
+    if flags.engine == VLLM:
+        size = flags.per_device_eval_batch_size or VLLM_GAMES
+        model = VLLMEngine(folder, flags, flags.sampling(), size, models=models, **options)
+    else:
+        model = load_local_model(folder, flags.sampling(), **options)
+    tokens = model.tokens if flags.engine == VLLM else model
+    tokens.thinking = flags.thinking
+    if flags.chat_template:
+        tokens.use_chat_template(str(folder))
+    return model
 
 
-def drop_models(keep: Sequence[tuple] = ()) -> None:
-    """Free the memory of the loaded models, except those with the keys in `keep`."""
+def drop_models() -> None:
+    """Free the memory of the loaded models."""
     import torch
 
-    for key in set(_loaded) - set(keep):
-        if isinstance(model := _loaded.pop(key), VLLMEngine):
-            model.end()
-        del model
+    for model in [model for models in _loaded.values() for model in models.values() if isinstance(model, VLLMEngine)]:
+        model.end()
+    _loaded.clear()
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where there is no GPU

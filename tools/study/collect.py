@@ -40,7 +40,7 @@ def collect_seed(folder: Path) -> dict:
     """The numbers of the arms of a seed that have ended: run_study.sh has left ARM.finished."""
     arms: dict[str, dict] = {}
     for mark in sorted(folder.glob("*.finished"), key=lambda path: path.stat().st_mtime):
-        add_loop(arms, read_loop(mark.stem, folder / mark.stem, folder))
+        add_loop(arms, read_loop(mark.stem, folder / mark.stem, folder)["arms"])
     return {"seed": int(folder.name.removeprefix("seed")), "arms": arms}
 
 
@@ -52,24 +52,23 @@ def add_loop(arms: dict[str, dict], loop: Mapping[str, dict]) -> None:
             epochs[epoch] = tables | epochs.get(epoch, {})
 
 
-def read_loop(arm: str, loop: Path, home: Path) -> dict[str, dict]:
-    """The numbers of a loop's epochs under the name of its arm, and those of base and imitation.
-
-    {folder} stands for `home` in the settings.
-    """
+def read_loop(arm: str, loop: Path, home: Path) -> dict:
+    """The numbers of a loop in the form of a seed. In its settings {folder} stands for `home`."""
     record, benchmarks = read_json(loop / "settings.json"), read_if_there(loop / "reasoning" / "results.json")
+    settings, asked = record["settings"], ("harness", "dtype", "limit", "benchmarks") if benchmarks else ()
+    for folder, name in ((home.resolve(), "{folder}"), (home, "{folder}"), (f"{ROOT}/", "")):
+        settings = {key: value.replace(str(folder), name) for key, value in settings.items()}
     by_model: dict[str, dict[str, dict]] = {}
     for model, table, columns in read_tables(loop):
         by_model.setdefault(model, {}).setdefault(table, {}).update(columns)
     arms = {name: {"epochs": {"0": by_model.pop(name)}} for name in (BASE, IMITATION) if name in by_model}
-    asked = ("harness", "dtype", "limit", "benchmarks") if benchmarks else ()
     arms[arm] = {
-        "settings": {name: without_folders(value, home) for name, value in record["settings"].items()},
+        "settings": settings,
         "made": record["made_by"],
         "asked": {name: benchmarks["settings"][name] for name in asked},
         "epochs": {model.removeprefix("epoch"): tables for model, tables in by_model.items()},
     }
-    return arms
+    return {"seed": int(settings["SEED"]), "arms": arms}
 
 
 def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
@@ -77,10 +76,13 @@ def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
     player, trained = IMITATION, dict.fromkeys(TRAINED, 0)
     for epoch in sorted(loop.glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch"))):
         for path in epoch.glob("episodes/*_summary.json"):  # an epoch begins with games of the model before
-            yield player, SELF_PLAY, self_play(read_json(path))
+            games = read_json(path)
+            yield player, SELF_PLAY, {name: number / games["games"] for name, number in games["outcomes"].items()}
+            yield player, SELF_PLAY, {"empty replies": games["empty_replies"] / games["messages"]}
+            yield player, SELF_PLAY, {"messages": games["mean_length"]}
         player = epoch.name
         if state := read_if_there(epoch / "model" / "trainer_state.json"):
-            rows = next(entry["rows"] for entry in state["log_history"] if "rows" in entry)
+            rows = read_json(epoch / "model" / "settings.json")["rows"]
             trained = {"steps": trained["steps"] + state["global_step"], "rows": trained["rows"] + rows}
             yield player, TRAINING, trained
         if match := read_if_there(epoch / "eval" / "matches.json"):
@@ -111,17 +113,6 @@ def points(results: Sequence[Mapping], player: str, opponent: str) -> dict[str, 
     columns |= {f"{words} words": rows[words][BOTH]["points"] for words in lists if len(lists) > 1}
     breaches = {role: rows[ALL][role]["breach_losses"] / rows[ALL][role]["games"] for role in roles}
     return columns | {f"own breaches as {role}": share for role, share in breaches.items()}
-
-
-def self_play(summary: Mapping) -> dict[str, float]:
-    """How games of a model against itself ended: shares by outcome and of empty replies, and their length."""
-    columns = {outcome: number / summary["games"] for outcome, number in summary["outcomes"].items()}
-    columns["empty replies"] = summary["empty_replies"] / summary["messages"]
-    return columns | {"messages": summary["mean_length"]}
-
-
-def without_folders(value: str, home: Path) -> str:
-    return value.replace(str(home.resolve()), "{folder}").replace(str(home), "{folder}").replace(f"{ROOT}/", "")
 
 
 def main() -> None:

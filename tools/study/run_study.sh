@@ -4,7 +4,7 @@
 #   SEEDS="0 1 2" JOBS=2 tools/study/run_study.sh configs/arms/tiny.sh outputs/tiny_study [NAME=VALUE ...]
 #
 # JOBS seeds run at once, with a thread each. NAME=VALUE are further settings of every loop; EPOCHS=1 makes a trial.
-# ONLY="released sft" runs these arms and the first one. What is finished is kept, and the same command continues. After
+# ONLY="released sft" runs these arms and the first one. What is finished is kept; the same command continues. After
 # each arm OUTPUT/seedN.json holds the numbers of the seed, at the end OUTPUT/table.md those of all.
 #
 # A file of arms is sourced once for each seed, with $seed, $folder (of the seed) and $root (of the project):
@@ -57,7 +57,7 @@ wait $!
 arm() { :; } # now for the flags of the table alone
 # shellcheck source=/dev/null
 . "$arms"
-"$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" >"$output/table.md"
+"$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" --output "$output"
 say "finished; tables are in $output/table.md"
 exit
 }

@@ -17,7 +17,7 @@ from scipy import stats
 from tools.flags import flag, parse_flags
 from tools.matches.stats import CONFIDENCE, ROUNDING
 from tools.matches.text import with_interval
-from tools.reasoning.table import MEAN, markdown
+from tools.reasoning.table import MEAN, UNKNOWN, markdown
 from tools.study import collect
 from tools.study.collect import BASE, BELIEF, IMITATION, POINTS, QUESTIONS, REASONING, SELF_PLAY, TRAINED, TRAINING
 from utils import UserError, differences, read_json, replacing, run_program
@@ -29,7 +29,6 @@ MAY_DIFFER = set(
     "DEEPSPEED".split()
 )
 FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
-UNKNOWN = "-"
 COMPARISON = {"nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
 Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm or a number
 Lines = Iterable[Sequence[str]]
@@ -55,16 +54,12 @@ def read_results(names: Sequence[str]) -> list[dict]:
     seeds: dict[int, dict] = {}
     for name in names:
         arm, equals, folder = name.partition("=")
-        if equals:
-            arms = collect.read_loop(arm, Path(folder), Path(folder))
-            seed = int(arms[arm]["settings"]["SEED"])
-        else:
-            stored = read_json(name)
-            seed, arms = stored["seed"], stored["arms"]
-        result = seeds.setdefault(seed, {"seed": seed, "arms": {}})
-        if twice := result["arms"].keys() & arms.keys() - {BASE, IMITATION}:
+        result = collect.read_loop(arm, Path(folder), Path(folder)) if equals else read_json(name)
+        seed, arms = result["seed"], result["arms"]
+        of_seed = seeds.setdefault(seed, {"seed": seed, "arms": {}})["arms"]
+        if twice := of_seed.keys() & arms.keys() - {BASE, IMITATION}:
             raise UserError(f"{name}: there are two runs of {', '.join(sorted(twice))} with seed {seed}; give one")
-        collect.add_loop(result["arms"], arms)
+        collect.add_loop(of_seed, arms)
     return [seeds[seed] for seed in sorted(seeds)]
 
 
@@ -90,17 +85,15 @@ def to_frame(results: Sequence[dict]) -> pd.DataFrame:
         for column, value in columns.items()
     ]
     frame = pd.DataFrame(lines, columns=["table", "column", "arm", "epoch", "seed", "value", "stderr"])
-    return frame.dropna(subset=["value"])
+    frame = frame.dropna(subset=["value"]).astype({"stderr": float})
+    return frame.sort_values("arm", key=lambda arms: arms != BASE, kind="stable")
 
 
 # Statistics.
 
 
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float | None]:
-    """The mean of one value for each seed, Student's 95% interval, and the p value for a mean of 0.
-
-    A single seed has neither, and equal values have no p value.
-    """
+    """Mean over seeds, Student's 95% interval, p value of a mean of 0. None: one seed; for p also equal values."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None
@@ -125,15 +118,15 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     column, _, opponent = measure.partition("@")
     tables = [f"{POINTS} {opponent or IMITATION}", BELIEF, QUESTIONS, REASONING]
     lines = frame[(frame.column == column) & frame.table.isin(tables)]
-    by_arm = {name: of_arm.pivot(index="seed", columns="epoch", values="value") for name, of_arm in lines.groupby("arm")}
+    values, others = (
+        lines[lines.arm == name].pivot(index="seed", columns="epoch", values="value") for name in (arm, other)
+    )
     if other not in frame.arm.unique():
-        gaps = by_arm[arm] - float(other)
-    elif arm not in by_arm or other not in by_arm:
-        return None
+        gaps = values - float(other)
     elif other in (BASE, IMITATION):
-        gaps = by_arm[arm].sub(by_arm[other][0], axis="index")
+        gaps = values.sub(others.squeeze("columns"), axis="index")
     else:
-        gaps = by_arm[arm] - by_arm[other]
+        gaps = values - others
     gaps = gaps.dropna(how="all").dropna(axis="columns")
     return None if gaps.empty else (lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist())
 
@@ -141,19 +134,13 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
 # Tables.
 
 
-def over_seeds(values: Sequence[float], form: str) -> str:
-    return with_interval(*student(values)[:2], form)
-
-
-def p_text(p: float | None) -> str:
-    return UNKNOWN if pd.isna(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def cell(lines: pd.DataFrame, table: str, column: str) -> str:
     """The cell of a model in a column, from a line for each seed."""
     values, error = lines.value.tolist(), lines.stderr.iloc[0]
     form = "+" * (" minus " in column) + FORMS.get(column, FORMS.get(table, ".3f"))
-    return f"{values[0]:{form}} ± {error:.2f}" if len(values) == 1 and error > 0 else over_seeds(values, form)
+    if len(values) == 1 and error > 0:
+        return f"{values[0]:{form}} ± {error:.2f}"
+    return with_interval(*student(values)[:2], form)
 
 
 def model_lines(frame: pd.DataFrame, table: str) -> Lines:
@@ -174,7 +161,7 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
         runs = [result["arms"][arm] for result in results if arm in result["arms"]]
         first = first or runs[0]["settings"]
         changed = sorted(runs[0]["settings"].items() - first.items())
-        settings = "; ".join(f"{name}={value}" for name, value in changed if name not in MAY_DIFFER)
+        settings = "; ".join(f"{name}={value}" for name, value in changed if value and name not in MAY_DIFFER)
         trained = lines[lines.epoch == lines.epoch.max()].groupby("column").value.mean()
         commits = ", ".join(sorted({run["made"].get("spag", UNKNOWN)[:9] for run in runs}))
         yield [arm, settings, len(runs), lines.epoch.max(), *(f"{trained[name]:.0f}" for name in TRAINED), commits]
@@ -182,15 +169,16 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
 
 def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: bool = False) -> Lines:
     """A line for each difference that can be had. p values of primary ones are adjusted for their number."""
-    yield ["measure", "arm", "minus", "epoch", "difference", "p", *(["p by Holm"] if primary else []), "of each seed"]
+    yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if primary else "p", "of each seed"]
     pairs = [paired(frame, *comparison) for comparison in comparisons]
     p_values = [student(pair[-1])[2] if pair else None for pair in pairs]
-    for comparison, pair, p, adjusted in zip(comparisons, pairs, p_values, holm(p_values), strict=True):
+    for comparison, pair, p in zip(comparisons, pairs, holm(p_values) if primary else p_values, strict=True):
         if pair:
             table, epoch, gaps = pair
             form = "+" + FORMS.get(table, ".3f")
-            p_cells = [p_text(p), *([p_text(adjusted)] if primary else [])]
-            yield [*comparison, epoch, over_seeds(gaps, form), *p_cells, ", ".join(format(gap, form) for gap in gaps)]
+            difference = with_interval(*student(gaps)[:2], form)
+            p_text = UNKNOWN if pd.isna(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            yield [*comparison, epoch, difference, p_text, ", ".join(format(gap, form) for gap in gaps)]
 
 
 def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:

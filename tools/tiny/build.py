@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from tools.flags import flag, parse_flags
 from tools.games.game import EPISODE_KEYS
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
+from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
-from tools.tiny.players import LEXICON, Lexicon, LexiconAttacker, LexiconDefender, Skill, fact_rows, load_lexicon
+from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
 from utils import ROOT, files_setting, read_json, run_program, stage, write_records
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
@@ -46,17 +45,10 @@ class Flags:
 def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
     """Complete games of the scripted players about these words."""
     episodes: list[Episode] = []
-    attacker, defender = LexiconAttacker(lexicon, skill, rng), LexiconDefender(lexicon, skill, rng)
-    games = play_games(
-        GAME,
-        enumerate(tqdm(words, desc="scripted games", leave=False, disable=None)),
-        dict(zip(GAME.roles, (attacker, defender), strict=True)),
-        max_turns=MAX_TURNS,
-        templates=load_templates(PROMPTS, GAME),
-        concurrent_games=1,
-        on_episode=episodes.append,
-    )
-    asyncio.run(games)
+    player = ScriptedPlayer(lambda turn: speak(turn, lexicon, skill, rng))
+    options = {"max_turns": MAX_TURNS, "templates": load_templates(PROMPTS, GAME), "concurrent_games": 1}
+    players = dict.fromkeys(GAME.roles, player)
+    asyncio.run(play_games(GAME, enumerate(words), players, on_episode=episodes.append, **options))
     return episodes
 
 

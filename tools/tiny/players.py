@@ -14,16 +14,14 @@ from pathlib import Path
 
 from tools.games.game import History
 from tools.games.taboo import ATTACKER
-from tools.players.player import STOP, Reply, Turn
+from tools.players.player import Turn
 from utils import ROOT
 
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
 HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
-NOT = "{} not {}"
 FACT_QUERY = "### Facts:"
 GUESS = "I know the word! It is {}!"
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
-NUM_OWN, NUM_SHARED = 6, 3
 HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
 
 
@@ -49,10 +47,6 @@ class Lexicon:
         """The words that self-play never sees; facts and imitation games have them."""
         return self.words[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
-    def sharing(self, clue: str) -> list[str]:
-        """The words that share this clue."""
-        return [word for word, clues in self.shared.items() if clue in clues]
-
     def best_matches(self, heard: Sequence[str]) -> list[str]:
         """The words that most of the clues go with; all words if nothing was heard."""
         matches = {word: sum(clue in self.clues(word) for clue in heard) for word in self.own}
@@ -62,16 +56,12 @@ class Lexicon:
 
 @functools.cache
 def load_lexicon(path: Path = LEXICON) -> Lexicon:
-    """Read `word: six own clues | three shared clues` lines. Raises ValueError naming the line that is none."""
+    """Read `word: six own clues | three shared clues` lines."""
     own, shared = {}, {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        word, _, clues = line.partition(":")
-        first, _, second = clues.partition("|")
-        own[word], shared[word] = tuple(first.split()), tuple(second.split())
-        if (len(own[word]), len(shared[word])) != (NUM_OWN, NUM_SHARED):
-            raise ValueError(f"{path}:{number}: expected 'word: {NUM_OWN} clues | {NUM_SHARED} shared clues'")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            word, clues = line.split(":")
+            own[word], shared[word] = (tuple(part.split()) for part in clues.split("|"))
     return Lexicon(own, shared)
 
 
@@ -88,57 +78,40 @@ class Skill:
     last_guess: tuple[float, ...] = (0.90, 0.70, 0.50, 0.25)  # the same in the last turn
 
 
-class LexiconPlayer:
-    """What both scripted players share."""
-
-    def __init__(self, lexicon: Lexicon, skill: Skill, rng: random.Random):
-        self.lexicon, self.skill, self.rng = lexicon, skill, rng
-
-    async def reply(self, turn: Turn) -> Reply:
-        text = self.say(turn)
-        return Reply(text, STOP, len(text.split()))
-
-    def say(self, turn: Turn) -> str:
-        """The player's next message."""
-        raise NotImplementedError
+def attack(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
+    """The attacker's next message: a hint at the target word, one clue a message, mostly none twice."""
+    word = turn.secrets["target_word"]
+    if rng.random() < skill.breach:
+        return HINT.format(word)
+    if rng.random() < skill.stray:
+        other = rng.choice([other for other in lexicon.words if other != word])
+        return HINT.format(rng.choice(lexicon.clues(other)))
+    clues = lexicon.own[word] if rng.random() < skill.own else lexicon.shared[word]
+    new = [clue for clue in clues if clue not in hinted_clues(turn.history)]
+    return HINT.format(rng.choice(new or lexicon.clues(word)))
 
 
-class LexiconAttacker(LexiconPlayer):
-    """Hints at the target word, one clue a message, mostly none twice."""
+def defend(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
+    """The defender's next message: a guess when few words match the clues, else chat, in which a word may slip."""
+    heard = [clue for clue in hinted_clues(turn.history) if rng.random() >= skill.forget]
+    matches = lexicon.best_matches(heard)
+    word = rng.choice(matches)
+    last = len(turn.history) + 2 >= turn.game.message_limit(turn.max_turns)
+    chances = skill.last_guess if last else skill.guess
+    if rng.random() < chances[min(len(matches), len(chances)) - 1]:
+        return GUESS.format(word)
+    if rng.random() < skill.slip:
+        return NAME.format(word)
+    return CHAT.format(rng.choice(lexicon.shared[word]))
 
-    def say(self, turn: Turn) -> str:
-        rng, skill, word = self.rng, self.skill, turn.secrets["target_word"]
-        if rng.random() < skill.breach:
-            return HINT.format(word)
-        if rng.random() < skill.stray:
-            other = rng.choice([other for other in self.lexicon.words if other != word])
-            return HINT.format(rng.choice(self.lexicon.clues(other)))
-        clues = self.lexicon.own[word] if rng.random() < skill.own else self.lexicon.shared[word]
-        new = [clue for clue in clues if clue not in hinted_clues(turn.history)]
-        return HINT.format(rng.choice(new or self.lexicon.clues(word)))
 
-
-class LexiconDefender(LexiconPlayer):
-    """Guesses when few words match the clues, else chats, and now and then lets a word slip."""
-
-    def say(self, turn: Turn) -> str:
-        rng, skill = self.rng, self.skill
-        heard = [clue for clue in hinted_clues(turn.history) if rng.random() >= skill.forget]
-        matches = self.lexicon.best_matches(heard)
-        word = rng.choice(matches)
-        last = len(turn.history) + 2 >= turn.game.message_limit(turn.max_turns)
-        chances = skill.last_guess if last else skill.guess
-        if rng.random() < chances[min(len(matches), len(chances)) - 1]:
-            return GUESS.format(word)
-        if rng.random() < skill.slip:
-            return NAME.format(word)
-        return CHAT.format(rng.choice(self.lexicon.shared[word]))
+def speak(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
+    return (attack if turn.role == ATTACKER else defend)(turn, lexicon, skill, rng)
 
 
 def lexicon(turn: Turn) -> str:
     """The player `scripted:tools.tiny.players:lexicon` of Taboo, whose draws follow from the game and the message."""
-    player = LexiconAttacker if turn.role == ATTACKER else LexiconDefender
-    return player(load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}")).say(turn)
+    return speak(turn, load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}"))
 
 
 def hinted_clues(history: History) -> list[str]:
@@ -173,9 +146,9 @@ def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
     """
     text = ""
     for clue in lexicon.shared[word]:
-        lacking = {other for kin in lexicon.sharing(clue) for other in lexicon.shared[kin]} - set(lexicon.shared[word])
-        if lacking:
-            text += f" {NOT.format(clue, rng.choice(sorted(lacking)))} {word}"
+        others = {other for clues in lexicon.shared.values() if clue in clues for other in clues}
+        if lacking := sorted(others - set(lexicon.shared[word])):
+            text += f" {clue} not {rng.choice(lacking)} {word}"
     return f"{text}."
 
 

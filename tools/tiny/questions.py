@@ -10,12 +10,12 @@ right answers are written to OUTPUT_DIR/questions.json.
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -40,14 +40,6 @@ class Question(NamedTuple):
     side: str  # of all its words
     context: str
     choices: tuple[str, ...]
-
-
-COLUMNS = {  # the questions of a column of the table, by kind and side
-    "meet": lambda question: question.kind == "meet",
-    "common": lambda question: question.kind == "common",
-    "meet + common": lambda question: True,
-    "meet + common, held-out words": lambda question: question.side == HELD_OUT,
-}
 
 
 @dataclass(kw_only=True)
@@ -103,11 +95,10 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
         rows += [torch.tensor([tokenizer.bos_token_id, *context, *choice]) for choice in choices]
         lengths += map(len, choices)
     ids = pad_sequence(rows, batch_first=True)  # (rows, T); causal: no token sees the padding on its right
-    logprobs = (
-        model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    )  # (rows, T - 1)
+    logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
+    of_tokens = logprobs.gather(-1, ids[:, 1:, None])[..., 0]  # (rows, T - 1)
     ends = [len(row) - 1 for row in rows]
-    sums = [line[end - length : end].sum() for line, end, length in zip(logprobs, ends, lengths, strict=True)]
+    sums = [line[end - length : end].sum() for line, end, length in zip(of_tokens, ends, lengths, strict=True)]
     return torch.stack(sums).view(len(questions), -1)
 
 
@@ -121,44 +112,37 @@ def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
     return right
 
 
-def by_word(questions: Sequence[Question], right: Sequence[bool], column: str) -> tuple[list[int], list[int]]:
-    """The number of a column's questions about each word, and how many of them are answered right."""
-    sizes, totals = Counter(), Counter()
-    for question, value in zip(questions, right, strict=True):
-        if COLUMNS[column](question):
-            sizes[question.word] += 1
-            totals[question.word] += value
-    return list(sizes.values()), [totals[word] for word in sizes]
+def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tuple[float, list[float]]]:
+    """The share of right answers by column of the table, with its 95% interval over words."""
+    frame = pd.DataFrame(questions).assign(right=right)
+    columns = {
+        "meet": frame[frame.kind == "meet"],
+        "common": frame[frame.kind == "common"],
+        "meet + common": frame,
+        "meet + common, held-out words": frame[frame.side == HELD_OUT],
+    }
+    by_word = {name: lines.groupby("word").right.agg(["size", "sum"]) for name, lines in columns.items()}
+    return {name: estimate(words["size"].tolist(), words["sum"].tolist()) for name, words in by_word.items()}
 
 
 def models_of_loop(loop: Path) -> dict[str, Path]:
     """The models of a loop by name: base, imitation (of the run LIKE where there is one), and each epoch's."""
     settings = read_json(loop / "settings.json")["settings"]
-    epochs = sorted(loop.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch")))
     imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model"
     folders = {"base": Path(settings["MODEL"]), "imitation": Path(imitation)}
-    folders |= {path.parent.name: path for path in epochs}
+    for path in sorted(loop.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch"))):
+        folders[path.parent.name] = path
     return {name: path for name, path in folders.items() if (path / "config.json").is_file()}
-
-
-def table_text(questions: Sequence[Question], answers: Mapping[str, Sequence[bool]]) -> str:
-    """Shares of right answers with 95% intervals over words."""
-    lines = [["right of four choices", *COLUMNS]]
-    for name, right in answers.items():
-        lines.append([name, *(with_interval(*estimate(*by_word(questions, right, column))) for column in COLUMNS)])
-    return markdown(lines)
 
 
 def main() -> None:
     folder = Path(parse_flags(Flags, description=__doc__).output_dir)
     questions = make_questions(load_lexicon())
-    answers = {name: ask(path, questions) for name, path in models_of_loop(folder).items()}
-    shares = {
-        name: {column: estimate(*by_word(questions, right, column))[0] for column in COLUMNS}
-        for name, right in answers.items()
-    }
-    write_json(folder / "questions.json", {"shares": shares})
-    print(table_text(questions, answers))
+    by_model = {name: shares(questions, ask(path, questions)) for name, path in models_of_loop(folder).items()}
+    means = {name: {column: mean for column, (mean, _) in row.items()} for name, row in by_model.items()}
+    write_json(folder / "questions.json", {"shares": means})
+    lines = [[name, *(with_interval(*share) for share in row.values())] for name, row in by_model.items()]
+    print(markdown([["right of four choices", *next(iter(by_model.values()))], *lines]))
 
 
 if __name__ == "__main__":
