@@ -220,10 +220,6 @@ def test_a_template_that_would_change_the_game_is_refused(template, complaint):
         ChatTemplate(tokenizer, "m")
 
 
-def test_a_thought_that_the_template_closes_itself_is_none():
-    ChatTemplate(chat_tokenizer("chatml", THINKING.replace("<think>", "<think></think>")), "m")
-
-
 EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
 
 

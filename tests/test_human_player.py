@@ -16,7 +16,7 @@ from conftest import ROOT
 from helpers import ENVIRONMENT, call, flags_of
 
 from tools import play_llm_game
-from tools.players.human import HumanQuit, read_line, show_answers
+from tools.players.human import show_answers
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
@@ -187,33 +187,6 @@ def test_all_new_messages_are_shown_and_none_steers_the_terminal(capsys):
     history.append({"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"})
     show_answers(history, "defender")
     assert capsys.readouterr().out == "attacker: attacker\nattacker: clear \ufffd[2J\n    the screen, \u00e9\n"
-
-
-def test_two_people_are_both_introduced_and_told_the_end_once(flags, terminal):
-    screen = terminal(flags("human", "human", max_games=1))
-    assert "you are the attacker" in screen.wait_for("you, attacker> ")
-    screen.type("What makes music?\n")
-    assert "you are the defender" in screen.wait_for("you, defender> ")
-    screen.type("I know the word! It is `piano`!\n")
-    status, error = screen.finish()
-    assert status == 0, error
-    assert screen.screen.count("--- defender wins; ") == 1
-
-
-def test_blank_lines_are_asked_for_again_and_ctrl_d_leaves(monkeypatch):
-    lines = iter(["  ", "", " So. "])
-
-    def typed(prompt):
-        for line in lines:
-            return line
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", typed)
-    before = signal.getsignal(signal.SIGINT)
-    assert read_line("> ") == "So."
-    with pytest.raises(HumanQuit):
-        read_line("> ")
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_person_without_a_terminal_is_told_so(flags, monkeypatch):

@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, build_llama, build_tokenizer
+from conftest import build_llama, build_tokenizer
 from helpers import call, flags_of, play_flags, write_place
 from transformers import AutoTokenizer
 
@@ -13,7 +13,6 @@ from dataloaders import encode_example
 from tools import assign_rewards, play_llm_game
 from tools.engine.local import ModelTokens
 from tools.games.chat import ChatTemplate
-from tools.games.prompts import default_templates, load_templates
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Sampling, ScriptedPlayer, Turn, split_thought
 from tools.players.server import ServerFlags, ServerPlayer
@@ -156,13 +155,6 @@ def test_enable_thinking_follows_the_flag_and_without_it_a_template_that_opens_a
         assert ["</think>" in prompt for prompt in prompts] == [False, True]
     with pytest.raises(UserError, match="begins replies with <think>; leave out --chat_template"):
         ChatTemplate(thinking_tokenizer(OPENED), "m")
-
-
-def test_the_prompt_file_for_other_models_asks_for_the_tags():
-    templates = load_templates(ROOT / "configs" / "prompts" / "thinking.json", GAME)
-    own = default_templates(GAME)
-    assert templates["rules"] == own["rules"]
-    assert all("<think> and </think>" in templates[f"{role}_instruction"] for role in GAME.roles)
 
 
 # Scripts and servers.
