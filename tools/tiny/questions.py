@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tools.flags import flag, parse_flags
 from tools.matches.stats import estimate
@@ -104,6 +105,7 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
     """Whether a model answers each question right."""
+    disable_progress_bar()  # "Loading weights"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(str(folder))
     right: list[bool] = []
     for start in range(0, len(questions), AT_ONCE):
