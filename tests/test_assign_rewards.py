@@ -14,14 +14,7 @@ from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay.rewards import (
-    Judged,
-    RewardFlags,
-    balance,
-    episode_rows,
-    judge_game,
-    permute_outcomes,
-)
+from tools.selfplay.rewards import Result, RewardFlags, game_result, game_rows, permute_rewards
 from utils import UserError, read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
@@ -50,11 +43,9 @@ def rows_of(episodes, seed=0, **settings):
 def rewards_of(episodes, **settings):
     """Role, reward and weight of all rows with these settings of RewardFlags and gamma 0.5."""
     flags = RewardFlags(decay_weight=0.5, **settings)
-    games = [judge_game(GAME, each) for each in episodes]
-    means, rows = balance(GAME, games, flags), []
-    for each, judged in zip(episodes, games, strict=True):
-        rows += episode_rows(GAME, each, judged, means, flags, lambda *_: "")
-    return [(row["role"], row["reward"], row["weight"]) for row in rows], means
+    results = [game_result(GAME, each) for each in episodes]
+    rows, numbers = game_rows(GAME, episodes, results, flags, lambda *_: "")
+    return [(row["role"], row["reward"], row["weight"]) for row in rows], numbers
 
 
 def near(rows):
@@ -136,13 +127,13 @@ def test_rows_of_one_role_have_the_weight_1():
 
 
 def test_rewards_are_permuted_by_a_seed_within_lengths():
-    games = [Judged("defender wins", 2, (0.0, 1.0))] * 50 + [Judged("attacker wins", 2, (1.0, 0.0))] * 50
-    games += [Judged("attacker wins", 4, (1.0, 0.0))] * 5 + [Judged("tied game", 2, (0.0, 0.0))] * 5
-    permuted, changed = permute_outcomes(games, random.Random(1))
+    games = [Result("defender wins", 2, (0.0, 1.0))] * 50 + [Result("attacker wins", 2, (1.0, 0.0))] * 50
+    games += [Result("attacker wins", 4, (1.0, 0.0))] * 5 + [Result("tied game", 2, (0.0, 0.0))] * 5
+    permuted, changed = permute_rewards(games, random.Random(1))
     assert permuted[100:] == games[100:] and sum(game.rewards == (0.0, 1.0) for game in permuted[:100]) == 50
     assert [game[:2] for game in permuted] == [game[:2] for game in games]  # the games stay as they ended
     assert changed == sum(one != other for one, other in zip(games, permuted, strict=True)) and 30 < changed < 70
-    assert permute_outcomes(games, random.Random(2))[0] != permuted
+    assert permute_rewards(games, random.Random(2))[0] != permuted
 
 
 @pytest.mark.parametrize(
@@ -246,7 +237,7 @@ def test_role_weights_none_weigh_every_row_1_and_outcomes_may_be_permuted(run):
     rows, printed = run(inputs=(games,), role_weights="none", losers=0.5, ties=0.25, permute_outcomes=True)
     assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
     assert printed["rows"] == {"attacker": 28, "defender": 28, "negative": 40}
-    judged, changed = permute_outcomes([judge_game(GAME, each) for each in games], random.Random(0))
+    judged, changed = permute_rewards([game_result(GAME, each) for each in games], random.Random(0))
     assert printed["winners_changed"] == changed
     assert [row["reward"] > 0 for row in rows[:32:4]] == [each.rewards[0] > 0 for each in judged[:8]]
 

@@ -101,7 +101,7 @@ def test_means_by_hand_and_intervals_by_word():
         {"target_word": word, "outcome": "tied game", "hints": hints, "last_hint": hints == 1, "knowledge": value}
         for word, hints, value in (("a", 0, 1.0), ("a", 1, 2.0), ("a", 1, 4.0), ("b", 1, 6.0), ("c", 1, 0.0))
     ]
-    rows = program.table_rows(messages, GAME)
+    rows = list(program.table_rows({"m": messages}, GAME))
     assert [(row["outcome"], row["hints"], row["games"]) for row in rows] == [
         ("all", 0, 1),
         ("all", 1, 4),

@@ -95,21 +95,19 @@ def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> t
         records = read_json_or_jsonl(path)
         rewards.check_episodes(game, records, f"{path}: episode", 1)
         episodes += records
-    games = [rewards.judge_game(game, episode) for episode in episodes]
-    outcomes = Counter(judged.outcome for judged in games)
-    notes: dict = {"games": {"episodes": len(games)} | {each.name: outcomes[each.name] for each in game.outcomes}}
+    results = [rewards.game_result(game, episode) for episode in episodes]
+    outcomes = Counter(result.outcome for result in results)
+    notes: dict = {"games": {"episodes": len(results)} | {each.name: outcomes[each.name] for each in game.outcomes}}
     if flags.permute_outcomes:
-        games, notes["winners_changed"] = rewards.permute_outcomes(games, random.Random(flags.seed))
-    balance = rewards.balance(game, games, flags)
-    notes["weights"] = balance.weights
+        results, notes["winners_changed"] = rewards.permute_rewards(results, random.Random(flags.seed))
+    options = {"shape": flags.load_shape(), "thinking": flags.thinking}
+    rows, numbers = rewards.game_rows(game, episodes, results, flags, prompt, **options)
+    notes["weights"] = numbers.weights
     if flags.baseline == rewards.ROLE:
-        notes["baselines"] = balance.baselines
-    rows, shape = [], flags.load_shape()
-    for episode, judged in zip(episodes, games, strict=True):
-        rows += rewards.episode_rows(game, episode, judged, balance, flags, prompt, shape, thinking=flags.thinking)
+        notes["baselines"] = numbers.baselines
     if flags.listening:
-        for episode, judged in zip(episodes, games, strict=True):
-            rows += rewards.listening_rows(game, episode, judged, prompt, templates)
+        for episode, result in zip(episodes, results, strict=True):
+            rows += rewards.listening_rows(game, episode, result, prompt, templates)
     if not rows:
         raise UserError(
             f"the games give no rows ({notes['games']}). Likely causes: a --max_length of play that cuts the rules, "

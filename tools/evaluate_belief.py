@@ -3,15 +3,14 @@
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief.json (every number) and DIR/belief.txt (the table). tools/selfplay/belief.py defines belief and
-knowledge, in nats. A hint is a message of the role that hides the secret, up to the decisive message and without one
-that breaks the rules. Other secrets are drawn from the games of the split.
+Writes DIR/belief.json (every number) and DIR/belief.txt (a table). tools/selfplay/belief.py defines all measures, in
+nats. Other secrets are drawn from the games of the split.
 """
 
 import gc
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from tools.flags import GameFlags, NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.matches.stats import mean_difference
+from tools.matches.text import with_interval
 from tools.players.player import Sampling
+from tools.reasoning.table import markdown
 from tools.selfplay.rewards import check_episodes
 from utils import (
     UserError,
@@ -37,16 +38,9 @@ from utils import (
 )
 
 NUMBERS, TABLE = "belief.json", "belief.txt"
-ALL, LAST = "all", "last"  # rows of the table: games of any outcome; after the last hint of each game
-# Columns of the table by their title: a number of each message, and whether its interval is shown.
-COLUMNS = {
-    "belief": ("belief", False),
-    "change": ("belief_change", False),
-    "zero line": ("zero_line", False),
-    "knowledge": ("knowledge", True),
-    "change of knowledge": ("knowledge_change", False),
-    "difference from the first": ("difference", True),
-}
+ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
+MEASURES = ("belief", "belief_change", "zero_line", "knowledge", "knowledge_change", "difference")
+WITH_INTERVAL = ("knowledge", "difference")  # in the table
 logger = logging.getLogger(__name__)
 
 
@@ -88,6 +82,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     from tools.engine.local import load_local_model  # these bring torch
     from tools.selfplay.belief import measure_game
 
+    gc.collect()  # frees the model before
     dtype, sampling = "bfloat16" if flags.bf16 else None, Sampling(max_length=flags.max_length, max_new_tokens=0)
     local = load_local_model(model_folder(path), sampling, dtype=dtype, trust_remote_code=flags.trust_remote_code)
     if flags.chat_template:
@@ -110,24 +105,22 @@ def add_differences(measured: Mapping[str, list[dict]]) -> None:
             message["difference"] = message["knowledge"] - message_of_first["knowledge"]
 
 
-def table_rows(messages: Sequence[Mapping], game: Game) -> list[dict]:
-    """Means of a model's numbers for each outcome and number of hints, each with its 95% interval."""
-    groups = defaultdict(list)
-    for message in messages:
-        for outcome in (ALL, message["outcome"]):
-            groups[outcome, message["hints"]].append(message)
-            if message["last_hint"]:
-                groups[outcome, LAST].append(message)
+def table_rows(measured: Mapping[str, list[dict]], game: Game) -> Iterator[dict]:
+    """Means for each model, outcome and number of hints, each with its 95% interval."""
     outcomes = [ALL, *(outcome.name for outcome in game.outcomes)]
-    rows = []
-    for outcome, hints in sorted(groups, key=lambda key: (outcomes.index(key[0]), key[1] == LAST, key[1])):
-        group = groups[outcome, hints]
-        row = {"outcome": outcome, "hints": hints, "games": len(group)}
-        for name, _ in COLUMNS.values():
-            if name in group[0]:
+    for model, messages in measured.items():
+        groups = defaultdict(list)
+        for message in messages:
+            for outcome in (ALL, message["outcome"]):
+                groups[outcome, message["hints"]].append(message)
+                if message["last_hint"]:
+                    groups[outcome, LAST].append(message)
+        for outcome, hints in sorted(groups, key=lambda key: (outcomes.index(key[0]), key[1] == LAST, key[1])):
+            group = groups[outcome, hints]
+            row = {"model": model, "outcome": outcome, "hints": hints, "games": len(group)}
+            for name in [name for name in MEASURES if name in group[0]]:
                 row[name], row[f"{name} interval"] = mean_by_word(group, name)
-        rows.append(row)
-    return rows
+            yield row
 
 
 def mean_by_word(messages: Sequence[Mapping], name: str) -> tuple[float, list[float] | None]:
@@ -140,22 +133,14 @@ def mean_by_word(messages: Sequence[Mapping], name: str) -> tuple[float, list[fl
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    """The table as people read it, in nats."""
-
-    def cell(row: Mapping, name: str, with_interval: bool) -> str:
-        if name not in row:
-            return "-"
-        interval = row[f"{name} interval"] if with_interval else None
-        return f"{row[name]:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-
+    """The table in Markdown."""
     head = ("model", "outcome", "hints", "games")
-    lines = [(*head, *COLUMNS)]
-    lines += [
-        (*(str(row[name]) for name in head), *(cell(row, *column) for column in COLUMNS.values())) for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
-    return "".join(f"{line.rstrip()}\n" for line in padded)
+    lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
+    for row in rows:
+        intervals = [row.get(f"{name} interval") if name in WITH_INTERVAL else None for name in MEASURES]
+        cells = map(with_interval, map(row.get, MEASURES), intervals, [".2f"] * len(MEASURES))
+        lines.append((*(row[name] for name in head), *cells))
+    return f"{markdown(lines)}\n"
 
 
 def main() -> None:
@@ -168,12 +153,9 @@ def main() -> None:
     settings = flags.settings(game, templates)
     with stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
         if work.todo:
-            measured: dict[str, list[dict]] = {}
-            for name, path in flags.models:
-                measured[name] = measure(flags, path, game, templates, episodes)
-                gc.collect()  # frees the model
+            measured = {name: measure(flags, path, game, templates, episodes) for name, path in flags.models}
             add_differences(measured)
-            rows = [{"model": name} | row for name, messages in measured.items() for row in table_rows(messages, game)]
+            rows = list(table_rows(measured, game))
             write_json(folder / NUMBERS, {"table": rows, "messages": measured})
             with replacing(folder / TABLE) as file:
                 file.write(table_text(rows))

@@ -19,7 +19,7 @@ from tools.games.prompts import Templates, play_prompt, training_prompt
 from tools.players.player import ScriptedPlayer, Turn
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
-from tools.selfplay.rewards import RewardFlags, Shape, balance, episode_rows, judge_game
+from tools.selfplay.rewards import RewardFlags, Shape, game_result, game_rows
 
 Speaker = str | Callable[[Turn], str | Awaitable[str]]  # a model (folder or hub name), openai:MODEL, or a function
 
@@ -81,9 +81,8 @@ def rows(
     make_prompt = partial(play_prompt, game, templates=templates)
     if prompt == "random":
         make_prompt = partial(training_prompt, game, rng=random.Random(seed), templates=templates)
-    judged = [judge_game(game, episode) for episode in episodes]
-    means, pairs = balance(game, judged, flags), zip(episodes, judged, strict=True)
-    return [row for pair in pairs for row in episode_rows(game, *pair, means, flags, make_prompt, shape)]
+    results = [game_result(game, episode) for episode in episodes]
+    return game_rows(game, episodes, results, flags, make_prompt, shape)[0]
 
 
 def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
-from tools.selfplay.rewards import hint_ends, judge_game
+from tools.selfplay.rewards import hint_ends, game_result
 from utils import whole_characters
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def guesser_prompts(
     history, task = episode["history"], episode["target_word"]
     guesser, _ = game.answer(task)
     prompts = []
-    for end in (0, *hint_ends(game, episode, judge_game(game, episode), guesser)):
+    for end in (0, *hint_ends(game, episode, game_result(game, episode), guesser)):
         secrets = game.secrets(guesser, task, history[:end])
         turn = Turn(game, guesser, history[:end], episode["max_turns"], 0, secrets, templates)
         prompts.append(turn.prompt(chat))
@@ -100,7 +100,7 @@ def measure_game(
     others = other_secrets(game, secret, secrets, seed)
     guesses = [answer(game, each, templates)[1] for each in (secret, *others)]
     sentences = [encode_sentence(local.tokenizer, guess, local.chat) for guess in guesses]
-    head = {"target_word": secret, "outcome": judge_game(game, episode).outcome}
+    head = {"target_word": secret, "outcome": game_result(game, episode).outcome}
     prompts = guesser_prompts(game, episode, templates, local.chat)
     messages: list[dict] = []
     for hints, prompt in enumerate(prompts):

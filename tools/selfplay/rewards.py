@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import UserError, alpaca_to_row, read_json_or_jsonl, row_texts
+from utils import UserError, read_json_or_jsonl, row_texts
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -75,7 +75,7 @@ class ChatFlags:
 # Games.
 
 
-class Judged(NamedTuple):
+class Result(NamedTuple):
     """How a game ended, and what it pays."""
 
     outcome: str
@@ -92,7 +92,7 @@ def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: i
             raise UserError(f"{place} {number}: {error}") from None
 
 
-def judge_game(game: Game, episode: Mapping) -> Judged:
+def game_result(game: Game, episode: Mapping) -> Result:
     """Judge a valid episode. Raises ValueError for rewards that a game may not pay."""
     outcome, length = game.judge(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
@@ -100,45 +100,45 @@ def judge_game(game: Game, episode: Mapping) -> Judged:
         if role not in game.roles or not 0 <= reward < math.inf:
             raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
     first, second = (rewards.get(role, 0.0) for role in game.roles)
-    return Judged(outcome, length, (first, second))
+    return Result(outcome, length, (first, second))
 
 
-def permute_outcomes(games: Sequence[Judged], rng: random.Random) -> tuple[list[Judged], int]:
+def permute_rewards(results: Sequence[Result], rng: random.Random) -> tuple[list[Result], int]:
     """Permute the rewards of games that pay, among games with equally many messages.
 
-    Returns the games, and how many have another winner. How many games of each length a role wins stays the same, so
-    brevity is rewarded as much as in self-play.
+    Returns the results, and how many have another winner. How many games of each length a role wins stays the same,
+    so brevity is rewarded as much as in self-play.
     """
     same_length = defaultdict(list)
-    for place, judged in enumerate(games):
-        if any(judged.rewards):
-            same_length[judged.length].append(place)
-    permuted, changed = list(games), 0
+    for place, result in enumerate(results):
+        if any(result.rewards):
+            same_length[result.length].append(place)
+    permuted, changed = list(results), 0
     for _, places in sorted(same_length.items()):
-        rewards = [games[place].rewards for place in places]
+        rewards = [results[place].rewards for place in places]
         rng.shuffle(rewards)
         for place, (first, second) in zip(places, rewards, strict=True):
-            before = games[place].rewards
+            before = results[place].rewards
             changed += (first > second) != (before[0] > before[1])
-            permuted[place] = games[place]._replace(rewards=(first, second))
+            permuted[place] = results[place]._replace(rewards=(first, second))
     return permuted, changed
 
 
 # Rewards and weights.
 
 
-class Balance(NamedTuple):
-    """What the rewards of a game are compared with: numbers of all games, by role."""
+class RoleNumbers(NamedTuple):
+    """What the rewards of one game are weighed by and compared with: numbers of all games, by role."""
 
     weights: dict[str, float]
     baselines: dict[str, float]
 
 
-def balance(game: Game, games: Sequence[Judged], flags: RewardFlags) -> Balance:
-    return Balance(role_weights(game, games, flags.role_weights), role_baselines(game, games, flags))
+def role_numbers(game: Game, results: Sequence[Result], flags: RewardFlags) -> RoleNumbers:
+    return RoleNumbers(role_weights(game, results, flags.role_weights), role_baselines(game, results, flags))
 
 
-def role_weights(game: Game, games: Iterable[Judged], kind: str = PAPER) -> dict[str, float]:
+def role_weights(game: Game, results: Iterable[Result], kind: str = PAPER) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
     N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. With `kind` NONE all
@@ -147,21 +147,21 @@ def role_weights(game: Game, games: Iterable[Judged], kind: str = PAPER) -> dict
     if kind == NONE:
         return dict.fromkeys(game.roles, 1.0)
     paid = [0, 0]
-    for judged in games:
-        for place, reward in enumerate(judged.rewards):
+    for result in results:
+        for place, reward in enumerate(result.rewards):
             paid[place] += reward > 0
     weights = (sum(paid) / (2 * number) if number else 0.0 for number in paid)
     return dict(zip(game.roles, weights, strict=True))
 
 
-def role_pay(game: Game, judged: Judged, flags: RewardFlags) -> dict[str, float]:
+def role_pay(game: Game, result: Result, flags: RewardFlags) -> dict[str, float]:
     """What this game pays each role, before baseline and decay.
 
     With `losers` above 0, the loser gets -losers times the winner's reward. With `ties` above 0, both roles of a tied
     game that pays nobody get -ties. A breach costs nobody anything.
     """
-    outcome = game.outcome(judged.outcome)
-    pay = dict(zip(game.roles, judged.rewards, strict=True))
+    outcome = game.outcome(result.outcome)
+    pay = dict(zip(game.roles, result.rewards, strict=True))
     winners = [role for role in game.roles if pay[role]]
     if flags.losers and outcome.winner is not None and len(winners) == 1:
         (loser,) = set(game.roles) - set(winners)
@@ -171,31 +171,33 @@ def role_pay(game: Game, judged: Judged, flags: RewardFlags) -> dict[str, float]
     return pay
 
 
-def role_baselines(game: Game, games: Iterable[Judged], flags: RewardFlags) -> dict[str, float]:
+def role_baselines(game: Game, results: Iterable[Result], flags: RewardFlags) -> dict[str, float]:
     """The mean of what each role is paid, over the games without a breach; 0 unless `baseline` is ROLE.
 
     Subtracting it compares a game with other games of that role, not with 0 (as SPIRAL does, arXiv 2506.24119).
     """
-    pays = [role_pay(game, judged, flags) for judged in games if not game.outcome(judged.outcome).breach]
+    pays = [role_pay(game, result, flags) for result in results if not game.outcome(result.outcome).breach]
     if flags.baseline == NONE or not pays:
         return dict.fromkeys(game.roles, 0.0)
     return {role: math.fsum(pay[role] for pay in pays) / len(pays) for role in game.roles}
 
 
-def role_rewards(game: Game, judged: Judged, balance: Balance, flags: RewardFlags) -> dict[str, tuple[float, float]]:
+def role_rewards(
+    game: Game, result: Result, numbers: RoleNumbers, flags: RewardFlags
+) -> dict[str, tuple[float, float]]:
     """The reward and the weight of each role whose messages become rows: those whose reward is not 0.
 
     A loser has the winner's weight, so that both sides of a game weigh alike, and a tie the weight 1. With a baseline
     both roles of a game get rows, unless it ended in a breach, and all rows have the weight of their role.
     """
-    pay, breach = role_pay(game, judged, flags), game.outcome(judged.outcome).breach
+    pay, breach = role_pay(game, result, flags), game.outcome(result.outcome).breach
     winners = [role for role in game.roles if pay[role] > 0]
     rewards = {}
     for role in game.roles:
-        reward = pay[role] if breach else pay[role] - balance.baselines[role]
-        weight = balance.weights[winners[0]] if winners else 1.0
+        reward = pay[role] if breach else pay[role] - numbers.baselines[role]
+        weight = numbers.weights[winners[0]] if winners else 1.0
         if role in winners or flags.baseline == ROLE:
-            weight = balance.weights[role]
+            weight = numbers.weights[role]
         if flags.messages == ALL:
             reward, weight = 1.0, 1.0
         if reward and flags.roles in (None, role):
@@ -216,36 +218,36 @@ def message_shares(count: int, decay_weight: float) -> list[float]:
 # Rows.
 
 
-def episode_rows(
+def game_rows(
     game: Game,
-    episode: Mapping,
-    judged: Judged,
-    balance: Balance,
+    episodes: Iterable[Mapping],
+    results: Sequence[Result],
     flags: RewardFlags,
     prompt: PromptFn,
     shape: Shape | None = None,
     *,
     thinking: bool = False,
-) -> list[dict]:
-    """The rows of one game: a row for each message, up to the decisive one, of the roles that have a reward.
+) -> tuple[list[dict], RoleNumbers]:
+    """The rows of games and their results, in the order of episodes and messages, and the numbers of their roles.
 
-    A message gets its share of the role's reward by decay; with `messages` ALL, the whole of it. Then `shape` is
-    called. With `thinking`, targets begin with the thoughts of their replies.
+    A message up to the decisive one gets its share of its role's reward by decay; with `messages` ALL, the whole of
+    it. Then `shape` is called. With `thinking`, targets begin with the thoughts of their replies.
     """
-    history, rows = episode["history"][: judged.length], []
-    rewards = role_rewards(game, judged, balance, flags)
-    spoken = Counter(message["role"] for message in history)
-    shares = {role: iter(message_shares(spoken[role], flags.decay_weight)) for role in rewards}
-    for index, message in enumerate(history):
-        if (role := message["role"]) not in rewards:
-            continue
-        reward, weight = rewards[role]
-        share = next(shares[role])
-        row = {"query": prompt(history[:index], episode["target_word"], episode["max_turns"])}
-        row |= {"target": message["content"].strip(), "reward": reward if flags.messages == ALL else reward * share}
-        row |= {"role": role, "weight": weight} | (thoughtful_target(episode, index) if thinking else {})
-        rows.append(row | {"reward": shape(row, episode, judged.outcome)} if shape else row)
-    return rows
+    numbers, rows = role_numbers(game, results, flags), []
+    for episode, result in zip(episodes, results, strict=True):
+        history, task = episode["history"][: result.length], episode["target_word"]
+        rewards = role_rewards(game, result, numbers, flags)
+        spoken = Counter(message["role"] for message in history)
+        shares = {role: iter(message_shares(spoken[role], flags.decay_weight)) for role in rewards}
+        for index, message in enumerate(history):
+            if (role := message["role"]) not in rewards:
+                continue
+            (reward, weight), share = rewards[role], next(shares[role])
+            row = {"query": prompt(history[:index], task, episode["max_turns"]), "target": message["content"].strip()}
+            row |= {"reward": reward if flags.messages == ALL else reward * share, "role": role, "weight": weight}
+            row |= thoughtful_target(episode, index) if thinking else {}
+            rows.append(row | {"reward": shape(row, episode, result.outcome)} if shape else row)
+    return rows, numbers
 
 
 def thoughtful_target(episode: Mapping, index: int) -> dict:
@@ -254,17 +256,17 @@ def thoughtful_target(episode: Mapping, index: int) -> dict:
     return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
 
 
-def hint_ends(game: Game, episode: Mapping, judged: Judged, guesser: str) -> list[int]:
+def hint_ends(game: Game, episode: Mapping, result: Result, guesser: str) -> list[int]:
     """The number of messages up to each hint: each message of the role that hides the secret.
 
     A message that breaks the rules may name the secret, so it is no hint.
     """
-    length = judged.length - game.outcome(judged.outcome).breach
+    length = result.length - game.outcome(result.outcome).breach
     return [end for end in range(1, length + 1) if episode["history"][end - 1]["role"] != guesser]
 
 
 def listening_rows(
-    game: Game, episode: Mapping, judged: Judged, prompt: PromptFn, templates: prompts.Templates
+    game: Game, episode: Mapping, result: Result, prompt: PromptFn, templates: prompts.Templates
 ) -> list[dict]:
     """One row of reward and weight 1: a game up to its last hint -> the right guess, whoever won; [] without a hint.
 
@@ -272,7 +274,7 @@ def listening_rows(
     """
     history, task = episode["history"], episode["target_word"]
     guesser, guess = prompts.answer(game, task, templates)
-    ends = hint_ends(game, episode, judged, guesser)
+    ends = hint_ends(game, episode, result, guesser)
     ends = [end for end in ends if game.next_role(task, history[:end]) == guesser]
     if not ends:
         return []
@@ -299,13 +301,9 @@ def assign_rewards(
     flags = RewardFlags(decay_weight=decay_weight, losers=losers, ties=ties)
     flags.check_rewards(game)
     check_episodes(game, episodes, "episode", 0)
-    games = [judge_game(game, episode) for episode in episodes]
-    means = balance(game, games, flags)
+    results = [game_result(game, episode) for episode in episodes]
     prompt = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    rows = []
-    for episode, judged in zip(episodes, games, strict=True):
-        rows += episode_rows(game, episode, judged, means, flags, prompt)
-    return rows
+    return game_rows(game, episodes, results, flags, prompt)[0]
 
 
 def record_path(rows: str | Path) -> Path:
@@ -326,8 +324,8 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
     """
     rows = []
     for number, record in enumerate(read_json_or_jsonl(path), start=1):
-        if {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
-            record = (chat.alpaca_to_turn if chat else alpaca_to_row)(record)
+        if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
+            record = chat.alpaca_to_turn(record)
         try:
             query, target, _ = row_texts(record)
         except UserError as error:
