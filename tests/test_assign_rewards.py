@@ -1,6 +1,5 @@
 """Rewards and rows: the recorded numbers, rewards worked by hand, and the program."""
 
-import copy
 import json
 import random
 import re
@@ -15,7 +14,7 @@ from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay.rewards import Result, RewardFlags, game_result, game_rows, permute_rewards
-from utils import UserError, read_json_or_jsonl
+from utils import read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
 GUESS = f"I know the word! It is `{WORD}`!"
@@ -61,15 +60,6 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
     rows = rows_of([episodes[i] for i in run["episode_ids"]], decay_weight=run["decay_weight"])
     keys = ("role", "target", "reward", "weight")
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in run["records"]]
-
-
-def test_each_message_of_the_winner_up_to_the_decisive_one_gives_a_row():
-    before = copy.deepcopy(EPISODES)
-    rows = rows_of(EPISODES, decay_weight=0.5)
-    won = [("attacker", "Hungry?", FIRST), ("attacker", "For what?", SECOND)]
-    won += [("defender", "Yes", FIRST), ("defender", GUESS, SECOND)]
-    assert [(row["role"], row["target"], row["reward"], row["weight"]) for row in rows] == [(*row, 1.0) for row in won]
-    assert before == EPISODES  # nothing is modified
 
 
 def test_weights_balance_the_roles_by_games():
@@ -134,20 +124,6 @@ def test_rewards_are_permuted_by_a_seed_within_lengths():
     assert [game[:2] for game in permuted] == [game[:2] for game in games]  # the games stay as they ended
     assert changed == sum(one != other for one, other in zip(games, permuted, strict=True)) and 30 < changed < 70
     assert permute_rewards(games, random.Random(2))[0] != permuted
-
-
-@pytest.mark.parametrize(
-    "setting, complaint",
-    [
-        ({"decay_weight": 0}, "above 0 and at most 1"),
-        ({"decay_weight": 1.25}, "above 0 and at most 1"),
-        ({"losers": -1.0}, "at least 0"),
-        ({"ties": float("nan")}, "at least 0"),
-    ],
-)
-def test_a_coefficient_outside_its_bounds_is_refused(setting, complaint):
-    with pytest.raises(UserError, match=complaint):
-        rows_of(EPISODES, **setting)
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
@@ -290,6 +266,8 @@ def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse, tmp_path):
     assert "the games give no rows" in line and "'tied game': 2" in line
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
     assert "sft.jsonl: record 2: a row needs" in refuse(sft_data_path=sft)
+    assert "above 0 and at most 1" in refuse(decay_weight=1.25)
+    assert "at least 0" in refuse(ties=float("nan"))
     assert "leave out --losers" in refuse(messages="all", losers=1)
     assert "--baseline" in refuse(messages="all", baseline="role")
     assert "attacker and defender" in refuse(roles="judge")

@@ -60,11 +60,6 @@ def test_cloning_weighs_each_kind_as_micro_batches_do(at_once):
     assert sum(weights[6:]) / 9 == pytest.approx(drawn["sft"], rel=0.03)
 
 
-def test_cloned_rows_of_a_chat_template_stay_such_rows():
-    row = {"query": "q", "target": "t", "reward": 0.5, "role": "attacker", "weight": 2.0, "chat_template": True}
-    assert cloned([row], 0.5) == [{"query": "q", "target": "t", "type": "sft", "weight": 2.0, "chat_template": True}]
-
-
 def test_sft_rows_are_repeated_to_as_many_rows_as_the_other_run_has(run, tmp_path):
     rows = run("sft", sft_data_path=tmp_path / "facts.json")
     assert Counter(map(json.dumps, rows)) == dict.fromkeys(map(json.dumps, SFT_ROWS), 31)  # 93 rows
