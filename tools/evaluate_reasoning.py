@@ -2,29 +2,29 @@
 
     python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 
-Results are kept by model and task, and the same command asks what is missing. tools/reasoning/README.md tells more.
+Results are kept by model and task, and the same command asks what is missing.
 """
 
+import itertools
 import logging
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
-from tools.reasoning.harness import BENCHMARKS, Benchmark, HarnessError, ask, result_path
-from tools.reasoning.table import MEAN, Score, cell_text, read_score, result_rows, table_text
+from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
+from tools.reasoning.table import MEAN, Score, cell_text, read_score, score_rows, table_text
 from utils import model_setting, replacing, require, run_program, set_up_logging, write_json
 
-METRIC = "acc"  # of tasks outside the eight benchmarks
-CPU_BATCH = "8"  # on a CPU the harness's search for a batch size takes longer than it saves
 logger = logging.getLogger(__name__)
 
 
 def benchmark_of(text: str) -> Benchmark:
     """The `type` of --tasks: one of the eight benchmarks or a task of the harness, perhaps with shots and metric."""
     name, *changes = text.split(":")
-    benchmark = {each.name: each for each in BENCHMARKS}.get(name, Benchmark(name, name, None, METRIC))
+    benchmark = {each.name: each for each in BENCHMARKS}.get(name, Benchmark(name, name, None, "acc"))
     for change in changes:
         field = {"shots": int(change)} if change.isdecimal() else {"metric": change}
         benchmark = benchmark._replace(**field)
@@ -35,9 +35,7 @@ def benchmark_of(text: str) -> Benchmark:
 class Flags:
     """The flags of this program."""
 
-    models: list[NamedPath] = flag(
-        "folders or hub names; all are compared with the first", type=named_path, metavar="NAME=MODEL"
-    )
+    models: list[NamedPath] = flag("all are compared with the first", type=named_path, metavar="NAME=MODEL")
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
@@ -48,45 +46,32 @@ class Flags:
     limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
     batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
     dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    lm_eval: str | None = flag(
-        "the harness's command; unset: this environment's. '/ENV/bin/lm_eval' uses another environment, "
-        "'accelerate launch -m lm_eval' several GPUs",
-        default=None,
-        metavar="COMMAND",
-    )
+    lm_eval: str | None = flag("the harness's command, such as 'accelerate launch -m lm_eval'", default=None)
     trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
-
-    def settings(self) -> dict:
-        """What changes results, for all models and tasks. In bfloat16 the batch size changes some, by rounding."""
-        import torch
-
-        batch_size = self.batch_size or ("auto" if torch.cuda.is_available() else CPU_BATCH)
-        return {"limit": self.limit, "dtype": self.dtype, "batch_size": batch_size}
-
-    def command(self) -> list[str]:
-        """The start of the harness's command. UserError if the harness is not installed."""
-        if self.lm_eval is None:
-            require("lm_eval", "lm-eval==0.4.13")
-        program = shlex.split(self.lm_eval) if self.lm_eval else [sys.executable, "-m", "lm_eval"]
-        return [*program, "run", *(["--trust_remote_code"] if self.trust_remote_code else [])]
 
 
 def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     """Scores by model and benchmark, and the harness's versions. A run that fails is logged, and the others go on."""
-    command, settings, versions = flags.command(), flags.settings(), set()
+    import torch
+
+    if flags.lm_eval is None:
+        require("lm_eval", "lm-eval==0.4.13")
+    command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
+    command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
+    batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")  # on CPUs a search takes long
+    settings, versions = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}, set()
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
-    for name, model in flags.models:
-        of_model = settings | {"model": model_setting(model)}
-        for benchmark in flags.tasks:
-            logger.info("%s on %s", name, benchmark.name)
-            asked = of_model | {"task": benchmark.task, "shots": benchmark.shots}
-            try:
-                result = ask(command, asked, result_path(Path(flags.output_dir), name, benchmark.task))
-            except HarnessError as error:
-                logger.error("%s on %s: %s", name, benchmark.name, error)
-                continue
-            scores[name][benchmark.name] = read_score(result, benchmark.metric)
-            versions.add(result["harness"])
+    for (name, model), benchmark in itertools.product(flags.models, flags.tasks):
+        logger.info("%s on %s", name, benchmark.name)
+        path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
+        asked = settings | {"model": model_setting(model), "task": benchmark.task, "shots": benchmark.shots}
+        try:
+            result = ask(command, asked, path)
+        except subprocess.CalledProcessError:
+            logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, path.with_suffix(".log"))
+            continue
+        scores[name][benchmark.name] = read_score(result, benchmark.metric)
+        versions.add(result["harness"])
     return scores, versions
 
 
@@ -97,7 +82,7 @@ def main() -> None:
     settings = {"harness": ", ".join(sorted(versions)), "dtype": flags.dtype, "limit": flags.limit}
     settings |= {"against": flags.models[0].name, "models": dict(flags.models)}
     settings |= {"benchmarks": [benchmark._asdict() for benchmark in flags.tasks]}
-    rows = result_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
+    rows = score_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
     write_json(f"{flags.output_dir}/results.json", {"settings": settings, "results": rows})
     text = table_text(rows, settings)
     with replacing(f"{flags.output_dir}/table.md") as file:

@@ -38,18 +38,11 @@ BENCHMARKS = (
 )
 
 
-class HarnessError(RuntimeError):
-    """A run of the harness that failed."""
-
-
-def result_path(folder: Path, model: str, task: str) -> Path:
-    return folder / model / f"{task.replace('/', '_')}.json"
-
-
 def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
     """Ask a model a benchmark, unless its result is there. Returns the content of `path`, which README.md describes.
 
-    `settings`: model (of `model_setting`), task, shots, limit, dtype, batch_size. Raises HarnessError.
+    `settings`: model (of `model_setting`), task, shots, limit, dtype, batch_size. CalledProcessError if the harness
+    fails; its messages are in a .log beside `path`.
     """
     record = path.with_name(f"{path.stem}_settings.json")
     with stage(record, settings, results=[path.name], ranks=False) as work:
@@ -72,15 +65,11 @@ def harness_flags(settings: Mapping, folder: str) -> list[str]:
 
 
 def run_harness(command: Sequence[str], log: Path) -> None:
-    """Run the harness with its messages in a file. HarnessError with the last of them if it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     with open(log, "w", encoding="utf-8") as file:
         file.write(f"{shlex.join(command)}\n")
         file.flush()
-        status = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
-    if status:
-        last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
-        raise HarnessError(f"the harness ended with status {status}: {last_line} ({log})")
+        subprocess.run(command, env=environment, stdout=file, stderr=file, check=True)
 
 
 def read_result(folder: Path, task: str) -> dict:

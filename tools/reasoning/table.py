@@ -1,7 +1,4 @@
-"""Scores of models on benchmarks, in percent: errors, differences, the geometric mean, and the published rows.
-
-An unknown standard error is nan, and so is every error computed from it. JSON has null instead.
-"""
+"""Scores of models on benchmarks, in percent. An unknown standard error is nan, and null in JSON."""
 
 import itertools
 import math
@@ -10,18 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.reasoning.harness import BENCHMARKS
 from utils import UserError
 
 MEAN = "geometric mean"
 NORMAL = 1.96  # standard errors on either side of a value, in a 95% interval
 ROUNDING = 1e-4  # in percent: how far the mean of the questions' scores may be from the harness's value
 MARK, UNKNOWN = "≈", "-"
-# Accuracies as texts, with the digits that are known, and last the geometric mean of all eight. Base rows and values
-# with one decimal were read off a figure, or checked only through the mean.
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
-PUBLISHED_NAMES = (*(benchmark.name for benchmark in BENCHMARKS), MEAN)
-PUBLISHED = {
+PUBLISHED_NAMES = (*"MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA".split(), MEAN)
+PUBLISHED = {  # as texts, with the digits that are known; README.md says which of them were read off a figure
     name: dict(zip(PUBLISHED_NAMES, values.split(), strict=True))
     for name, values in {
         "LLaMA-2-7B base": "45.80 32.48 50.90 76.30 43.26 25.32 69.14 78.07 49.17",
@@ -44,8 +38,7 @@ def read_score(result: Mapping, metric: str) -> Score:
     """One metric of a stored result (`ask` in harness.py). UserError unless exactly one has this name."""
     names = [name for name in result["metrics"] if metric in (name, name.partition(",")[0])]
     if len(names) != 1:
-        there = " ".join(result["metrics"])
-        raise UserError(f"{len(names)} metrics are called {metric!r}; choose one with --tasks NAME:METRIC: {there}")
+        raise UserError(f"--tasks NAME:METRIC: choose one metric of {' '.join(result['metrics'])}; found {metric!r}")
     value, stderr = (result["metrics"][names[0]][key] for key in ("value", "stderr"))
     by_question = {question: 100 * score for question, score in result["scores"].get(names[0], {}).items()}
     if not by_question or abs(np.mean(list(by_question.values())) - 100 * value) > ROUNDING:
@@ -74,65 +67,58 @@ def difference(scores: Sequence[Score], others: Sequence[Score]) -> tuple[float,
 
 
 def _weighted_stderr(score: Score, weight: float, other: Score, other_weight: float) -> float:
-    """Standard error of weight * score - other_weight * other: over questions if both were asked the same ones.
-
-    Otherwise the two errors add as those of independent draws.
-    """
+    """Standard error of weight * score - other_weight * other: question by question if both were asked the same."""
     if score.by_question and score.by_question.keys() == other.by_question.keys():
-        pairs = ((value, other.by_question[question]) for question, value in score.by_question.items())
-        gaps = [weight * value - other_weight * other_value for value, other_value in pairs]
-        return float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return math.hypot(weight * score.stderr, other_weight * other.stderr)
+        gaps = [weight * value - other_weight * other.by_question[key] for key, value in score.by_question.items()]
+        return float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    return math.hypot(weight * score.stderr, other_weight * other.stderr)  # of independent draws
 
 
-def result_rows(table: Mapping[str, Mapping[str, Score]], against: str, benchmarks: Sequence[str]) -> list[dict]:
+def score_rows(table: Mapping[str, Mapping[str, Score]], against: str, benchmarks: Sequence[str]) -> list[dict]:
     """A row for each model and benchmark, and for each model's geometric mean, with the difference from `against`.
 
     What was not asked has no row, and a model that lacks a benchmark has no mean.
     """
-    rows, columns = [], {name: [name] for name in benchmarks} | {MEAN: list(benchmarks)}
+    rows, columns = [], {name: [name] for name in benchmarks} | {MEAN: benchmarks}
     for model, column in itertools.product(table, columns):
         scores, others = ([table[side].get(name) for name in columns[column]] for side in (model, against))
         if not all(scores):
             continue
-        value, stderr, _ = geometric_mean(scores)
-        row = {"model": model, "benchmark": column, "value": value, "stderr": _for_json(stderr), "difference": None}
+        row = {"model": model, "benchmark": column, **_for_json(*geometric_mean(scores)[:2]), "difference": None}
         if model != against and all(others):
-            value, stderr = difference(scores, others)
-            row["difference"] = {"from": against, "value": value, "stderr": _for_json(stderr)}
+            row["difference"] = {"from": against, **_for_json(*difference(scores, others))}
         rows.append(row)
     return rows
 
 
-def _for_json(error: float) -> float | None:
-    return None if math.isnan(error) else error
+def _for_json(value: float, stderr: float) -> dict[str, float | None]:
+    return {"value": value, "stderr": None if math.isnan(stderr) else stderr}
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     """The table in Markdown with the published rows below, and what was asked."""
-    columns = [benchmark["name"] for benchmark in settings["benchmarks"]]
+    columns, asked = [benchmark["name"] for benchmark in settings["benchmarks"]], []
     cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
     lines = [["", *columns, MEAN]]
     lines += [[model, *(cells.get((model, name), UNKNOWN) for name in lines[0][1:])] for model in settings["models"]]
-    mean = MEAN if {*columns, MEAN} == {*PUBLISHED_NAMES} else None  # published only of all eight
-    for name, published in PUBLISHED.items():
-        lines.append([f"{name}, published", *(published.get(column, UNKNOWN) for column in [*columns, mean])])
-    asked = [
-        f"{each['name']} {'default' if each['shots'] is None else each['shots']}-shot {each['metric']}"
-        for each in settings["benchmarks"]
-    ]
+    shown = [*columns, MEAN if {*columns, MEAN} == {*PUBLISHED_NAMES} else None]  # the mean is that of all eight
+    for name, row in PUBLISHED.items():
+        lines.append([f"{name}, published", *(row.get(column, UNKNOWN) for column in shown)])
+    for benchmark in settings["benchmarks"]:
+        shots = "default" if benchmark["shots"] is None else benchmark["shots"]
+        asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
     questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions of a task"
-    note = (
-        "Percentages ± one standard error over draws of the questions; it does not cover the randomness of training. "
-        f"{MARK}: the difference from {settings['against']}, question by question where both were asked the same, is "
-        f"at most {NORMAL} of its standard errors. Published rows: {PUBLISHED_SOURCE}; their tasks, shots and metrics "
-        f"are not known. lm-evaluation-harness {settings['harness']}, {settings['dtype']}, {questions}: "
-    )
-    return f"{markdown(lines)}\n\n{note}{', '.join(asked)}.\n"
+    return f"""{markdown(lines)}
+
+Percentages ± one standard error over draws of the questions; it does not cover the randomness of training. {MARK}: the
+difference from {settings["against"]}, question by question where both were asked the same, is at most {NORMAL} of its
+standard errors. Published rows: {PUBLISHED_SOURCE}; their tasks, shots and metrics are not known.
+lm-evaluation-harness {settings["harness"]}, {settings["dtype"]}, {questions}: {", ".join(asked)}.
+"""
 
 
 def cell_text(row: Mapping) -> str:
-    """Value, standard error, and a mark if 0 lies in the 95% interval of the difference from the first model."""
+    """Value, standard error, and a mark if the 95% interval of the difference from the first model holds 0."""
     text = f"{row['value']:.2f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.2f}")
     gap = row["difference"]
     unclear = gap and gap["stderr"] is not None and abs(gap["value"]) <= NORMAL * gap["stderr"]

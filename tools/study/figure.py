@@ -1,75 +1,66 @@
-"""The figures of data/RESULTS.md, drawn from the stored results and from the loss itself. Needs matplotlib.
-
-    python -m tools.study.figure --output_dir data
-
-Writes points.svg, ties.svg and gradient.svg, whose lines and texts are readable on light and on dark pages.
-"""
+"""The figures of data/RESULTS.md and configs/README.md: `python -m tools.study.figure`. Needs matplotlib."""
 
 import argparse
+import itertools
 from pathlib import Path
 
-import pandas as pd
-
 from tools.matches.text import with_interval
-from tools.study.collect import POINTS, SELF_PLAY
+from tools.study.collect import IMITATION, POINTS, SELF_PLAY
 from tools.study.table import read_results, student, to_frame
-from utils import ROOT, replacing, require, run_program
+from utils import ROOT, require, run_program
 
 OURS, CONTROL, INK = "#3b82f6", "#8b949e", "#7d8590"  # a grey that shows on white and on black
-WORLDS = {
-    "tiny": "The embedded world: a Llama of a million parameters, 3 epochs",
-    "english": "English: SmolLM2-135M-Instruct, 400 words",
+LABELS = {
+    "released": "SPAG, as released",
+    "losers": "losers' rows too",
+    "losers_ties": "losers' rows too, ties cost",
+    "cloning": "copy the winners",
+    "sft": "no games, as many steps",
+    "coin_by_length": "winners shuffled",
 }
-ARMS = (
-    ("tiny", "released", 3, "SPAG, as released"),
-    ("tiny", "losers_ties", 3, "losers' rows too, ties cost, KL detached"),
-    ("tiny", "cloning", 3, "copy the winners"),
-    ("tiny", "sft", 3, "no games, as many steps"),
-    ("tiny", "coin_by_length", 3, "winners shuffled"),
-    ("english", "released", 3, "SPAG, as released, 3 epochs"),
-    ("english", "sft", 3, "no games, as many steps, 3 epochs"),
-    ("english", "released", 1, "SPAG, as released, 1 epoch"),
-    ("english", "cloning", 1, "copy the winners, 1 epoch"),
-    ("english", "coin_by_length", 1, "winners shuffled, 1 epoch"),
-)  # world, arm, epoch, label
-TYING = [("released", "SPAG", "-"), ("losers", "losers' rows", "--"), ("losers_ties", "losers' rows, ties cost", ":")]
+TITLES = {"tiny": "The embedded world: a Llama of a million parameters", "english": "English: SmolLM2-135M-Instruct"}
+SHOWN = {  # in points.svg: arm and epoch of each line of a world
+    "tiny": [("released", 3), ("losers_ties", 3), ("cloning", 3), ("sft", 3), ("coin_by_length", 3)],
+    "english": [("released", 3), ("sft", 3), ("released", 1), ("cloning", 1), ("coin_by_length", 1)],
+}
 
 
-def stored(world: str, table: str, column: str) -> pd.DataFrame:
+TIES = {"released": "-", "losers": "--", "losers_ties": ":"}  # arms of ties.svg, and their lines
+
+
+def stored(world: str, table: str, column: str):
     """A column of a world's stored results: a line for each arm, epoch and seed."""
-    frame = to_frame(read_results(sorted(map(str, (ROOT / "data" / world / "results").glob("seed*.json")))))
-    return frame[(frame.table == table) & (frame.column == column)].dropna(subset=["value"])
+    frame = to_frame(read_results(sorted((ROOT / "data" / world / "results").glob("seed*.json"))))
+    return frame[(frame.table == table) & (frame.column == column)].sort_values("seed")
 
 
 def draw_points(figure) -> None:
     """Mean, 95% interval over seeds, and seeds of each arm, in a panel a world."""
-    panels = figure.subplots(len(WORLDS), 1, sharex=True)
-    for panel, (world, title) in zip(panels, WORLDS.items(), strict=True):
-        arms = [arm for arm in ARMS if arm[0] == world]
-        frame = stored(world, f"{POINTS} imitation", "points").sort_values("seed")
-        panel.set_title(title, loc="left", fontsize=10)
-        panel.axvline(0.5, color=INK, linestyle=":", linewidth=1)
-        for place, (_, arm, epoch, _) in enumerate(arms):
+    panels = figure.subplots(len(SHOWN), 1, sharex=True)
+    for panel, (world, lines) in zip(panels, SHOWN.items(), strict=True):
+        points = stored(world, f"{POINTS} {IMITATION}", "points")
+        for place, (arm, epoch) in enumerate(lines):
             colour = OURS if arm in ("released", "losers_ties") else CONTROL
-            values = frame[(frame.arm == arm) & (frame.epoch == epoch)].value.tolist()
+            values = points[(points.arm == arm) & (points.epoch == epoch)].value.tolist()
             mean, (low, high), _ = student(values)
-            panel.plot([low, high], [-place, -place], color=colour, linewidth=2)
-            panel.plot(values, [-place] * len(values), ".", color=colour, alpha=0.5, markersize=5)
-            panel.plot([mean], [-place], "o", color=colour)
-            panel.text(0.93, -place, with_interval(mean, [low, high]), va="center", fontsize=8)
-        panel.set_yticks([-place for place in range(len(arms))], [label for *_, label in arms], fontsize=9)
-        panel.set_ylim(-len(arms) + 0.4, 0.6)
-    panels[-1].set_xlim(0.3, 0.92)
+            panel.plot(values, [place] * len(values), ".", color=colour, alpha=0.5, markersize=5)
+            panel.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, linewidth=2)
+            panel.text(0.93, place, with_interval(mean, [low, high]), va="center", fontsize=8)
+        labels = [f"{LABELS[arm]}, {epoch} epoch{'s' * (epoch > 1)}" for arm, epoch in lines]
+        panel.set_yticks(range(len(lines)), labels, fontsize=9)
+        panel.set_title(TITLES[world], loc="left", fontsize=10)
+        panel.axvline(0.5, color=INK, linestyle=":", linewidth=1)
+        panel.set(xlim=(0.3, 0.92), ylim=(len(lines) - 0.4, -0.6))
     panels[-1].set_xlabel("points against imitation; 0.5 = equal; bars: 95% over seeds; small dots: seeds", fontsize=9)
 
 
 def draw_ties(figure) -> None:
     """The share of ties in a model's games against itself after each epoch, a line a seed."""
     frame, panel = stored("tiny", SELF_PLAY, "tied game"), figure.subplots()
-    for arm, label, style in TYING:
+    for arm, style in TIES.items():
         for number, (_, seed) in enumerate(frame[frame.arm == arm].groupby("seed")):
-            colour = OURS if arm != "released" else CONTROL
-            panel.plot(seed.epoch, seed.value, style, color=colour, label=label if number == 0 else None, alpha=0.7)
+            label, colour = None if number else LABELS[arm], CONTROL if arm == "released" else OURS
+            panel.plot(seed.epoch, seed.value, style, color=colour, label=label, alpha=0.7)
     panel.set(xticks=[1, 2, 3], xlabel="epoch", ylabel="ties in games against itself")
     panel.legend(frameon=False, labelcolor=INK)
 
@@ -80,24 +71,23 @@ def draw_gradient(figure) -> None:
 
     from trainers import offline_po_loss
 
-    panel, log_ratios = figure.subplots(), torch.linspace(-3, 1.5, 301)
-    zeros, ones = torch.zeros(301), torch.ones(301)
-    coefficients = {"kl_coeff": 0.2, "sft_coeff": 0.5, "clip_range": 0.2, "num_game_rows": 1}
-    for reward, colour in ((0.3, CONTROL), (-0.5, OURS)):
-        for detach_kl, style in ((False, "-"), (True, "--")):
-            logprob = log_ratios.clone().requires_grad_()
-            rows = logprob, zeros, reward * ones, ones, zeros.bool()
-            loss, _ = offline_po_loss(*rows, **coefficients, detach_kl=detach_kl)
-            (gradient,) = torch.autograd.grad(loss, logprob)
-            label = f"reward {reward}" + (", KL detached" if detach_kl else ", as released")
-            panel.plot(log_ratios, gradient, style, color=colour, label=label)
+    panel, zeros = figure.subplots(), torch.zeros(301)
+    for reward, detach_kl in itertools.product((0.3, -0.5), (False, True)):
+        logprob = torch.linspace(-3, 1.5, 301, requires_grad=True)
+        rows = {"rewards": zeros + reward, "weights": zeros + 1, "sft_mask": zeros.bool(), "num_game_rows": 1}
+        coefficients = {"kl_coeff": 0.2, "sft_coeff": 0.5, "clip_range": 0.2, "detach_kl": detach_kl}
+        loss, _ = offline_po_loss(logprob, zeros, **rows, **coefficients)
+        (gradient,) = torch.autograd.grad(loss, logprob)
+        label = f"reward {reward}, KL detached" if detach_kl else f"reward {reward}, as released"
+        style, colour = "--" if detach_kl else "-", CONTROL if reward > 0 else OURS
+        panel.plot(logprob.detach(), gradient, style, color=colour, label=label)
     panel.axhline(0, color=INK, linewidth=0.5)
     panel.set(ylim=(-0.5, 1.2), xlabel="l - l_ref, nats a token", ylabel="gradient of the loss by l")
     panel.legend(frameon=False, labelcolor=INK)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=ROOT / "data", help="folder of the figures")
     folder = parser.parse_args().output_dir
     require("matplotlib", "matplotlib>=3.10,<4")
@@ -110,8 +100,8 @@ def main() -> None:
     for draw, size in ((draw_points, (9.5, 5.2)), (draw_ties, (6, 3.2)), (draw_gradient, (6, 3.2))):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        with replacing(folder / f"{draw.__name__.removeprefix('draw_')}.svg", "wb") as file:
-            figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        name = draw.__name__.removeprefix("draw_")
+        figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
 
 
 if __name__ == "__main__":

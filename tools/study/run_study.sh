@@ -4,8 +4,8 @@
 #   SEEDS="0 1 2" JOBS=2 tools/study/run_study.sh configs/arms/tiny.sh outputs/tiny_study [NAME=VALUE ...]
 #
 # JOBS seeds run at once, with a thread each. NAME=VALUE are further settings of every loop; EPOCHS=1 makes a trial.
-# ONLY="released sft" runs these arms and the first one. What is finished is kept; the same command continues. After
-# each arm OUTPUT/seedN.json holds the numbers of the seed, at the end OUTPUT/table.md those of all.
+# What is finished is kept; the same command continues. After each arm OUTPUT/seedN.json holds the numbers of the
+# seed, at the end OUTPUT/table.md those of all.
 #
 # A file of arms is sourced once for each seed, with $seed, $folder (of the seed) and $root (of the project):
 #   before() { ... }               a function that makes what the loops need
@@ -22,23 +22,21 @@ before() { :; }
 after() { :; }
 
 arm() { # run a loop, unless it has ended with these settings
-  local name=$1 loop=$folder/$1 mark=$folder/$1.finished words=("${settings[@]}" "${@:2}") like=()
+  local loop=$folder/$1 words=("${settings[@]}" "${@:2}")
   if [ -z "$first" ]; then
-    first=$name
+    first=$loop
     before >>"$folder/before.log" 2>&1
   else
-    like=("LIKE=$folder/$first")
-    case " ${ONLY:-$name} " in *" $name "*) ;; *) return 0 ;; esac
+    words=("LIKE=$first" "${words[@]}")
   fi
-  if [ -f "$mark" ] && [ "$(cat "$mark")" = "$(printf '%s\n' "${words[@]}")" ]; then return 0; fi
-  say "seed $seed: $name"
-  "$root/tools/run_spag.sh" "${all[@]}" "SEED=${seed}00" "OUTPUT=$loop" "${like[@]}" "${words[@]}" >>"$loop.log" 2>&1
+  if [ -f "$loop.finished" ] && [ "$(cat "$loop.finished")" = "${words[*]}" ]; then return 0; fi
+  say "seed $seed: $1"
+  "$root/tools/run_spag.sh" "${all[@]}" "SEED=${seed}00" "OUTPUT=$loop" "${words[@]}" >>"$loop.log" 2>&1
   after "$loop" >>"$loop.log" 2>&1
-  printf '%s\n' "${words[@]}" >"$mark"
-  "$PYTHON" -m tools.study.collect --folder "$folder"
+  echo "${words[*]}" >"$loop.finished"
+  "$PYTHON" -m tools.study.collect "$folder"
 }
 
-{ # bash reads this block as a whole before it runs it: the file may change meanwhile
 if [ "$1" = --seed ]; then # what this script calls for each seed
   seed=$2 arms=$3 folder=$4/seed$2 settings=("${@:5}") first='' all=()
   mkdir -p "$folder"
@@ -48,16 +46,11 @@ if [ "$1" = --seed ]; then # what this script calls for each seed
   exit
 fi
 arms=$1 output=$2
-[ $# -ge 2 ] && [ -f "$arms" ] || { sed -n 's/^# \{0,1\}//; 2,5p' "$0"; exit 2; }
-set -m # the seeds are a job of their own, whose processes a signal ends
+[ -f "$arms" ] && [ -n "$output" ] || { echo "give a file of arms (configs/arms/tiny.sh) and a folder" >&2; exit 2; }
 # shellcheck disable=SC2086  # one seed a line
-xargs -P "${JOBS:-1}" -I{} bash "$0" --seed {} "$@" <<<"$(printf '%s\n' ${SEEDS:-0})" &
-trap 'kill -TERM -- -$!; say "stopped; the same command continues"; exit 143' INT TERM
-wait $!
+printf '%s\n' ${SEEDS:-0} | xargs -P "${JOBS:-1}" -I{} bash "$0" --seed {} "$@"
 arm() { :; } # now for the flags of the table alone
 # shellcheck source=/dev/null
 . "$arms"
 "$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" --output "$output"
 say "finished; tables are in $output/table.md"
-exit
-}

@@ -6,6 +6,7 @@
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,15 @@ from tools.study import collect
 from tools.study.collect import BASE, BELIEF, IMITATION, POINTS, QUESTIONS, REASONING, SELF_PLAY, TRAINED, TRAINING
 from utils import UserError, differences, read_json, replacing, run_program
 
-# Settings of tools/run_spag.sh that may differ between runs of an arm: seeds, places, how far and how fast it runs.
-MAY_DIFFER = set(
+# Settings of tools/run_spag.sh in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
+RUNS_DIFFER_IN = set(
     "SEED EVAL_SEEDS OUTPUT LIKE IMITATION_MODEL FIRST_EPISODES EPOCHS UNTIL EVAL_EVERY EVAL_TASKS REPORT SAVE_STEPS "
     "NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID PLAY_BATCH TENSOR_PARALLEL_SIZE GRADIENT_CHECKPOINTING "
     "DEEPSPEED".split()
 )
 FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
 COMPARISON = {"nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
-Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm or a number
+Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm
 Lines = Iterable[Sequence[str]]
 
 
@@ -39,43 +40,32 @@ class Flags:
     """The flags of this program."""
 
     results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
-    primary: list[list[str]] = flag(
-        "a planned comparison: a column of ARM minus that of OTHER (or minus a number); may be repeated. "
-        "points@NAME: points against NAME",
-        default=[],
-        **COMPARISON,
-    )
+    primary: list[list[str]] = flag("a planned difference of two arms in a column", default=[], **COMPARISON)
     minus: list[list[str]] = flag("a further one; without any: each arm minus the first one", default=[], **COMPARISON)
     output: str | None = flag("write FOLDER/table.md instead of printing the tables", default=None, metavar="FOLDER")
 
 
-def read_results(names: Sequence[str]) -> list[dict]:
-    """Read files of seeds, and loops given as ARM=OUTPUT. Returns the results by seed, in collect.py's form."""
-    seeds: dict[int, dict] = {}
-    for name in names:
-        arm, equals, folder = name.partition("=")
-        result = collect.read_loop(arm, Path(folder), Path(folder)) if equals else read_json(name)
-        seed, arms = result["seed"], result["arms"]
-        of_seed = seeds.setdefault(seed, {"seed": seed, "arms": {}})["arms"]
-        if twice := of_seed.keys() & arms.keys() - {BASE, IMITATION}:
-            raise UserError(f"{name}: there are two runs of {', '.join(sorted(twice))} with seed {seed}; give one")
-        collect.add_loop(of_seed, arms)
-    return [seeds[seed] for seed in sorted(seeds)]
+def read_results(names: Sequence[str | Path]) -> list[dict]:
+    """Read files of seeds, and loops given as ARM=OUTPUT. Returns what they hold, in collect.py's form, by seed."""
+    parts = [str(name).partition("=") for name in names]
+    results = [collect.read_loop(arm, Path(loop)) if loop else read_json(arm) for arm, _, loop in parts]
+    return sorted(results, key=lambda result: result["seed"])
 
 
 def refuse_mixed(results: Sequence[dict]) -> None:
-    """Raise UserError for runs of an arm with other settings, and for benchmarks that were asked in another way."""
-    first_runs: dict[str, dict] = {}
-    for result in results:
-        for name, run in result["arms"].items():
-            settings = {key: value for key, value in run.get("settings", {}).items() if key not in MAY_DIFFER}
-            for key, each in ((name, settings), ("benchmarks of all arms", run.get("asked"))):
-                if each and (different := differences(first_runs.setdefault(key, each), each)):
-                    raise UserError(f"seed {result['seed']}, {name}: {'; '.join(different)}; do not mix these runs")
+    """Raise UserError for two runs of an arm with the same seed, or with other settings."""
+    first, runs = {}, set()
+    for seed, arm, run in ((result["seed"], *item) for result in results for item in result["arms"].items()):
+        settings = {key: value for key, value in run.get("settings", {}).items() if key not in RUNS_DIFFER_IN}
+        if different := differences(first.setdefault(arm, settings), settings):
+            raise UserError(f"seed {seed}, {arm}: {'; '.join(different)}; do not mix these runs")
+        if settings and (seed, arm) in runs:
+            raise UserError(f"there are two runs of {arm} with seed {seed}; give one")
+        runs.add((seed, arm))
 
 
 def to_frame(results: Sequence[dict]) -> pd.DataFrame:
-    """All numbers, one a line. `stderr` is that of a benchmark."""
+    """All numbers, one a line; those of base and imitation once a seed. `stderr` is that of a benchmark."""
     lines = [
         (table, column, arm, int(epoch), result["seed"], *(value if isinstance(value, list) else (value, None)))
         for result in results
@@ -84,36 +74,32 @@ def to_frame(results: Sequence[dict]) -> pd.DataFrame:
         for table, columns in tables.items()
         for column, value in columns.items()
     ]
-    frame = pd.DataFrame(lines, columns=["table", "column", "arm", "epoch", "seed", "value", "stderr"])
-    frame = frame.dropna(subset=["value"]).astype({"stderr": float})
-    return frame.sort_values("arm", key=lambda arms: arms != BASE, kind="stable")
+    keys = ["table", "column", "arm", "epoch", "seed"]
+    frame = pd.DataFrame(lines, columns=[*keys, "value", "stderr"]).dropna(subset=["value"]).astype({"stderr": float})
+    return frame.drop_duplicates(keys).sort_values("arm", key=lambda arms: arms != BASE, kind="stable")
 
 
-# Statistics.
-
-
-def student(values: Sequence[float]) -> tuple[float, list[float] | None, float | None]:
-    """Mean over seeds, Student's 95% interval, p value of a mean of 0. None: one seed; for p also equal values."""
+def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
+    """Mean over seeds, Student's 95% interval (of two or more), and p value of a mean of 0 (nan for equal values)."""
     mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, None, None
-    if np.ptp(values) < ROUNDING:
-        return mean, [mean, mean], None
+    if len(values) < 2 or np.ptp(values) < ROUNDING:
+        return mean, [mean, mean] if len(values) > 1 else None, math.nan
     test = stats.ttest_1samp(values, 0.0)
     return mean, list(test.confidence_interval(CONFIDENCE)), float(test.pvalue)
 
 
-def holm(p_values: Sequence[float | None]) -> list[float]:
-    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979). None counts and becomes nan."""
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values adjusted for their number, that of nan too, by Holm's method (Scand. J. Stat. 6, 1979)."""
     ordered = pd.Series(p_values, dtype=float).sort_values()
     factors = len(ordered) - np.arange(len(ordered))
     return (ordered * factors).clip(upper=1).cummax().sort_index().tolist()
 
 
 def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str, int, list[float]] | None:
-    """An arm's measure minus another's, or minus a number, for each seed: table, epoch, differences. None without any.
+    """An arm's measure minus another's for each seed: table, epoch, differences. None without any.
 
-    It is taken after the last epoch that both have in all of their seeds. Base and imitation have one for all epochs.
+    The measure points@NAME is points against NAME. The epoch is the last one that both have in all of their seeds;
+    base and imitation have one for all epochs.
     """
     column, _, opponent = measure.partition("@")
     tables = [f"{POINTS} {opponent or IMITATION}", BELIEF, QUESTIONS, REASONING]
@@ -121,17 +107,9 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     values, others = (
         lines[lines.arm == name].pivot(index="seed", columns="epoch", values="value") for name in (arm, other)
     )
-    if other not in frame.arm.unique():
-        gaps = values - float(other)
-    elif other in (BASE, IMITATION):
-        gaps = values.sub(others.squeeze("columns"), axis="index")
-    else:
-        gaps = values - others
+    gaps = values.sub(others.squeeze("columns"), axis="index") if other in (BASE, IMITATION) else values - others
     gaps = gaps.dropna(how="all").dropna(axis="columns")
     return None if gaps.empty else (lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist())
-
-
-# Tables.
 
 
 def cell(lines: pd.DataFrame, table: str, column: str) -> str:
@@ -161,7 +139,7 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
         runs = [result["arms"][arm] for result in results if arm in result["arms"]]
         first = first or runs[0]["settings"]
         changed = sorted(runs[0]["settings"].items() - first.items())
-        settings = "; ".join(f"{name}={value}" for name, value in changed if value and name not in MAY_DIFFER)
+        settings = "; ".join(f"{name}={value}" for name, value in changed if value and name not in RUNS_DIFFER_IN)
         trained = lines[lines.epoch == lines.epoch.max()].groupby("column").value.mean()
         commits = ", ".join(sorted({run["made"].get("spag", UNKNOWN)[:9] for run in runs}))
         yield [arm, settings, len(runs), lines.epoch.max(), *(f"{trained[name]:.0f}" for name in TRAINED), commits]
@@ -171,13 +149,13 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: 
     """A line for each difference that can be had. p values of primary ones are adjusted for their number."""
     yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if primary else "p", "of each seed"]
     pairs = [paired(frame, *comparison) for comparison in comparisons]
-    p_values = [student(pair[-1])[2] if pair else None for pair in pairs]
+    p_values = [student(pair[-1])[-1] if pair else math.nan for pair in pairs]
     for comparison, pair, p in zip(comparisons, pairs, holm(p_values) if primary else p_values, strict=True):
         if pair:
             table, epoch, gaps = pair
             form = "+" + FORMS.get(table, ".3f")
             difference = with_interval(*student(gaps)[:2], form)
-            p_text = UNKNOWN if pd.isna(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            p_text = UNKNOWN if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
             yield [*comparison, epoch, difference, p_text, ", ".join(format(gap, form) for gap in gaps)]
 
 
