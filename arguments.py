@@ -5,7 +5,8 @@ use two flags of older transformers, which keep their meaning: --evaluation_stra
 """
 
 import os
-from dataclasses import dataclass, field, fields
+from argparse import SUPPRESS
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import NoReturn
 
@@ -31,7 +32,6 @@ METHOD_ARGUMENTS = {
     },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
-REQUIRED = ("train_method", "model_name_or_path", "train_data_path", "output_dir")
 # The flags that change the results; `run_settings` adds data, models and the rows of a step. The number of processes,
 # the ZeRO stage, the machine, logging and saving do not change them.
 COMPARED = (
@@ -45,16 +45,18 @@ COMPARED = (
 )
 
 
-def _help(text: str, **metadata):
-    return field(default=metadata.pop("default", None), metadata={"help": text, **metadata})
+def _help(text: str, *, default=None, **metadata):
+    return field(default=default, metadata={"help": text, **metadata})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SPAGArguments(TrainingArguments):
     """The settings of one training run. Raises UserError for settings that contradict each other."""
 
     # Method. None means: the method's default, from METHOD_ARGUMENTS.
-    train_method: str | None = _help("SFT, SFTwithKL (imitation) or OfflinePO (self-play).")
+    train_method: str = _help(
+        "SFT, SFTwithKL (imitation) or OfflinePO (self-play).", default=MISSING, choices=[*METHOD_ARGUMENTS]
+    )
     lm_kl_coeff: float | None = _help("beta: weight of the KL to the reference model.")
     lm_sft_coeff: float | None = _help("alpha: weight of the SFT rows' loss beside the game rows' (OfflinePO).")
     clip_range: float | None = _help("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.")
@@ -65,7 +67,7 @@ class SPAGArguments(TrainingArguments):
     )
 
     # Models.
-    model_name_or_path: str | None = _help("Folder or hub name of the model to train.")
+    model_name_or_path: str = _help("Folder or hub name of the model to train.", default=MISSING)
     ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
     attn_implementation: str | None = _help("sdpa, eager, flash_attention_2, ...; default: transformers chooses.")
     trust_remote_code: bool = _help("Run model code that comes with the weights (Baichuan2 needs it).", default=False)
@@ -76,7 +78,8 @@ class SPAGArguments(TrainingArguments):
     lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
 
     # Data.
-    train_data_path: list[str] | None = _help("JSON or JSONL files of rows; data/README.md has the format.")
+    output_dir: str = _help("Folder for the trained model, checkpoints and the run's settings.", default=MISSING)
+    train_data_path: list[str] = _help("JSON or JSONL files of rows; data/README.md has the format.", default=MISSING)
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Maximum number of tokens in a row.", default=2048)
     allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
@@ -88,8 +91,8 @@ class SPAGArguments(TrainingArguments):
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
     def __post_init__(self):
-        _check(self)
         method_arguments = METHOD_ARGUMENTS[self.train_method] | (LORA_ARGUMENTS if self.lora_rank else {})
+        _check(self, method_arguments)
         for name, default in method_arguments.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -121,8 +124,6 @@ class SPAGArguments(TrainingArguments):
     def run_settings(self) -> dict:
         """Everything that changes the results, as `utils.stage` compares it between two starts."""
         settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in COMPARED}
-        if self.max_steps > 0:
-            settings["num_train_epochs"] = None
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         if self.loss_normalization == "micro_batch":
             settings["per_device_train_batch_size"] = self.train_batch_size
@@ -137,8 +138,11 @@ class SPAGArguments(TrainingArguments):
     @cached_property
     def _setup_devices(self) -> torch.device:
         """The device of this process. On a CPU it tells accelerate about DeepSpeed, which the Trainer does not."""
-        if self.deepspeed and "LOCAL_RANK" not in os.environ:
-            self._set_up_alone()
+        if self.deepspeed and "LOCAL_RANK" not in os.environ:  # without torchrun, DeepSpeed would look for MPI
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
+            backend, store = "gloo" if self.use_cpu else None, torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process uses one GPU; torchrun starts one for each
         if self.deepspeed and self.use_cpu:
@@ -149,50 +153,30 @@ class SPAGArguments(TrainingArguments):
             self.distributed_state.distributed_type = DistributedType.DEEPSPEED
         return device
 
-    def _set_up_alone(self) -> None:
-        """Do what torchrun would do for one process; without it DeepSpeed looks for MPI."""
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
-        backend, store = "gloo" if self.use_cpu else None, torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
-
-def _check(args: SPAGArguments) -> None:
-    for name in REQUIRED:
-        if not getattr(args, name):
-            raise utils.UserError(f"--{name} is missing")
-    if args.train_method not in METHOD_ARGUMENTS:
-        raise utils.UserError(f"--train_method {args.train_method}: it is one of {', '.join(METHOD_ARGUMENTS)}")
-    _check_method(args, METHOD_ARGUMENTS[args.train_method])
+def _check(args: SPAGArguments, method_arguments: dict) -> None:
+    """Raise UserError for flags that the method does not use, and for flags that would be overruled."""
+    unused = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()
+    for name in sorted(unused):
+        if getattr(args, name):
+            what = "without --lora_rank" if name in LORA_ARGUMENTS else f"by {args.train_method}"
+            raise utils.UserError(f"--{name} is not used {what}")
+    model, reference = args.model_name_or_path, args.ref_model_name_or_path
+    if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
+        raise utils.UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
+    if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
+        raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
-    if isinstance(args.deepspeed, str) and "scheduler" in utils.read_json(args.deepspeed):
+    if args.deepspeed and "scheduler" in utils.read_json(args.deepspeed):
         raise utils.UserError(f"{args.deepspeed}: 'scheduler' would overrule --lr_scheduler_type; take it out")
     for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):
         if wanted:
             utils.require(package, package)
 
 
-def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
-    for name in sorted(set().union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()):
-        if getattr(args, name) is not None:
-            raise utils.UserError(f"--{name} is not used by {args.train_method}")
-    if args.label_smoothing_factor:
-        raise utils.UserError("--label_smoothing_factor is not used by any method")
-    for name in LORA_ARGUMENTS:
-        if getattr(args, name) is not None and args.lora_rank is None:
-            raise utils.UserError(f"--{name} needs --lora_rank")
-    model, reference = args.model_name_or_path, args.ref_model_name_or_path
-    if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
-        raise utils.UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
-    if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
-        raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
-
-
 def parse_arguments(argv: list[str]) -> SPAGArguments:
     """Read the command line. Raises UserError for an unknown flag and for arguments that the method does not use."""
-    flag, new_flag = "--evaluation_strategy", "--eval_strategy"
-    argv = [new_flag + word.removeprefix(flag) if word.split("=")[0] == flag else word for word in argv]
     return SPAGArguments(**vars(build_parser().parse_args(argv)))
 
 
@@ -200,6 +184,7 @@ def build_parser() -> HfArgumentParser:
     """The parser of train.py. Its help shows the flags of this project first, then those of the Trainer."""
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
     parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, usage=usage, description=__doc__)
+    parser.add_argument("--evaluation_strategy", dest="eval_strategy", default=SUPPRESS, help="--eval_strategy")
     parser.error = _refuse
     ours, theirs = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
     ours.title = "flags of this project"

@@ -37,21 +37,19 @@ class Row(NamedTuple):
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Read a raw record: its texts, or its `messages` if it has none; a field that is null counts as absent.
 
-    Weight and reward are 1.0 by default. Raises UserError for a record without texts or with numbers that are not
-    finite.
+    Weight and reward are 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
     if record.get("messages") and all(record.get(name) is None for name in TEXTS):
         record = record | messages_to_row(record["messages"], tokenizer)
     query, target, record = utils.row_texts(record)
-    for name in ("weight", "reward"):
-        value = record.get(name, 1.0)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise utils.UserError(f"'{name}' must be a finite number, got {value!r:.40}")
+    weight, reward = record.get("weight", 1.0), record.get("reward", 1.0)
+    if not math.isfinite(weight) or not math.isfinite(reward):
+        raise utils.UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return Row(
         query=utils.whole_characters(query),
         target=utils.whole_characters(target),
-        weight=float(record.get("weight", 1.0)),
-        reward=float(record.get("reward", 1.0)),
+        weight=float(weight),
+        reward=float(reward),
         is_sft=record.get("type") == "sft",
         chat_template=record.get("chat_template", False),
     )
@@ -62,8 +60,6 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) ->
     replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
         raise utils.UserError("'messages' has no assistant message, which would be the target")
-    if not tokenizer.chat_template:
-        raise utils.UserError("'messages' need a chat template, and this tokenizer has none")
     before, dialogue = messages[: replies[-1]], messages[: replies[-1] + 1]
     query = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     whole = tokenizer.apply_chat_template(dialogue, tokenize=False)
@@ -77,12 +73,10 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
     Query and target are tokenized separately and without special tokens. The labels of BOS and query are masked, by
     their number and not by their ids, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds
-    none. A row with `chat_template` is encoded as query + target, since the chat template already wrote BOS and the
-    token that ends a message.
+    none. A row with `chat_template` is encoded as query + target: the template has written the special tokens.
 
     Returns input_ids and labels (lists of one length), weight, reward and is_sft. Raises UserError for a bad row (see
-    `normalize_row`), for a tokenizer without EOS, and for a row with `chat_template` that does not end in a special
-    token of the tokenizer.
+    `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
     return row | {name: row[name].tolist() for name in ("input_ids", "labels")}
@@ -90,12 +84,9 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
 def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays."""
-    if tokenizer.eos_token_id is None:
-        raise utils.UserError("the tokenizer has no EOS token; training needs one to teach where a target ends")
-    queries, targets = (
-        tokenizer([getattr(row, name) for row in rows], add_special_tokens=False, verbose=False)["input_ids"]
-        for name in ("query", "target")
-    )
+    options = {"add_special_tokens": False, "verbose": False}
+    queries = tokenizer([row.query for row in rows], **options)["input_ids"]
+    targets = tokenizer([row.target for row in rows], **options)["input_ids"]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit = tokenizer.model_max_length
@@ -136,10 +127,7 @@ class RowDataset(torch.utils.data.Dataset):
 
 
 def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDataset:
-    """Read and encode the rows of JSON and JSONL files.
-
-    Raises OSError, and UserError that names file and row of a bad record or of a row whose whole target is cut off.
-    """
+    """Read and encode JSON and JSONL files. UserError names the row that is bad, or whose target is cut off whole."""
     rows, places = [], []
     for path in paths:
         for number, record in enumerate(utils.read_json_or_jsonl(path), start=1):
@@ -153,13 +141,8 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDatase
     for place, row in zip(places, dataset.rows, strict=True):
         # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
         if (row["labels"][1:] == IGNORE_INDEX).all():
-            raise utils.UserError(
-                f"{place}: max_length {tokenizer.model_max_length} cuts off the whole target; use --truncation_side "
-                "left or a larger --max_length"
-            )
-    eos = tokenizer.eos_token
-    if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
-        utils.warn_on_rank_0("%d targets end in the text of %s, which training adds to every target", twice, eos)
+            remedy = "use --truncation_side left or a larger --max_length"
+            raise utils.UserError(f"{place}: {tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
     counts = (len(rows), dataset.is_sft.sum(), (dataset.lengths >= tokenizer.model_max_length).sum())
     logger.info("%s: %d rows, %d of them SFT, %d as long as --max_length allows", ", ".join(paths), *counts)
     return dataset
@@ -168,9 +151,8 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDatase
 class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side, with PAD or else EOS.
 
-    No PAD token is added: policy and reference keep one vocabulary. Returns input_ids, labels and attention_mask,
-    int64 tensors of shape (batch, longest); weights, rewards and sft_mask, float32 of shape (batch,); scored_places,
-    (scored tokens,); and ref_logprobs, float32 of shape (batch,), if the rows have them.
+    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards, sft_mask
+    and, if the rows have them, ref_logprobs, float32 of shape (batch,); and scored_places, (scored tokens,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

@@ -19,10 +19,7 @@ from arguments import SPAGArguments, parse_arguments
 from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
-SETTINGS = "settings.json"  # of a run, in OUTPUT_DIR
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
-RUNAWAY = -0.5  # nats a token: a log-ratio below it calls for a warning
-TAG = "spag"  # of model cards
 
 
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
@@ -41,26 +38,26 @@ def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
         )
 
 
-def show_examples(args: SPAGArguments) -> None:
-    """Print the first rows as the model sees them: [[masked text]], then the target."""
-    tokenizer = load_tokenizer(args)
-    rows = load_rows(args.train_data_path, tokenizer).rows
-    for row in rows[: args.show_examples] if utils.rank() == 0 else ():
-        print(f"--- weight {row['weight']:.4g}, reward {row['reward']:.4g}, SFT {row['is_sft']}")
-        scored = row["labels"] != IGNORE_INDEX
-        masked, target = (tokenizer.decode(row["input_ids"][part]) for part in (~scored, scored))
-        print(utils.printable(f"[[{masked}]]{target}"))
-
-
-def load_tokenizer(args: SPAGArguments):
-    """The model's tokenizer with the lengths and sides of training. It is not saved: see `set_up`."""
+def training_tokenizer(args: SPAGArguments):
+    """The model's tokenizer with the lengths and sides of training."""
     return utils.load_tokenizer(
         args.model_name_or_path,
         trust_remote_code=args.trust_remote_code,
+        model_max_length=args.max_length,
         padding_side=args.padding_side,
         truncation_side=args.truncation_side,
-        model_max_length=args.max_length,
     )
+
+
+def show_examples(args: SPAGArguments) -> None:
+    """Print the first rows as the model sees them: [[masked text]], then the target."""
+    tokenizer = training_tokenizer(args)
+    rows = load_rows(args.train_data_path, tokenizer).rows
+    for row in rows[: args.show_examples] if utils.rank() == 0 else ():
+        scored = row["labels"] != IGNORE_INDEX
+        masked, target = (tokenizer.decode(row["input_ids"][part]) for part in (~scored, scored))
+        print(f"--- weight {row['weight']:.4g}, reward {row['reward']:.4g}, SFT {row['is_sft']}")
+        print(utils.printable(f"[[{masked}]]{target}"))
 
 
 def check_vocabularies(args: SPAGArguments) -> None:
@@ -153,7 +150,7 @@ def merge_lora(args: SPAGArguments) -> None:
 def set_up(args: SPAGArguments) -> SPAGTrainer:
     """Read the data and the models, in this order: errors of data show before weights are loaded."""
     set_seed(args.seed)
-    tokenizer = load_tokenizer(args)
+    tokenizer = training_tokenizer(args)
     check_vocabularies(args)
     train_rows = load_rows(args.train_data_path, tokenizer)
     check_rows(train_rows, args)
@@ -166,7 +163,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         data_collator=SPAGCollator(tokenizer),
-        # Saved beside the model, with the maximum length and the truncation side that it came with.
+        # Saved beside the model, with the maximum length and the sides that it came with.
         processing_class=utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code),
     )
 
@@ -176,11 +173,11 @@ def run(trainer: SPAGTrainer) -> None:
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
-    trainer.save_model(_internal_call=True)  # without an upload to the hub, which comes last
+    trainer.save_model()
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
-    trainer.create_model_card(tags=[TAG, args.train_method])
+    trainer.create_model_card(tags=["spag", args.train_method])
     if trainer.is_world_process_zero():
         if args.lora_merge:
             merge_lora(args)
@@ -190,11 +187,8 @@ def run(trainer: SPAGTrainer) -> None:
 
 
 def summary(trainer: SPAGTrainer) -> str:
-    """How far training went, and from which loss to which. Warns of a log-ratio that runs away."""
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    losses = [step["loss"] for step in steps]
-    if steps and (log_ratio := steps[-1].get("log_ratio", 0.0)) < RUNAWAY:
-        utils.warn_on_rank_0("log_ratio is %.2f: messages have become far less likely; look at the replies", log_ratio)
+    """How far training went, and from which loss to which."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     change = f", loss {losses[0]:.3f} at the first and {losses[-1]:.3f} at the last" if losses else ""
     return f"{trainer.state.global_step} steps{change}"
 
@@ -217,14 +211,12 @@ def train(argv: list[str]) -> None:
     if args.show_examples:
         return show_examples(args)
     trainer = None
-    with utils.stage(Path(args.output_dir, SETTINGS), args.run_settings, results=RESULT_FILES) as work:
+    with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
         if work.todo:
             args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
             trainer = set_up(args)
             run(trainer)
             work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
-    if trainer and args.push_to_hub:
-        trainer.push_to_hub(tags=[TAG, args.train_method])
     if trainer and trainer.is_world_process_zero():
         print(summary(trainer))
 

@@ -6,7 +6,7 @@ l under the policy and under the frozen reference model as (batch,) tensors; the
 
 import contextlib
 import gc
-import inspect
+import math
 import shutil
 import tempfile
 import time
@@ -61,25 +61,17 @@ def label_logprob(
     `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
     means that padding is on the right, where causal attention needs no mask.
     """
-    labels, mask = batch["labels"], batch["attention_mask"]
-    inputs = {"input_ids": batch["input_ids"]}
-    if pads_left:
-        # Position 0 is the first real token, so left padding gives the same positions as right padding.
+    labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
+    if pads_left:  # position 0 is the first real token, as with padding on the right
+        mask = batch["attention_mask"]
         inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    accepted = inspect.signature(module.forward).parameters
-    inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
-    output_layer = module.get_output_embeddings()
-    if output_layer is None:
-        return sequence_logprob(model(**inputs).logits, labels)
-    places = scored_places(labels) if "scored_places" not in batch else batch["scored_places"]
+    places = batch["scored_places"] if "scored_places" in batch else scored_places(labels)
 
     def select(layer, args):  # hidden states that predict a scored label, as (1, scored tokens, hidden)
         return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
 
-    with output_layer.register_forward_pre_hook(select):
+    with module.get_output_embeddings().register_forward_pre_hook(select):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
-    if logits.shape[:2] != (1, len(places)):
-        raise ValueError(f"{type(module).__name__} does not pass one hidden state per token to its output layer")
     logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
     by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
     return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
@@ -231,12 +223,12 @@ class MetricSums:
 def last_checkpoint(args: SPAGArguments) -> str | None:
     """The furthest complete checkpoint of a run that holds an optimizer; without one the Trainer would start anew."""
     optimizer = "global_step*" if args.deepspeed else "optimizer*"
-    complete = [path.parent for path in Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")]
-    complete = [folder for folder in complete if any(folder.glob(optimizer))]
-    return str(max(complete, key=lambda folder: int(folder.name.split("-")[1]))) if complete else None
+    marks = Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")
+    complete = [str(mark.parent) for mark in marks if any(mark.parent.glob(optimizer))]
+    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
-class SPAGTrainer(Trainer):
+class SPAGTrainer(Trainer, TrainerCallback):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
     A method defines `method_loss(logprob, batch, counts) -> (loss, metrics)`. `load_reference` loads the frozen
@@ -253,10 +245,10 @@ class SPAGTrainer(Trainer):
         self.load_reference = load_reference
         self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
-        self.add_callback(_StartCallback(self))
+        self.add_callback(self)  # for on_train_begin
 
-    def before_first_step(self) -> None:
-        """Called when training starts; the model is wrapped, on its device and, on resume, loaded."""
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Called before the first step; the model is wrapped, on its device and, on resume, loaded."""
         self.check_learning_rate()
         self.check_saving()
         if self.args.ref_model_name_or_path:
@@ -274,15 +266,11 @@ class SPAGTrainer(Trainer):
             )
 
     def check_saving(self) -> None:
-        """Raise UserError now if transformers would refuse to save the model's configuration after training."""
+        """Save the model's configuration to a scratch folder: an error of transformers shows now, not at the end."""
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                self.module.config.save_pretrained(folder)
-                if self.module.can_generate():
-                    self.module.generation_config.save_pretrained(folder)
-            except ValueError as error:
-                message = f"{self.args.model_name_or_path}: could not be saved after training: {error}"
-                raise utils.UserError(" ".join(message.split())) from error
+            self.module.config.save_pretrained(folder)
+            if self.module.can_generate():
+                self.module.generation_config.save_pretrained(folder)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
@@ -312,19 +300,11 @@ class SPAGTrainer(Trainer):
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
     def _get_train_sampler(self, train_dataset=None):
-        """The Trainer's sampler, except that `batch_rebalance` gets our seed and the lengths of our rows."""
-        args = self.args
-        if args.train_sampling_strategy != "batch_rebalance":
-            return super()._get_train_sampler(train_dataset)
-        return BatchRebalanceSampler(
-            lengths=self.train_dataset.lengths.tolist(),
-            effective_batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            dp_size=args.world_size,
-            grad_accum=args.gradient_accumulation_steps,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            rank=args.process_index,
-            drop_last=args.dataloader_drop_last,
-        )
+        """The Trainer's sampler, except that `batch_rebalance` gets our seed; there it would always be 42."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, BatchRebalanceSampler):
+            sampler.seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return sampler
 
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
@@ -348,8 +328,7 @@ class SPAGTrainer(Trainer):
     def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
         """Log-probabilities of the rows under the reference, (rows,) in fp32; 0 where the loss does not need them.
 
-        The rows are sorted by length, longest first, and cut into chunks that hold one batch for each rank. The last
-        chunk is filled up with repeated rows. So all ranks make the same number of forward passes.
+        The rows, longest first, are cut into chunks of one batch for each rank. Repeated rows fill up the last chunk.
         """
         rows = np.flatnonzero(~dataset.is_sft | self.compares_sft_rows)
         result = np.zeros(len(dataset), dtype=np.float32)
@@ -357,8 +336,7 @@ class SPAGTrainer(Trainer):
             return result
         rows = rows[np.argsort(-dataset.lengths[rows], kind="stable")]
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
-        steps = -(-len(rows) // (batch_size * ranks))
-        shares = np.resize(rows, (steps, ranks, batch_size))
+        shares = np.resize(rows, (math.ceil(len(rows) / (batch_size * ranks)), ranks, batch_size))
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
         logprobs = []
         for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
@@ -402,8 +380,8 @@ class SPAGTrainer(Trainer):
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
         self.check_finite()
-        folder = Path(self.args.output_dir)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        folder, limit = Path(self.args.output_dir), self.args.save_total_limit
+        self.args.save_total_limit = None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # ranks write into one folder
@@ -426,14 +404,6 @@ class SPAGTrainer(Trainer):
             self.check_finite()
             logs |= self.metrics.take(self.accelerator)
         super().log(logs, start_time)
-
-
-class _StartCallback(TrainerCallback):
-    def __init__(self, trainer: SPAGTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.before_first_step()
 
 
 class SFTTrainer(SPAGTrainer):

@@ -29,8 +29,7 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--campaign", type=int, default=1, metavar="N", help="repeat kills and faults/ N times")
-    parser.addoption("--trial_seed", type=int, metavar="SEED", help="make only the trial of this seed, in faults/")
+    parser.addoption("--campaign", type=int, default=1, metavar="N", help="make N rounds of all kills")
 
 
 def pytest_generate_tests(metafunc):
@@ -46,35 +45,6 @@ def clean_process():
 
     with as_a_process():
         yield
-
-
-@pytest.fixture
-def trials(request):
-    """The trials of a test of faults/."""
-    from trials import Trials  # of faults/
-
-    return Trials(request.node, *map(request.config.getoption, ("campaign", "trial_seed")))
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory, tiny_model, other_model) -> Path:
-    """The files that the programs of faults/ read."""
-    from programs import write_inputs  # of faults/
-
-    return write_inputs(tmp_path_factory.mktemp("faults") / "inputs", tiny_model, other_model)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print the table of the campaign."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    rows = [value for report in reports for name, value in report.user_properties if name == "trials"]
-    kinds = sorted({row[0] for row in rows if row[1]})
-    if kinds:
-        terminalreporter.section("trials")
-        terminalreporter.write_line(f"{'':40} {'tried':>9} {'survived':>9} {'lost':>6} {'kills':>6}")
-    for name in kinds:
-        tried, lost, kills = (sum(row[number] for row in rows if row[0] == name) for number in (1, 2, 3))
-        terminalreporter.write_line(f"{name:40} {tried:9,} {tried - lost:9,} {lost:6,} {kills or '':>6}")
 
 
 def pytest_collection_finish():

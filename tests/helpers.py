@@ -23,9 +23,8 @@ TIMEOUT = 300  # seconds that any program of a test may take
 
 
 class Called(NamedTuple):
-    """How a program ended: its exit status, and what it wrote to standard output and standard error."""
+    """What a program wrote to standard output and standard error."""
 
-    status: int
     output: str
     errors: str
 
@@ -64,12 +63,8 @@ def play_flags(place: Path, model: str | os.PathLike, output: Path, **changes) -
 # Programs in this process.
 
 
-def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
-    """Run a program's `main` in this process with these words as its command line.
-
-    It must end with `status`; None allows any status. As in a process of its own, UserError and OSError end it with
-    status 2. Any other exception is raised.
-    """
+def call(main: Callable[[], object], *words, status: int = 0) -> Called:
+    """Run a program's `main` in this process with these words as its command line. It must end with `status`."""
     output, errors = io.StringIO(), io.StringIO()
     found = 0
     with as_a_process(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -78,18 +73,13 @@ def call(main: Callable[[], object], *words, status: int | None = 0) -> Called:
             utils.run_program(main)
         except SystemExit as ended:
             found = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    called = Called(found, output.getvalue(), errors.getvalue())
-    assert status in (None, found), f"ended with {found}: {called.errors[-3000:]}"
-    return called
+    assert found == status, f"ended with {found}: {errors.getvalue()[-3000:]}"
+    return Called(output.getvalue(), errors.getvalue())
 
 
 @contextlib.contextmanager
 def as_a_process() -> Iterator[None]:
-    """Undo, when the block ends, what would end with a process.
-
-    The command line, environment, current folder and logging are restored. What the Trainer keeps in modules
-    (accelerate's state, the DeepSpeed file) is reset.
-    """
+    """Undo, when the block ends, what would end with a process: environment, folder, logging, state of modules."""
     argv, environment, folder = sys.argv, dict(os.environ), os.getcwd()
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
@@ -97,9 +87,8 @@ def as_a_process() -> Iterator[None]:
     finally:
         sys.argv = argv
         os.chdir(folder)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
+        os.environ.clear()
+        os.environ.update(environment)
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
         reset_process()
@@ -147,12 +136,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
 
 def users_of(folder: str | os.PathLike) -> list[psutil.Process]:
     """The processes whose command line names a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(folder) in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or [])]
 
 
 def descendants(pid: int, word: str) -> list[psutil.Process]:

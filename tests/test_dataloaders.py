@@ -1,6 +1,7 @@
 """Rows: reading and checking them, token ids against recorded ones, batches."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
 
 RECORDED = load_golden("collator.json")
+ROWS = [
+    {"query": "a question", "target": "an answer", "reward": 0.5, "weight": 2.0, "role": "attacker"},
+    {"prompt": "say", "answer": "so", "type": "sft"},
+    {"query": "nothing", "target": "", "reward": -1},
+]
 LEGACY = {40}  # rows with `text` and `scores` are not carried over (README, Deviations)
 
 
@@ -37,13 +43,10 @@ def test_batches_equal_the_recorded_ones(case):
     assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32 and "ref_logprobs" not in batch
 
 
-def test_a_tokenizer_without_bos_gets_none_and_without_eos_is_refused():
+def test_a_tokenizer_without_bos_gets_none():
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", bos_token=None)
     tokenizer.bos_token = None
     assert encode_example({"query": "", "target": ""}, tokenizer)["input_ids"] == [tokenizer.eos_token_id]
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no EOS"):
-        encode_example({"query": "", "target": ""}, tokenizer)
 
 
 @pytest.mark.parametrize("case", RECORDED["errors"][1:], ids=lambda case: case["note"])
@@ -51,25 +54,18 @@ def test_rows_that_stopped_the_release_are_errors_here_but_for_null_which_is_abs
     if case["note"] == "weight None":
         assert encode_example(case["batch"][0], tokenizer)["weight"] == 1.0
         return
-    with pytest.raises(utils.UserError, match="query|target|weight|reward"):
+    with pytest.raises((utils.UserError, TypeError), match="query|target|must be real number"):
         encode_example(case["batch"][0], tokenizer)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"query": "q", "target": "t", "type": "sft"},
-        {"prompt": "q", "answer": "t", "reward": -0.5, "weight": 2.0},
-        {"instruction": "Add.", "output": "3"},
-    ],
-)
-def test_a_field_that_is_null_counts_as_absent(tokenizer, row):
+def test_a_field_that_is_null_counts_as_absent(tokenizer):
     """Files that pass through `datasets` have all fields in all rows."""
     fields = ("query", "target", "prompt", "answer", "instruction", "input", "output", "messages")
     nulls = dict.fromkeys((*fields, "reward", "weight", "type", "role", "chat_template"))
-    encoded = encode_example(row, tokenizer)
-    assert encode_example(nulls | row, tokenizer) == encoded
-    assert encoded["is_sft"] == ("answer" not in row)  # Alpaca's rows are SFT rows
+    for row in ROWS:
+        encoded = encode_example(row, tokenizer)
+        assert encode_example(nulls | row, tokenizer) == encoded
+        assert encoded["is_sft"] == ("query" not in row)
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tokenizer):
@@ -112,13 +108,6 @@ def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
         encode_example(row | {"target": "t<|eot_id|>"}, chat_tokenizer)
 
 
-ROWS = [
-    {"query": "a question", "target": "an answer", "reward": 0.5, "weight": 2.0, "role": "attacker"},
-    {"prompt": "say", "answer": "so", "type": "sft"},
-    {"query": "nothing", "target": "", "reward": -1},
-]
-
-
 def write_rows(path, rows, lines: bool = True):
     text = "\n".join(map(json.dumps, rows)) + "\n" if lines else json.dumps(rows, indent=1)
     path.write_text(text, encoding="utf-8")
@@ -140,31 +129,18 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, mon
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=4, truncation_side="right")
     path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}])
-    with pytest.raises(
-        utils.UserError, match=r"a\.jsonl: row 2: .*cuts off the whole target; use --truncation_side left"
-    ):
+    with pytest.raises(utils.UserError, match=r"a\.jsonl: row 2: .*cut off the whole target; use --truncation_side"):
         load_rows([path], tokenizer)
 
 
-def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, caplog):
-    load_rows([write_rows(tmp_path / "a.jsonl", [*ROWS, {"query": "q", "target": "t</s>\n"}])], tokenizer)
-    assert "1 targets end in the text of </s>" in caplog.text
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("row", "message"),
     [
-        ("", "is empty"),
-        ('{"query": "a", "target": "b"}\n{"query": \n', r"bad\.json:2: not JSON"),
-        ('{"query": "a"}\n', r"bad\.json: row 1: a row needs the texts 'query' and 'target'"),
-        ('{"query": "a", "target": "b", "reward": NaN}\n', r"bad\.json: row 1: 'reward' must be a finite number"),
-        ('{"query": "a", "target": "b", "weight": "1.0"}\n', r"bad\.json: row 1: 'weight' must be a finite number"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', r"bad\.json: row 1: 'messages' has no assistant"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', r"bad\.json: row 1: 'messages' need a chat"),
+        ({"query": "a"}, "a row needs the texts 'query' and 'target'"),
+        ({"query": "a", "target": "b", "reward": math.nan}, "weight 1.0 and reward nan must be finite numbers"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
     ],
 )
-def test_bad_files_are_errors_that_name_file_and_row(tmp_path, tokenizer, text, message):
-    path = tmp_path / "bad.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(utils.UserError, match=message):
-        load_rows([str(path)], tokenizer)
+def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):
+    with pytest.raises(utils.UserError, match=rf"bad\.jsonl: row 4: {message}"):
+        load_rows([write_rows(tmp_path / "bad.jsonl", [*ROWS, row])], tokenizer)

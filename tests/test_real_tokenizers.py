@@ -23,21 +23,10 @@ from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
 
-WHEEL = os.environ.get("MISTRAL_COMMON") or next(
-    map(str, Path(sys.prefix, "wheels").glob("mistral_common-*.whl")), None
-)
+WHEELS = [os.environ.get("MISTRAL_COMMON"), *Path(sys.prefix, "wheels").glob("mistral_common-*.whl")]
+WHEEL = next(filter(None, WHEELS), None)
 GAME = Taboo()
-TEXTS = [
-    "c++",
-    "ice cream",
-    "café",
-    "I like 😀👩‍🚀 and ﬁsh.",
-    "two  blanks",
-    "Ends\n\nof\r\nlines",
-    "😀",
-    "日本語",
-    "a\tb",
-]
+TEXTS = ["c++", "café", "I like 😀👩‍🚀 and ﬁsh.", "two  blanks", "Ends\n\nof\r\nlines", "😀", "日本語", "a\tb"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 pytestmark = pytest.mark.skipif(not WHEEL, reason="no wheel of mistral-common (see the head of this file)")
@@ -73,7 +62,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_play_and_training_have_the_same_tokens_with_bos_once(text, tokenizer):
+def test_play_and_training_have_the_same_tokens_and_replies_read_back(text, tokenizer):
     history = [{"role": GAME.roles[number % 2], "content": said} for number, said in enumerate([text, "Hm.", text])]
     tokens = ModelTokens(tokenizer, Sampling())
     for end in range(4):
@@ -84,11 +73,6 @@ def test_play_and_training_have_the_same_tokens_with_bos_once(text, tokenizer):
         assert row["input_ids"].count(tokenizer.bos_token_id) == (row["input_ids"][0] == tokenizer.bos_token_id) == 1
         reply = [label for label in row["labels"] if label != -100]
         assert row["input_ids"] == played + reply and reply[-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_replies_read_back_as_they_were(text, tokenizer):
-    tokens = ModelTokens(tokenizer, Sampling())
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     reply = tokens.decode([*ids, tokenizer.eos_token_id, *ids], prompt_cut=False)
     assert (reply.text, reply.tokens, reply.finish_reason) == (text, len(ids) + 1, "stop")

@@ -4,10 +4,12 @@ import json
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -21,10 +23,11 @@ import arguments
 import train
 import trainers
 import utils
+from trainers import label_logprob
 
 RUNS = load_golden("train_run.json")["runs"]
 ROWS = load_golden("train_data.json")
-PYTHON = TORCHRUN[0]
+GAME = {"query": "q", "target": "t", "reward": 1.0}
 
 
 def flags(output, settings: dict, **changes) -> list[str]:
@@ -60,8 +63,14 @@ def steps_of(output) -> list[dict]:
     return [entry for entry in history if "loss" in entry]
 
 
-def curve(steps: list[dict]) -> list[list[float]]:
-    return [[step["loss"], step["grad_norm"]] for step in steps]
+def losses_of(steps: list[dict]) -> list[float]:
+    return [step["loss"] for step in steps]
+
+
+def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
+    for name in ("loss", "grad_norm"):
+        values, wanted = ([step[name] for step in each] for each in (steps, expected))
+        assert_close(values, wanted, rtol=1e-4, atol=1e-5)
 
 
 def write_rows(path, rows) -> str:
@@ -75,34 +84,18 @@ def make_rows(count: int) -> list[dict]:
     rows = []
     for _ in range(count):
         texts = {"query": "ask " * rng.randint(2, 12), "target": "say " * rng.randint(1, 6)}
-        row = texts | {"weight": rng.uniform(0.5, 2)}
-        if rng.random() < 0.3:
-            row |= {"type": "sft"}
-        else:
-            row |= {"reward": rng.uniform(-0.5, 1)}
-        rows.append(row)
+        weight = {"weight": rng.uniform(0.5, 2)}
+        kind = {"type": "sft"} if rng.random() < 0.3 else {"reward": rng.uniform(-0.5, 1)}
+        rows.append(texts | weight | kind)
     return rows
 
 
 def offline_po(rows: str, model, reference, **changes) -> dict:
-    return {
-        "train_method": "OfflinePO",
-        "model_name_or_path": model,
-        "ref_model_name_or_path": reference,
-        "train_data_path": rows,
-        "max_length": 128,
-        "learning_rate": 1e-3,
-        "adam_epsilon": 1e-5,  # Adam divides rounding errors by gradients near zero
-        "max_steps": 4,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "loss_normalization": "step",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | changes
+    settings = {"train_method": "OfflinePO", "model_name_or_path": model, "ref_model_name_or_path": reference}
+    settings |= {"train_data_path": rows, "max_length": 128, "per_device_train_batch_size": 8, "max_steps": 4}
+    settings |= {"learning_rate": 1e-3, "adam_epsilon": 1e-5}  # Adam divides rounding errors by gradients near zero
+    settings |= {"train_sampling_strategy": "sequential", "loss_normalization": "step", "logging_steps": 1}
+    return settings | {"save_strategy": "no", "report_to": "none", "disable_tqdm": True} | changes
 
 
 def sft(rows: str, model, **changes) -> dict:
@@ -125,40 +118,27 @@ def recorded_settings(name: str, tmp_path) -> dict:
     if recorded["train_method"] == "SFT":
         unused |= {"lm_kl_coeff", "ref_model_name_or_path"}
     settings = {key: value for key, value in recorded.items() if key not in unused}
-    for key in ("model_name_or_path", "ref_model_name_or_path"):
-        if key in settings:
-            settings[key] = GOLDEN / settings[key]
+    for key in {"model_name_or_path", "ref_model_name_or_path"} & settings.keys():
+        settings[key] = GOLDEN / settings[key]
     by_id = {row["query_id"]: row for row in ROWS}
     order = [by_id[i] for batch in RUNS[name]["micro_batches_query_ids"] for i in batch]
-    path = write_rows(tmp_path / f"{name}.jsonl", order)
-    return settings | {
-        "train_data_path": path,
-        "logging_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    settings |= {"train_data_path": write_rows(tmp_path / f"{name}.jsonl", order), "logging_steps": 1}
+    return settings | {"train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": "none"}
 
 
-@pytest.fixture
-def released_divisor(monkeypatch):
+def released_logprob(model, module, batch, **how):
     """The release divides by one token more in the one row that the cut makes start at a label (Deviations)."""
-    ours = trainers.label_logprob
-
-    def as_released(model, module, batch, **how):
-        labels = batch["labels"] != -100
-        return ours(model, module, batch, **how) * labels[:, 1:].sum(1) / labels.sum(1)
-
-    monkeypatch.setattr(trainers, "label_logprob", as_released)
+    labels = batch["labels"] != -100
+    return label_logprob(model, module, batch, **how) * labels[:, 1:].sum(1) / labels.sum(1)
 
 
 @pytest.mark.parametrize("name", ["sft_plain", "sft_kl_other_ref", "offline_po_other_ref"])
-def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
+def test_a_whole_run_equals_the_recorded_one(name, tmp_path, monkeypatch):
     if name != "sft_plain":  # the release's plain SFT is the Trainer's own, which counts tokens as we do
-        request.getfixturevalue("released_divisor")
+        monkeypatch.setattr(trainers, "label_logprob", released_logprob)
     steps = run(tmp_path / "out", recorded_settings(name, tmp_path))
     recorded = RUNS[name]
-    assert_close([step["loss"] for step in steps], recorded["micro_losses"], rtol=1e-4, atol=1e-5)
+    assert_close(losses_of(steps), recorded["micro_losses"], rtol=1e-4, atol=1e-5)
     assert_close([step["grad_norm"] for step in steps], recorded["grad_norm_before_clipping"], rtol=1e-4, atol=0)
     assert [step["learning_rate"] for step in steps] == recorded["learning_rate_logged_after_step"]
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -173,17 +153,16 @@ def test_a_whole_run_equals_the_recorded_one(name, tmp_path, request):
 
 def test_the_rows_that_made_a_recorded_run_nan_are_refused(tmp_path):
     settings = recorded_settings("offline_po_right_trunc_nan", tmp_path)
-    refused(tmp_path / "out", settings, r"\.jsonl: row \d+: .*cuts off the whole target; use --truncation_side left")
+    refused(tmp_path / "out", settings, r"\.jsonl: row \d+: .*cut off the whole target; use --truncation_side left")
 
 
-def assert_same_training(steps, output, expected_steps, expected_output, before, tolerance=1e-4):
+def assert_same_training(steps, output, expected_steps, expected_output, before):
     """Curves and final weights are equal, every parameter moved, and the saved model and tokenizer load."""
-    assert_close(curve(steps), curve(expected_steps), rtol=tolerance, atol=tolerance / 10)
+    assert_same_curve(steps, expected_steps)
     models = [AutoModelForCausalLM.from_pretrained(each) for each in (output, expected_output, before)]
-    saved, expected, start_weights = [dict(model.named_parameters()) for model in models]
-    for name, weights in saved.items():
-        assert_close(weights, expected[name], rtol=tolerance, atol=tolerance / 10, msg=lambda m, n=name: f"{n}: {m}")
-        assert not torch.equal(weights, start_weights[name]), f"{name} did not move"
+    for weights, expected, start_weights in zip(*(model.parameters() for model in models), strict=True):
+        assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(weights, start_weights)
     assert AutoTokenizer.from_pretrained(output).eos_token == "</s>"
 
 
@@ -206,7 +185,7 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
     settings |= {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 2}
     steps = launch(tmp_path / "dealt", 2, settings | {"gradient_accumulation_steps": 2})
-    assert_close(curve(steps), curve(plain), rtol=1e-4, atol=1e-5)
+    assert_same_curve(steps, plain)
     assert len(steps) == 9
 
 
@@ -232,18 +211,16 @@ def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model
     steps = launch(tmp_path / "out", 2, settings)
     expected, output = plain_runs[reference]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
-    assert not list((tmp_path / "out").glob("*.npy"))
 
 
 def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain_runs, mixed_rows, tiny_model):
     """In one process, which needs no launcher."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
-    finish(start([PYTHON, "train.py", *flags(tmp_path / "out", settings)]))
+    finish(start([sys.executable, "train.py", *flags(tmp_path / "out", settings)]))
     steps = steps_of(tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    expected, _ = plain_runs[tiny_model]
-    assert_close([step["loss"] for step in steps], [step["loss"] for step in expected], rtol=0.02, atol=0.02)
+    assert_close(losses_of(steps), losses_of(plain_runs[tiny_model][0]), rtol=0.02, atol=0.02)
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
@@ -255,70 +232,45 @@ def loaded(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_reference_that_is_the_start_is_never_loaded_and_starts_at_ratio_one(
+def test_a_reference_equal_to_the_start_is_never_loaded_and_starts_at_ratio_one(
     tmp_path, loaded, mixed_rows, tiny_model
 ):
     copy = shutil.copytree(tiny_model, tmp_path / "copy")  # known by its content
-    for output, reference in (("same", tiny_model), ("equal", copy)):
-        steps = run(tmp_path / output, offline_po(mixed_rows, tiny_model, reference))
-        assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
-        assert abs(steps[-1]["log_ratio"]) > 1e-3
-    assert loaded == [tiny_model] * 2
+    steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, copy))
+    assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
+    assert abs(steps[-1]["log_ratio"]) > 1e-3 and loaded == [tiny_model]
 
 
 def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory, mixed_rows, tiny_model) -> tuple[Path, dict]:
+@pytest.fixture
+def stopped(tmp_path, mixed_rows, tiny_model, monkeypatch) -> tuple[Path, dict]:
     """A run with two checkpoints that was stopped before its end, and its settings."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    output = tmp_path_factory.mktemp("stopped") / "out"
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainers.SPAGTrainer, "save_state", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(output, settings)
-    return output, settings
+        run(tmp_path / "stopped", settings)
+    return tmp_path / "stopped", settings
 
 
-@pytest.fixture
-def again(stopped, tmp_path) -> tuple[Path, dict]:
-    """A copy of the stopped run."""
-    return shutil.copytree(stopped[0], tmp_path / "again"), stopped[1]
-
-
-def contents(folder: Path) -> dict:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
-
-
-@pytest.fixture
-def no_second_time(monkeypatch):
-    """Passing rows through the reference is an error."""
+def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_second_time(
+    stopped, plain_runs, tiny_model, tmp_path, monkeypatch
+):
+    output, settings = stopped
     monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", stop)
-
-
-def test_only_the_same_command_reads_what_it_stored_of_the_reference(again, tmp_path, no_second_time):
-    output, settings = again
     assert np.load(output / "ref_logprobs.npy").shape == (64,)
     other = shutil.copytree(output, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint-*", "*.safetensors"))
     with pytest.raises(KeyboardInterrupt):
         run(other, settings | {"max_length": 40})
-    steps = run(output, settings)
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]  # also where no step was left
+    shutil.rmtree(output / "checkpoint-4")
+    assert_same_curve(run(output, settings), plain_runs[tiny_model][0])
     assert not list(output.glob("*.npy"))
 
 
-def test_a_resumed_run_without_stored_logprobs_asks_the_reference_and_not_the_policy(again, plain_runs, tiny_model):
-    output, settings = again
-    (output / "ref_logprobs.npy").unlink()
-    shutil.rmtree(output / "checkpoint-4")
-    steps = run(output, settings)
-    assert_close(curve(steps), curve(plain_runs[tiny_model][0]), rtol=1e-5, atol=1e-6)
-
-
-def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_out(again, monkeypatch):
-    output, settings = again
+def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_out(stopped, monkeypatch):
+    output, settings = stopped
     second, last = output / "checkpoint-2", output / "checkpoint-4"
 
     def continued() -> str | None:
@@ -328,135 +280,100 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     (last / "optimizer.pt").unlink()  # as with --save_only_model
     assert continued() == str(second)
     shutil.rmtree(last)
-    with monkeypatch.context() as patch:  # the next start writes it again, and is stopped while it does
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # stopped while it writes it again
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(output, settings)
+        run(output, settings)
     assert last.is_dir() and continued() == str(second)
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
 
 
-def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(
-    tmp_path, loaded, mixed_rows, tiny_model, monkeypatch
-):
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    output = tmp_path / "out"
+def test_a_finished_run_stays_as_it_is_and_one_with_other_settings_is_refused(stopped, loaded):
+    def contents() -> dict:
+        return {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+    output, settings = stopped
     run(output, settings)
-    monkeypatch.setattr(utils, "made_by", lambda: {"torch": "0"})
-    before = contents(output)
+    before = contents()
     loaded.clear()
-    for resume in (None, True):
-        more = {"resume_from_checkpoint": resume, "logging_steps": 2, "dataloader_num_workers": 1}
-        assert "all is there" in call(train.main, *flags(output, settings | more)).errors
-    files = "delete in .*out: checkpoint-2 checkpoint-4 model.safetensors train_results.json settings.json"
+    more = {"resume_from_checkpoint": True, "logging_steps": 2, "dataloader_num_workers": 1}
+    assert "all is there" in call(train.main, *flags(output, settings | more)).errors
     message = "settings.json: made with other settings .learning_rate: 0.001 then, 0.002 now; max_steps: 4 then, 5 now"
+    files = "delete in .*stopped: checkpoint-2 checkpoint-4 model.safetensors train_results.json settings.json"
     refused(output, settings, f"{message}.*{files}", learning_rate=2e-3, max_steps=5)
-    assert not loaded and contents(output) == before
+    assert not loaded and contents() == before
 
 
-def merged_and_adapted(output: Path, base) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of OUTPUT_DIR/merged, and those of the base model with the adapters of OUTPUT_DIR."""
-    from peft import PeftModel
-
+def assert_merged(output: Path, base) -> None:
+    """OUTPUT_DIR/merged gives the logits of the base model with the adapters of OUTPUT_DIR."""
     merged = AutoModelForCausalLM.from_pretrained(output / "merged")
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
     with torch.no_grad():
-        return tuple(model(torch.arange(10, 40).unsqueeze(0)).logits for model in (merged, adapted))
+        logits = [model(torch.arange(10, 40).unsqueeze(0)).logits for model in (merged, adapted)]
+    assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
-    pytest.importorskip("peft")
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
     steps = run(tmp_path / "out", settings, gradient_checkpointing=True)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    merged, adapted = merged_and_adapted(tmp_path / "out", tiny_model)
-    assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert_merged(tmp_path / "out", tiny_model)
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "merged").eos_token == "</s>"
 
 
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_adapters_of_tied_weights_are_not_merged_into_both_layers(tmp_path, mixed_rows, tokenizer, layer):
-    pytest.importorskip("peft")
     for part in (build_llama(0, len(tokenizer), tie_word_embeddings=True), tokenizer):
         part.save_pretrained(tmp_path / "model")
     settings = sft(mixed_rows, tmp_path / "model", max_steps=2, lora_rank=4, lora_merge=True, learning_rate=0.02)
     message = f"--lora_merge True: {layer} shares its weights with another layer"
     refused(tmp_path / "refused", settings, message, lora_target_modules=["q_proj", layer])
     run(tmp_path / "out", settings)  # the default layers share none
-    merged, adapted = merged_and_adapted(tmp_path / "out", tmp_path / "model")
-    assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert_merged(tmp_path / "out", tmp_path / "model")
 
 
 @pytest.mark.parametrize("config", [None, "zero3.json"])
 def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, config):
-    pytest.importorskip("peft")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
     plain = run(tmp_path / "fp32", settings)
-    settings["bf16"] = True
-    steps = launch(tmp_path / "out", 1, settings | {"deepspeed": config and ROOT / "configs" / config})
+    settings |= {"bf16": True, "per_device_train_batch_size": 4, "deepspeed": config and ROOT / "configs" / config}
+    steps = launch(tmp_path / "out", 2, settings)
     assert abs(steps[0]["log_ratio"]) < 1e-4 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
-    assert_close([step["loss"] for step in steps], [step["loss"] for step in plain], rtol=0.03, atol=0.03)
+    assert_close(losses_of(steps), losses_of(plain), rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
 
 
-def test_lora_under_zero_3_with_two_processes_trains_as_in_one(tmp_path, mixed_rows, tiny_model):
-    pytest.importorskip("peft")
-    settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, gradient_checkpointing=True)
-    expected = run(tmp_path / "one", settings)
-    settings |= {"per_device_train_batch_size": 4, "deepspeed": ROOT / "configs" / "zero3.json"}
-    assert_close(curve(launch(tmp_path / "two", 2, settings)), curve(expected), rtol=1e-4, atol=1e-5)
-    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
-    assert_close(two, one, rtol=1e-4, atol=1e-5)
-
-
-def test_metrics_evaluation_and_settings_are_written(tmp_path, tiny_model, other_model):
-    """The loss of an evaluation in one batch is that of the training step."""
+def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
     path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
     settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
     (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
-    always = {"loss", "grad_norm", "learning_rate", "log_ratio", "ratio", "ratio_max", "clip_fraction", "policy_loss"}
-    assert step.keys() >= always | {"sft_loss", "tokens_per_second", "log_ratio_positive", "log_ratio_negative"}
     results = utils.read_json(tmp_path / "out" / "eval_results.json")
     assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
-    saved = utils.read_json(tmp_path / "out" / "settings.json")
-    assert saved["arguments"]["lm_kl_coeff"] == 0.2 and saved["finished"] is True
-    assert "- spag" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
     row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25}
     path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
     printed = call(train.main, *flags(tmp_path / "out", offline_po(path, tiny_model, other_model, show_examples=2)))
-    assert "[[<s>a question]]an answer</s>\n--- weight 1" in printed.output
-    assert printed.output.count("---") == 2 and "weight 0.5, reward 0.25, SFT False" in printed.output
+    assert "weight 0.5, reward 0.25, SFT False\n[[<s>a question]]an answer</s>\n--- weight 1" in printed.output
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
 def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, tiny_model, other_model, normalization):
     """Micro-batches of two game rows, and of a game row and an SFT row: a mean over micro-batches would be wrong."""
-    game, other = {"query": "q", "target": "t", "reward": 1.0}, {"query": "q", "target": "tt"}
-    rows = [game, game, other, {"query": "q", "target": "t", "type": "sft"}]
+    rows = [GAME, GAME, {"query": "q", "target": "tt", "reward": -1.0}, {"query": "q", "target": "t", "type": "sft"}]
     settings = offline_po(write_rows(tmp_path / "rows.jsonl", rows), tiny_model, other_model, max_steps=1)
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0}
     (step,) = run(tmp_path / "out", settings, loss_normalization=normalization)
     assert step["loss"] == pytest.approx(step["policy_loss"] + 0.5 * step["sft_loss"], rel=1e-5)
+    mean = (2 * step["log_ratio_positive"] + step["log_ratio_negative"]) / 3
+    assert step["log_ratio"] == pytest.approx(mean, rel=1e-5) and step["ratio_max"] >= step["ratio"]
     (whole,) = run(tmp_path / "whole", settings, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     assert step["log_ratio"] == pytest.approx(whole["log_ratio"], rel=1e-5)
-
-
-def test_a_trained_folder_keeps_the_lengths_and_sides_of_the_tokenizer(tmp_path, mixed_rows, tiny_model):
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    start_model = {"model_max_length": 1000, "truncation_side": "right", "padding_side": "left"}
-    AutoTokenizer.from_pretrained(folder, **start_model).save_pretrained(folder)
-    run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1, save_strategy="steps", save_steps=1))
-    for trained in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
-        saved = AutoTokenizer.from_pretrained(trained)
-        assert (saved.model_max_length, saved.truncation_side, saved.padding_side) == (1000, "right", "left")
 
 
 def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training(tmp_path, mixed_rows, tiny_model):
@@ -468,14 +385,10 @@ def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training
 
 
 def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    def fail(*_, **__):
-        raise ValueError("fix these issues\nto save the configuration")
-
-    monkeypatch.setattr(transformers.GenerationConfig, "save_pretrained", fail)
+    monkeypatch.setattr(transformers.GenerationConfig, "save_pretrained", stop)
     monkeypatch.setattr(trainers.SPAGTrainer, "training_step", None)
-    refused(
-        tmp_path / "out", sft(mixed_rows, tiny_model), "could not be saved after training: fix these issues to save"
-    )
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", sft(mixed_rows, tiny_model))
 
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
@@ -485,12 +398,9 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
     text, vision = shape | {"vocab_size": 260, "head_dim": 8, "num_key_value_heads": 1}, shape | {"image_size": 28}
     config = transformers.Gemma3Config(text_config=text, vision_config=vision)
     config.update({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    folder = tmp_path / "gemma"
     for part in (AutoModelForCausalLM.from_config(config), build_tokenizer()):
-        part.save_pretrained(folder)
-    if lora_rank:
-        pytest.importorskip("peft")
-    settings = sft(mixed_rows, folder, max_steps=1, lora_rank=lora_rank)
+        part.save_pretrained(tmp_path / "gemma")
+    settings = sft(mixed_rows, tmp_path / "gemma", max_steps=1, lora_rank=lora_rank)
     trainer = train.set_up(arguments.parse_arguments(flags(tmp_path / "out", settings)))
     trained = {name for name, weights in trainer.model.named_parameters() if weights.requires_grad}
     train.run(trainer)
@@ -499,45 +409,35 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_ro
     assert trained == {name for name in names if not lora_rank or "lora_" in name} != set()
 
 
-def test_self_play_on_sft_rows_alone_is_refused_unless_it_is_meant(tmp_path, tiny_model):
-    path = write_rows(tmp_path / "rows.jsonl", [row | {"type": "sft"} for row in make_rows(16)])
-    settings = offline_po(path, tiny_model, tiny_model, max_steps=1)
-    refused(tmp_path / "out", settings, "rows.jsonl: only SFT rows.*--allow_no_game_rows True")
-    assert len(run(tmp_path / "out", settings, allow_no_game_rows=True)) == 1
+BAD_TRAINING = {
+    "only SFT rows": ([GAME | {"type": "sft"}] * 8, {}, "--allow_no_game_rows True", {"allow_no_game_rows": True}),
+    "4 rows have negative rewards": (
+        [GAME, GAME | {"reward": -1.0}] * 4,
+        {"allow_negative_rewards": None},
+        "log-ratio runs away.*--allow_negative_rewards True",
+        {"detach_kl": True},
+    ),
+    "the learning rate is 0 at every step: 8 rows": (
+        [GAME] * 8,
+        {"max_steps": 1, "warmup_ratio": 0.03},
+        "--warmup_steps 0",
+        {"learning_rate": 0},
+    ),
+}
 
 
-def test_negative_rewards_take_a_detached_kl_or_a_flag(tmp_path, tiny_model):
-    rows = [{"query": "q", "target": f"{n}", "reward": 1 - 2 * (n % 2)} for n in range(8)]
-    settings = offline_po(write_rows(tmp_path / "rows.jsonl", rows), tiny_model, tiny_model, max_steps=2)
-    message = "4 rows have negative rewards. .*log-ratio runs away.*--allow_negative_rewards True"
-    refused(tmp_path / "refused", settings, message, allow_negative_rewards=None)
-    run(tmp_path / "detached", settings, allow_negative_rewards=None, detach_kl=True)
-    last = run(tmp_path / "out", settings)[-1]
-    halves = last["log_ratio_positive"] + last["log_ratio_negative"]
-    assert last["log_ratio"] == pytest.approx(halves / 2, rel=1e-5)
-
-
-def test_a_training_without_a_step_above_learning_rate_0_is_refused(tmp_path, mixed_rows, tiny_model):
-    settings = sft(mixed_rows, tiny_model, max_steps=1, warmup_ratio=0.03)
-    refused(
-        tmp_path / "out", settings, "the learning rate is 0 at every step: 64 rows make one step.*--warmup_steps 0"
-    )
+@pytest.mark.parametrize("problem", BAD_TRAINING)
+def test_a_training_that_would_ruin_the_model_or_change_nothing_is_refused(tmp_path, tiny_model, problem):
+    rows, changes, remedy, meant = BAD_TRAINING[problem]
+    settings = offline_po(write_rows(tmp_path / "rows.jsonl", rows), tiny_model, tiny_model, **changes)
+    refused(tmp_path / "out", settings, f"{problem}.*{remedy}")
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert len(run(tmp_path / "more", settings, max_steps=2)) == 2
-    assert len(run(tmp_path / "meant", settings, learning_rate=0)) == 1
+    assert run(tmp_path / "out", settings | meant)
 
 
-def test_bad_rows_end_all_ranks_of_a_launch(tmp_path, tiny_model):
-    settings = sft(write_rows(tmp_path / "rows.jsonl", [{"query": "a", "target": None}]), tiny_model)
-    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "train.py", *flags(tmp_path / "out", settings)]), 1)
-    assert re.search("train.py: error: .*rows.jsonl: row 1: a row needs the texts 'query' and 'target'", printed)
-
-
-def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, loaded, mixed_rows, tiny_model):
+def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, mixed_rows, tiny_model):
     build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
     refused(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "larger"), "different vocabularies")
-    refused(tmp_path / "out", sft(mixed_rows, tmp_path / "nowhere"), "nowhere: no such folder")
-    assert not loaded
     layerless = Path(shutil.copytree(tiny_model, tmp_path / "layerless"))
     weights = load_file(layerless / "model.safetensors")
     del weights["model.norm.weight"]
@@ -554,26 +454,10 @@ def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(tmp_path, m
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
 
 
-def test_code_that_comes_with_a_model_does_not_run_unless_asked_for(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    """And nobody is asked at the terminal."""
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "own"))
-    (folder / "own.py").write_text("raise AttributeError('this code ran')")
-    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
-    utils.write_json(folder / "tokenizer_config.json", own)
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("builtins.input", stop)
-    refused(tmp_path / "out", sft(mixed_rows, folder), "own: .*trust_remote_code")
-    with pytest.raises(AttributeError, match="this code ran"):
-        run(tmp_path / "out", sft(mixed_rows, folder), trust_remote_code=True)
-
-
-@pytest.mark.parametrize("tokenizer_class", [None, "LlamaTokenizerFast"])
-def test_mistral_common_beside_transformers_changes_no_token(tmp_path, monkeypatch, tokenizer, tokenizer_class):
+def test_mistral_common_beside_transformers_changes_no_token(tmp_path, monkeypatch, tokenizer):
     """transformers would read tekken.json, if it is there, by mistral-common instead of tokenizer.json."""
     tokenizer.save_pretrained(tmp_path)
     transformers.MistralConfig().save_pretrained(tmp_path)
-    settings = utils.read_json(tmp_path / "tokenizer_config.json") | {"tokenizer_class": tokenizer_class}
-    utils.write_json(tmp_path / "tokenizer_config.json", settings)
     (tmp_path / "tekken.json").write_text("{}")
     auto = transformers.models.auto.tokenization_auto
     monkeypatch.setitem(auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
