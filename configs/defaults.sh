@@ -69,7 +69,7 @@ SAVE_STEPS=0.2     # steps between checkpoints; below 1: a share of all steps; 0
 NPROC=auto         # processes of this machine; auto: its GPUs, or 1
 NNODES=1           # machines; the same command runs on each, with OUTPUT on a shared folder
 NODE_RANK=0        # number of this machine, from 0
-RDZV_ENDPOINT=     # host:port of machine 0 (needed with several machines)
+RDZV_ENDPOINT=localhost:0 # with several machines: host:port of machine 0
 RDZV_ID=spag       # the launch's name, the same on all machines; other launches at RDZV_ENDPOINT need another
 
 IMITATION_ARGS=    # further flags of train.py in imitation

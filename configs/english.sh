@@ -24,7 +24,6 @@ IMITATION_ARGS="--attn_implementation eager" # faster than sdpa on CPUs with row
 TRAIN_ARGS="--attn_implementation eager"
 REWARD_ARGS="--training_prompt play"
 NPROC=1
-PRECISION=auto # bf16 on CPUs that compute it (avx512_bf16 or amx_bf16), else fp32
 DEEPSPEED=none
 GRADIENT_CHECKPOINTING=False
 SAVE_STEPS=0.5

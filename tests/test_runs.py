@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, TORCHRUN, start
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, flags_of, start
 
 PROGRAMS = sorted(
     path.relative_to(ROOT).with_suffix("")
@@ -16,37 +16,33 @@ PROGRAMS = sorted(
 PLAIN = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 
 
-def run(*words, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=PLAIN | environment, capture_output=True, text=True)
+def run(*words, cwd=ROOT, status: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=PLAIN, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_a_program_prints_its_help_by_path_from_any_folder_and_as_a_module(program, tmp_path):
-    by_path = run(ROOT / f"{program}.py", "--help", cwd=tmp_path)
-    as_module = run("-m", str(program).replace("/", "."), "--help")
-    for done in (by_path, as_module):
-        assert done.returncode == 0 and "--" in done.stdout, done.stderr
+    assert "--" in run(ROOT / f"{program}.py", "--help", cwd=tmp_path).stdout
+    assert "--" in run("-m", str(program).replace("/", "."), "--help").stdout
 
 
-def test_the_help_of_play_needs_no_torch(tmp_path):
+def test_the_help_of_play_needs_no_torch():
     code = "import runpy, sys; sys.modules['torch'] = sys.modules['transformers'] = None; sys.argv[1:] = ['--help']; "
-    done = run("-c", code + "runpy.run_module('tools.play_llm_game', run_name='__main__')")
-    assert done.returncode == 0 and "--attacker_model_name_or_path" in done.stdout, done.stderr
+    printed = run("-c", code + "runpy.run_module('tools.play_llm_game', run_name='__main__')").stdout
+    assert "--attacker_model_name_or_path" in printed
 
 
-def test_a_wrong_flag_or_a_missing_file_is_one_line_for_each_rank_of_a_launch(tmp_path):
-    program, words = ROOT / "tools/assign_rewards.py", ("--input_data_path", "none.json", "--output_data_path", "x")
-    missing = run(program, *words, cwd=tmp_path)
-    unknown = run(program, *words, "--decay", "1", cwd=tmp_path)
-    for done, named in ((missing, "none.json"), (unknown, "--decay")):
-        (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and line.startswith("assign_rewards.py: error: ") and named in line
-    words = {"attacker_model_name_or_path": "m", "defender_model_name_or_path": "m", "data_path": "none.txt"}
-    words |= {"output_dir": "out", "model_prefix": "m", "data_suffix": "w"}
-    flags = [part for name, value in words.items() for part in (f"--{name}", value)]
-    launched = run(*TORCHRUN[1:], "--nproc_per_node=2", ROOT / "tools/play_llm_game.py", *flags, cwd=tmp_path)
-    assert launched.returncode == 1 and "error: [Errno 2] No such file or directory: 'none.txt'" in launched.stderr
+def test_a_missing_file_is_one_line_of_a_program_and_is_named_by_a_launch(tmp_path):
+    flags = ("--input_data_path", "none.json", "--output_data_path", "rows.json")
+    (line,) = run(ROOT / "tools/assign_rewards.py", *flags, cwd=tmp_path, status=2).stderr.splitlines()
+    assert line.startswith("assign_rewards.py: error: ") and "none.json" in line
+    values = {"attacker_model_name_or_path": "m", "defender_model_name_or_path": "m", "data_path": "none.txt"}
+    flags = flags_of(values | {"output_dir": "out", "model_prefix": "m", "data_suffix": "w"})
+    launcher = [*TORCHRUN[1:], "--nproc_per_node=2"]
+    launched = run(*launcher, ROOT / "tools/play_llm_game.py", *flags, cwd=tmp_path, status=1)
+    assert "error: [Errno 2] No such file or directory: 'none.txt'" in launched.stderr
 
 
 RANK = """
@@ -64,14 +60,11 @@ torch.distributed.destroy_process_group()
 """
 
 
-def free_port() -> str:
+def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+        port = str(probe.getsockname()[1])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
         for rank in ("1", "0")

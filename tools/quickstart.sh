@@ -6,18 +6,13 @@
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
 #
 # PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
-# The scripts run on bash 3.2, which macOS has.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 # shellcheck source=tools/loop/common.sh
 . tools/loop/common.sh
 # shellcheck source=tools/loop/environment.sh
 . tools/loop/environment.sh
-
-QUICK=${QUICK:-0}
-OUTPUT=${OUTPUT:-outputs/quickstart$([ "$QUICK" = 0 ] || echo _quick)}
-data=$OUTPUT/data
 
 install_rest() { # DeepSpeed needs a compiler, and is left out where there is no GPU
   cp requirements.txt .venv/requirements.txt
@@ -26,21 +21,23 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local table smaller=() quick=()
-  if [ "$QUICK" != 0 ]; then # its model wins hardly a game, so it learns from all messages
+  local data table smaller=() quick=()
+  if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
+    OUTPUT=${OUTPUT:-outputs/quickstart_quick}
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)
     smaller=(EPOCHS=1 GAMES=40 GAMES_PER_WORD=1 GLOBAL_BATCH=32 TRAIN_BATCH=32 EVAL_GAMES_PER_WORD=1
       "EVAL_ARGS=--max_words 20" "REWARD_ARGS=--training_prompt play --messages all")
   fi
+  OUTPUT=${OUTPUT:-outputs/quickstart} data=$OUTPUT/data
   set_up quickstart requirements.txt
   export PYTHON=$venv OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
-  run world "$PYTHON" -m tools.tiny.build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"}
+  run world "$PYTHON" -m tools.tiny.build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"} # as bash 3.2 needs it
   in_foreground tools/run_spag.sh configs/tiny.sh MODEL="$OUTPUT/base" OUTPUT="$OUTPUT" \
     IMITATION_DATA="$data/imitation.json" SFT_DATA="$data/facts.json" WORDS="$data/words.txt" \
     EVAL_WORDS="played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
   in_foreground "$PYTHON" -m tools.tiny.questions --output_dir "$OUTPUT"
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
-  for table in "$OUTPUT"/epoch*/eval/matches.txt; do [ ! -f "$table" ] || tail -n 1 "$table"; done
+  for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
   say "report, to open in a browser: $OUTPUT/report.html"
 }
 

@@ -3,17 +3,17 @@
 #
 #   tools/run_spag.sh configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142
 #
-# Arguments are settings, NAME=VALUE, and files of settings; --help lists all of them (configs/defaults.sh). The same
-# command continues a loop that was stopped: each stage skips what it has finished, play goes on with the first missing
-# game, training with its last checkpoint. A stage's log is OUTPUT/logs/STAGE.log. data/README.md describes all files.
+# Arguments are settings, NAME=VALUE, and files of settings; --help shows all of them (configs/defaults.sh). The same
+# command continues a loop that was stopped. A stage's log is OUTPUT/logs/STAGE.log.
 # shellcheck disable=SC2086,SC2153,SC2154,SC2329  # settings of several values are split at their blanks
 set -efo pipefail # -f: no value is a pattern of file names
 root=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 # shellcheck source=tools/loop/common.sh
-. "$root/tools/loop/common.sh" # run STAGE COMMAND..., launch STAGE PROCESSES PROGRAM FLAGS...
+. "$root/tools/loop/common.sh" # run STAGE COMMAND..., and signals
 
 main() {
+  [ "$1" != --help ] || { cat "$root/configs/defaults.sh"; exit; }
   settings=$("$PYTHON" -m tools.loop.settings "$@") # lines NAME='value'; *_ARGS are arrays
   eval "$settings"
   set_flags
@@ -56,21 +56,23 @@ play() { # the newest model against itself; afterwards $episodes is the file of 
 }
 
 make_rows() { # the rows of the games, or of a control: epochK/rows/rows.json
-  local like_rows=$LIKE/epoch$epoch/rows/rows.json winners=$folder/rows/winners.json
+  local like_rows=$LIKE/epoch$epoch/rows/rows.json winners=$folder/rows/winners.json at_once=$TRAIN_BATCH
+  case ${TRAIN_ARGS[*]} in *loss_normalization[\ =]step*) at_once=$GLOBAL_BATCH ;; esac
   case $CONTROL in
     sft) control "$like_rows" --sft_data_path "$SFT_DATA" --seed "$seed" "${chat[@]}" ;;
     silent) control "$like_rows" ;;
-    cloning) rewards "$winners" && control "$winners" --sft_coeff "$SFT_COEFF" --rows_at_once "$averaged" ;;
+    cloning) rewards "$winners" && control "$winners" --sft_coeff "$SFT_COEFF" --rows_at_once "$at_once" ;;
     coin_by_length) rewards "$folder/rows/rows.json" --permute_outcomes True ;;
     *) rewards "$folder/rows/rows.json" ;;
   esac
 }
 
 rewards() { # rewards FILE FLAGS...
+  [ "$THINKING" = False ] || set -- "$@" --training_prompt play
   run "epoch${epoch}_rewards" "$PYTHON" "$root/tools/assign_rewards.py" --input_data_path "$episodes" \
     --output_data_path "$1" --seed "$seed" "${game[@]}" --decay_weight "$DECAY_WEIGHT" --losers "$LOSERS" \
     --ties "$TIES" --baseline "$BASELINE" --role_weights "$ROLE_WEIGHTS" ${SFT_DATA:+--sft_data_path "$SFT_DATA"} \
-    "${chat[@]}" "${row_prompts[@]}" "${@:2}" "${REWARD_ARGS[@]}"
+    "${chat[@]}" "${@:2}" "${REWARD_ARGS[@]}"
 }
 
 control() { # control ROWS FLAGS...
@@ -79,12 +81,15 @@ control() { # control ROWS FLAGS...
 }
 
 learn() {
+  case $CONTROL in cloning | sft) set -- --allow_no_game_rows True ;; esac
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
-    --learning_rate "$LEARNING_RATE" --seed "$seed" "${no_games[@]}" "${TRAIN_ARGS[@]}"
+    --learning_rate "$LEARNING_RATE" --seed "$seed" "$@" "${TRAIN_ARGS[@]}"
 }
 
 train() { # train STAGE FOLDER FLAGS...: $model is the start and the reference; afterwards it is the new model
+  local saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
+  case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac # 0 or 0.0
   launch "$1" "$NPROC" "$root/train.py" --output_dir "$2" --model_name_or_path "$model" \
     --ref_model_name_or_path "$model" --num_train_epochs 1 --per_device_train_batch_size "$TRAIN_BATCH" \
     --gradient_accumulation_steps $((GLOBAL_BATCH / (NPROC * NNODES * TRAIN_BATCH))) \
@@ -107,15 +112,14 @@ belief() { # what the hints of these games tell the newest model; after epoch 1 
   local newest=("$player=$model")
   [ "$epoch" -gt 1 ] || newest=("${models[@]}")
   run "${player}_belief" "$PYTHON" "$root/tools/evaluate_belief.py" --models "${newest[@]}" --games "$BELIEF_GAMES" \
-    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" "${game[@]}" "${belief_precision[@]}" \
-    "${BELIEF_ARGS[@]}"
+    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" "${game[@]}" "${BELIEF_ARGS[@]}"
 }
 
 set_flags() { # flags that several stages share
-  dtype=float32 precision=() belief_precision=()
   case $PRECISION in
-    bf16) dtype=bfloat16 precision=(--bf16 True --tf32 True) belief_precision=(--bf16 True) ;;
+    bf16) dtype=bfloat16 precision=(--bf16 True --tf32 True) BELIEF_ARGS=(--bf16 True "${BELIEF_ARGS[@]}") ;;
     fp16) dtype=float16 precision=(--fp16 True) ;;
+    fp32) dtype=float32 precision=() ;;
   esac
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
   game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${PROMPTS:+--prompt_templates "$PROMPTS"})
@@ -124,32 +128,20 @@ set_flags() { # flags that several stages share
     --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
     --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
   play_processes=$((NPROC / TENSOR_PARALLEL_SIZE))
-  chat=(--chat_template "$CHAT_TEMPLATE")
+  chat=(--chat_template "$CHAT_TEMPLATE" --thinking "$THINKING")
   [ "$CHAT_TEMPLATE" = False ] || chat+=(--tokenizer "$MODEL")
-  row_prompts=()
-  [ "$THINKING" = False ] || { chat+=(--thinking True); row_prompts=(--training_prompt play); }
-  saving=(--save_strategy steps --save_steps "$SAVE_STEPS" --save_total_limit 1)
-  case $SAVE_STEPS in *[1-9]*) ;; *) saving=(--save_strategy no) ;; esac # 0 or 0.0
-  case $CONTROL in cloning | sft) no_games=(--allow_no_game_rows True) ;; *) no_games=() ;; esac
-  averaged=$TRAIN_BATCH # rows over which a loss is averaged
-  case ${TRAIN_ARGS[*]} in *loss_normalization[\ =]step*) averaged=$GLOBAL_BATCH ;; esac
 }
 
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine
-  local torchrun=()
-  if [ "$NNODES" -gt 1 ]; then
-    torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES"
-      --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
-      --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
-  elif [ "$2" -gt 1 ]; then
-    torchrun=(-m torch.distributed.run --nproc_per_node "$2" --standalone)
-  fi
+  local torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES" --rdzv_backend c10d
+    --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
+    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
+  [ $((NNODES * $2)) -gt 1 ] || torchrun=()
   run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}"
 }
 
 on_machine_0() { [ "$NODE_RANK" -gt 0 ] || "$@"; }
 end_after() { [ "$1" != "$UNTIL" ] || { say "stopped after $1, as UNTIL says"; exit 0; }; }
 
-PATH=$PATH:$(dirname "$(command -v "$PYTHON")") # DeepSpeed compiles its operators with pip's ninja, which is there
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}" # rows differ in length
 main "$@"; exit # on one line: bash then reads no more of this file, so it may be edited meanwhile

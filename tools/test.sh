@@ -2,7 +2,7 @@
 # Set up .venv, and run the linter and the tests. Arguments go to pytest: bash tools/test.sh -k collator
 # PYTHON names the interpreter (3.10 or newer). tests/README.md has more.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 # shellcheck source=tools/loop/common.sh
 . tools/loop/common.sh
@@ -12,16 +12,15 @@ cd "$root"
 COMPILE='from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 CPUAdamBuilder().load(), ShareMemCommBuilder().load()'
 
-install_rest() { # also compiles DeepSpeed's operators for CPUs: two minutes, once on a machine
+install_rest() { # also compiles DeepSpeed's operators (two minutes, once), and downloads tokenizers for their tests
   pip_install -r tests/requirements.txt || return
   PATH="$root/.venv/bin:$PATH" in_foreground "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
     say "DeepSpeed's operators could not be compiled: its tests will fail; log: $log"
-  # tests/test_real_tokenizers.py reads published tokenizers from this wheel, which is not installed.
   in_foreground "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
     say "no wheel of mistral-common: tests with published tokenizers are skipped; log: $log"
 }
 
 set_up tests tests/requirements.txt
-export PATH="$root/.venv/bin:$PATH" PYTHONPATH=. OMP_WAIT_POLICY=passive
+export PATH="$root/.venv/bin:$PATH" OMP_WAIT_POLICY=passive
 ruff check .
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores

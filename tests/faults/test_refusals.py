@@ -1,43 +1,61 @@
 """Programs refuse wrong flags, inputs and settings in one line that names them, and then write nothing."""
 
+import json
+
 import filelock
 import pytest
-from programs import programs
+from helpers import call, flags_of
 
-# Program, what is changed in a command that works, and what the message must name. "IN/" is the folder of inputs.
+import train
+from tools import assign_rewards, evaluate_games, play_llm_game
+
+# Program, what is changed in a command that works, and what the message must name. Inputs are in the current folder.
 WRONG = [
-    ("assign_rewards", {"decay": 1}, "--decay"),
-    ("assign_rewards", {"input_data_path": "IN/broken.jsonl"}, "broken.jsonl:2"),
-    ("assign_rewards", {"sft_data_path": "IN/games.jsonl"}, "games.jsonl"),
-    ("assign_rewards", {"game": "twenty_questions", "prompt_templates": None}, "taboo"),
-    ("play", {"temperature": 0}, "--task_type testing"),
-    ("play", {"max_game": 3}, "--max_game"),
-    ("play", {"data_path": "IN/none.txt"}, "none.txt"),
-    ("play", {"data_path": "IN/empty.txt"}, "empty.txt: no words"),
-    ("play", {"attacker_model_name_or_path": "IN/"}, "config.json"),
+    ("rewards", {"input_data_path": "broken.jsonl"}, "broken.jsonl:2"),
+    ("rewards", {"game": "twenty_questions"}, "taboo"),
+    ("play", {"data_path": "empty.txt"}, "empty.txt: no words"),
+    ("play", {"attacker_model_name_or_path": "."}, "config.json"),
     ("play", {"attacker_model_name_or_path": "./missing/model"}, "./missing/model: no such folder"),
-    ("matches", {"against": "b"}, "--against b is none of the --players a"),
-    ("train", {"train_data_path": "IN/games.jsonl"}, "games.jsonl"),
-    ("train", {"train_method": "OfflinePO"}, "ref_model_name_or_path"),
-    ("train", {"clip_range": 0.2}, "clip_range"),
-    ("train", {"lerning_rate": 1e-5}, "--lerning_rate"),
+    ("training", {"train_data_path": "games.jsonl"}, "games.jsonl"),
+    ("training", {"clip_range": 0.2}, "clip_range"),
+    ("training", {"lerning_rate": 1e-5}, "--lerning_rate"),
 ]
 
 # Program, a changed setting of a finished run, and what the message must name.
 OTHER = [
-    ("assign_rewards", {"decay_weight": 0.5}, "decay_weight"),
-    ("play", {"attacker_model_name_or_path": "IN/other"}, "attacker_model_name_or_path"),
-    ("matches", {"players": "a=IN/other"}, "player a: "),
-    ("train", {"learning_rate": 1e-4}, "learning_rate"),
+    ("rewards", {"decay_weight": 0.5}, "decay_weight"),
+    ("play", {"max_new_tokens": 3}, "max_new_tokens"),
+    ("matches", {"games_per_word": 2}, "games_per_word"),
+    ("training", {"learning_rate": 1e-4}, "learning_rate"),
 ]
 
 
-def placed(changes: dict, inputs) -> dict:
-    def place(value):
-        return value.replace("IN/", f"{inputs}/") if isinstance(value, str) else value
-
+@pytest.fixture
+def programs(tmp_path, monkeypatch, tiny_model) -> dict:
+    """The programs by name, with flags for small inputs in the current folder, and the folder `out`."""
+    monkeypatch.chdir(tmp_path)
+    won = [{"role": "attacker", "content": "Hm."}, {"role": "defender", "content": "I know the word! It is `word1`!"}]
+    game = json.dumps({"target_word": "word1", "max_turns": 2, "history": won})
+    rows = [{"query": "q", "target": f"t{n}", "reward": 0.5, "weight": 1.0, "role": "attacker"} for n in range(8)]
+    prompts = {"rules": ["One.\n"], "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
+    texts = {"rows.json": json.dumps(rows), "prompts.json": json.dumps(prompts), "games.jsonl": f"{game}\n{game}\n"}
+    texts |= {"broken.jsonl": game + "\n{half a li", "words.txt": "word1\nword2\n", "empty.txt": "\n \n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    play = {"prompt_templates": "prompts.json", "output_dir": "out", "max_turns": 1, "max_new_tokens": 2}
+    play |= {"max_length": 128, "top_k": 1, "logging_steps": 0}
+    self_play = {"attacker_model_name_or_path": tiny_model, "defender_model_name_or_path": tiny_model, "max_games": 1}
+    self_play |= {"data_path": "words.txt", "model_prefix": "m", "data_suffix": "w"}
+    match = {"players": f"a={tiny_model}", "words": "words.txt", "max_words": 1, "games_per_word": 1}
+    rewards = {"input_data_path": "games.jsonl", "output_data_path": "out/rows.json"}
+    training = {"model_name_or_path": tiny_model, "train_data_path": "rows.json", "output_dir": "out"}
+    training |= {"train_method": "SFT", "max_length": 64, "max_steps": 1, "per_device_train_batch_size": 8}
+    training |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     return {
-        name: list(map(place, value)) if isinstance(value, list) else place(value) for name, value in changes.items()
+        "rewards": (assign_rewards.main, rewards),
+        "play": (play_llm_game.main, play | self_play),
+        "matches": (evaluate_games.main, play | match),
+        "training": (train.main, training),
     }
 
 
@@ -46,26 +64,31 @@ def contents(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-@pytest.mark.parametrize("name, changes, named", WRONG, ids=lambda value: str(value))
-def test_wrong_flags_and_inputs_are_named(name, changes, named, inputs, tmp_path):
-    before = contents(inputs)
-    ended = programs(inputs, tmp_path / "out")[name].run(**placed(changes, inputs))
-    assert ended.status == 2 and named in ended.errors.splitlines()[-1], ended.errors
-    # A record without results does not count.
-    assert all(path.name.endswith("settings.json") for path in contents(tmp_path)) and contents(inputs) == before
+def refused(program: tuple, named: str, **changes) -> bool:
+    """Whether a program ends with status 2 and one line of error that names something."""
+    main, flags = program
+    ended = call(main, *flags_of(flags | changes), status=2)
+    (line,) = [line for line in ended.errors.splitlines() if ": error: " in line]
+    return named in line
 
 
-@pytest.mark.parametrize("name, changes, named", OTHER, ids=lambda value: str(value))
-def test_a_finished_run_is_left_as_it_is_and_other_settings_and_second_starts_are_refused(
-    name, changes, named, inputs, tmp_path
-):
-    program = programs(inputs, tmp_path / "out")[name]
-    assert program.run().status == 0
+@pytest.mark.parametrize("name, changes, named", WRONG, ids=str)
+def test_wrong_flags_and_inputs_are_named_and_nothing_is_written(name, changes, named, programs, tmp_path):
     before = contents(tmp_path)
-    assert program.run().status == 0 and contents(tmp_path) == before
-    ended = program.run(**placed(changes, inputs))
-    assert ended.status == 2 and named in ended.errors and contents(tmp_path) == before, ended.errors
+    assert refused(programs[name], named, **changes)
+    assert {path: text for path, text in contents(tmp_path).items() if path.name[-13:] != "settings.json"} == before
+
+
+@pytest.mark.parametrize("name, changes, named", OTHER, ids=str)
+def test_a_finished_run_is_left_and_other_settings_and_second_starts_are_refused(
+    name, changes, named, programs, tmp_path
+):
+    main, flags = program = programs[name]
+    call(main, *flags_of(flags))
+    before = contents(tmp_path)
+    call(main, *flags_of(flags))
+    assert refused(program, named, **changes)
     (lock,) = (tmp_path / "out").glob(".*.lock")
     with filelock.FileLock(lock):  # as another start holds it
-        refused = program.run()
-    assert refused.status == 2 and "another launch is at work" in refused.errors and contents(tmp_path) == before
+        assert refused(program, "another launch is at work")
+    assert contents(tmp_path) == before

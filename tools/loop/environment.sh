@@ -5,40 +5,24 @@ venv=$root/.venv/bin/python
 gpu=$(command -v nvidia-smi || true)
 unset PYTHONDONTWRITEBYTECODE # otherwise each start would compile all modules again
 
+fail() { warn "$@"; exit 2; }
+
 pip_install() { # --no-compile: Python compiles only the modules that it imports
-  in_foreground "$venv" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1
+  in_foreground "$venv" -m pip install --no-compile --progress-bar off "$@" >>"$log" 2>&1
 }
 
 set_up() { # set_up NAME FILE: install requirements.txt and FILE by the script's install_rest, unless .venv has them
   local python=${PYTHON:-python3} requirements stamp=.venv/$1.txt log=.venv/$1.log
   requirements=$(cat requirements.txt "$2")
-  if [ -n "$gpu" ] && [ -e .venv/cpu_build ]; then
-    say "environment: .venv has a PyTorch for CPUs, and there is a GPU now: making it again"
-    rm -rf .venv
-  fi
-  if [ -x "$venv" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$requirements" ]; then
-    say "environment: .venv is up to date"
-    return
-  fi
-  say "environment: installs into .venv; log: $log"
+  [ "$(cat "$stamp" 2>/dev/null)" != "$requirements" ] || return 0
+  say "installing into .venv; log: $log"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$python is not Python 3.10 or newer; PYTHON=/path/to/python names another one"
-  "$venv" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
-    fail "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
-  if ! { install_torch && install_rest; }; then
-    tail -n 15 "$log" >&2
-    fail "pip could not install the requirements; its log: $log"
+  "$venv" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
+  if [ -z "$gpu" ] && [ "$(uname)" = Linux ]; then # PyPI's build for Linux comes with several GB of CUDA
+    pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 \
+      "$(grep '^torch[<>=]' requirements.txt)" || say "PyTorch's index has no build for CPUs: taking the one of PyPI"
   fi
+  install_rest || { tail -n 15 "$log" >&2; fail "pip could not install the requirements; its log: $log"; }
   printf '%s\n' "$requirements" >"$stamp"
-}
-
-install_torch() { # PyPI's build for Linux comes with several GB of CUDA
-  local torch
-  torch=$(grep '^torch[<>=]' requirements.txt)
-  if [ -z "$gpu" ] && [ "$(uname)" = Linux ]; then
-    pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 "$torch" &&
-      touch .venv/cpu_build && return
-    say "PyTorch's index has no build for CPUs: installing the one of PyPI"
-  fi
-  pip_install "$torch"
 }

@@ -3,9 +3,7 @@
     eval "$(python -m tools.loop.settings configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
 
 Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
-with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place. OUTPUT/settings.json holds the settings
-of a loop. Once there are results, a start with others is refused, except for MAY_DIFFER. OUTPUT/words.txt holds the
-words of an epoch.
+with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place.
 """
 
 import difflib
@@ -26,60 +24,48 @@ MAY_DIFFER = set(
     "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
-FILES = ("WORDS", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")
-RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
-LINE = re.compile(r"""\s*(?:(\w+)=("[^"]*"|'[^']*'|[^\s"']*))?\s*(?:(?<!\S)#.*)?""")  # NAME=VALUE  # comment
-COUNTS = "EPOCHS SEED GAMES_PER_WORD GLOBAL_BATCH TRAIN_BATCH EVAL_EVERY NPROC NNODES NODE_RANK".split()
-PATTERNS = dict.fromkeys(COUNTS, r"0|[1-9]\d*") | {  # of what the shell computes with or compares
+PATTERNS = dict.fromkeys(("EPOCHS", "SEED", "EVAL_EVERY"), r"\d+") | {  # of what the shell computes with or compares
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
     "CONTROL": "|coin_by_length|cloning|sft|silent",
     "UNTIL": r"|imitation|epoch\d+_(play|train)",
 }
+FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
+RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
 logger = logging.getLogger(__name__)
 
 
 def read_file(path: str | Path) -> dict[str, str]:
-    """The settings of a file. Its lines are NAME=VALUE, comments, or empty; $root is the project's folder."""
+    """The settings of a file: words NAME=VALUE and comments, as in a shell; $root is the project's folder."""
     settings = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
-        match = LINE.fullmatch(line)
-        if not match:
-            raise UserError(f"{path}:{number}: expected NAME=VALUE, a value with blanks in quotes, got {line!r}")
-        if name := match[1]:
-            value = match[2][1:-1] if match[2].startswith(("'", '"')) else match[2]
-            settings[name] = value.replace("$root", str(ROOT))
+    for word in shlex.split(Path(path).read_text(encoding="utf-8"), comments=True):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
+        settings[name] = value.replace("$root", str(ROOT))
     return settings
 
 
 def read_settings(words: list[str]) -> dict[str, str]:
     """The defaults, or the settings of LIKE, changed by the arguments. UserError for an unknown name."""
     defaults, changes = read_file(DEFAULTS_FILE), {}
-    for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
+    for word in words:
         name, equals, value = word.partition("=")
-        if not equals and not Path(word).is_file():
-            raise UserError(f"{word}: neither a setting NAME=VALUE nor a file of settings; --help lists all settings")
-        added = read_file(word) if Path(word).is_file() else {name: value}
-        for unknown in added.keys() - defaults.keys():
-            (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
-            raise UserError(f"{word}: unknown setting {unknown}; did you mean {nearest}?")
-        changes |= added
-    return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
+        changes |= {name: value} if equals else read_file(word)
+    for unknown in changes.keys() - defaults.keys():
+        (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
+        raise UserError(f"unknown setting {unknown}; did you mean {nearest}?")
+    return (like(changes["LIKE"], defaults) if changes.get("LIKE") else defaults) | changes
 
 
-def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
+def like(run: str, defaults: dict[str, str]) -> dict[str, str]:
     """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones."""
-    stored = read_json(Path(run, "settings.json"))["settings"]
-    settings = {name: stored.get(name, default) for name, default in defaults.items()}
+    settings = defaults | read_json(Path(run, "settings.json"))["settings"]
     settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL")}
-    for name in ("MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS"):  # would be ignored
-        if changes.get(name, settings[name]) != settings[name]:
-            raise UserError(f"{name}={changes[name]}: the imitation model of LIKE={run} has {settings[name]!r}")
     if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
-        record = model / "settings.json"
-        if not (record.is_file() and read_json(record)["finished"]):
+        if not read_json(model / "settings.json")["finished"]:
             raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
         settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
@@ -98,8 +84,8 @@ def fill(settings: dict[str, str]) -> None:
         return
     import torch
 
-    gpus = torch.cuda.device_count()
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else cpu_computes_bf16()
+    gpus = torch.cuda.device_count()  # GPUs before Ampere emulate bf16, most CPUs too: that is slow
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
     values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
     values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
     if gpus and "DEEPSPEED" in automatic:
@@ -108,24 +94,16 @@ def fill(settings: dict[str, str]) -> None:
     settings |= {name: values[name] for name in automatic}
 
 
-def cpu_computes_bf16() -> bool:
-    """Whether this CPU has instructions for bfloat16 (Linux); elsewhere it is emulated, and slower than float32."""
-    path = Path("/proc/cpuinfo")
-    return path.is_file() and bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", path.read_text(encoding="utf-8")))
-
-
 def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
     """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
-    Computed, not measured on a GPU, in bytes for each parameter. Without DeepSpeed: fp32 weights, gradients and Adam,
-    and their copies for autocast. With it: half-precision weights and gradients, and fp32 weights, gradients and Adam.
-    With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
+    Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
+    copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
     """
     folder = utils.model_folder(settings["MODEL"])
     config = read_json(folder / "config.json")
-    dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
-    parameters = size / (4 if dtype == "float32" else 2)
+    fp32 = "float32" in (config.get("dtype"), config.get("torch_dtype"))
+    parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / (4 if fp32 else 2)
     ways = {"none": 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     if settings["LORA_RANK"]:
         ways = {"none": 2.2, "configs/zero3.json": 2.2 / gpus}
@@ -140,12 +118,11 @@ def check(settings: dict[str, str]) -> None:
     for name, pattern in PATTERNS.items():
         if not re.fullmatch(pattern, settings[name]):
             raise UserError(f"{name}={settings[name]}: expected {pattern}")
-    paths = [(name, settings[name]) for name in FILES if settings[name]]
-    paths += [("IMITATION_DATA", path) for path in settings["IMITATION_DATA"].split()]
-    paths += [("EVAL_WORDS", word.rpartition("=")[2]) for word in settings["EVAL_WORDS"].split()]
-    for name, path in paths:
+    paths = [settings[name] for name in FILES if settings[name]]
+    paths += [word.rpartition("=")[2] for word in settings["EVAL_WORDS"].split()]
+    for path in paths:
         if not Path(path).is_file():
-            raise UserError(f"{name}={path}: no such file")
+            raise UserError(f"{path}: no such file")
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
     if int(settings["GLOBAL_BATCH"]) % at_once:
         raise UserError(f"GLOBAL_BATCH is no multiple of the {at_once} rows at once: NPROC x NNODES x TRAIN_BATCH")
@@ -160,17 +137,15 @@ def check(settings: dict[str, str]) -> None:
 
 def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
     """Raise UserError if the record beside rows of imitation names another layout than that of play."""
+    own = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
     for path in settings["IMITATION_DATA"].split():
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
         if not record.is_file():
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             continue
         layout = read_json(record)["settings"]
-        if bool(layout["chat_template"]) != (settings["CHAT_TEMPLATE"] == "True"):
-            which = "with" if layout["chat_template"] else "without"
-            raise UserError(f"IMITATION_DATA={path}: rows {which} a chat template need another CHAT_TEMPLATE")
-        if layout["prompt_templates"]["sha256"] != utils.files_setting(prompt_file)["sha256"]:
-            raise UserError(f"IMITATION_DATA={path}: made with other prompts than those of play ({prompt_file})")
+        if (bool(layout["chat_template"]), layout["prompt_templates"]["sha256"]) != own:
+            raise UserError(f"{path}: its CHAT_TEMPLATE or its prompts are not those of play ({prompt_file})")
 
 
 def record(settings: dict[str, str], words: list[str]) -> None:
@@ -178,8 +153,8 @@ def record(settings: dict[str, str], words: list[str]) -> None:
     folder = Path(settings["OUTPUT"])
     path = folder / "settings.json"
     if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
-        then = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
-        then, now = ({name: each[name] for name in settings.keys() - MAY_DIFFER} for each in (then, settings))
+        stored = read_json(path)["settings"]
+        then, now = ({name: each.get(name) for name in settings.keys() - MAY_DIFFER} for each in (stored, settings))
         if different := "; ".join(sorted(utils.differences(then, now))):
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")
@@ -189,10 +164,6 @@ def record(settings: dict[str, str], words: list[str]) -> None:
 
 
 def main() -> None:
-    utils.set_up_logging(ranks=False)
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(f"cat {shlex.quote(str(DEFAULTS_FILE))}; exit")
-        return
     settings = read_settings(sys.argv[1:])
     for name in ("MODEL", "WORDS", "OUTPUT"):
         if not settings[name]:

@@ -13,6 +13,7 @@
 #   arm NAME SETTING=VALUE ...     a loop. The first arm makes imitation and the games of epoch 1; others are LIKE it
 #   after() { ... "$1" ... }       a function that is called with the folder of each loop that has ended
 #   table=(--primary ...)          flags of tools.study.table
+# shellcheck disable=SC1091,SC2154,SC2329  # the file of arms calls `arm` and sets `table`
 set -eo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHON=${PYTHON:-$(command -v python || command -v python3)} OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

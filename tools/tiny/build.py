@@ -22,7 +22,7 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
-from utils import ROOT, files_setting, read_json, run_program, stage, write_records
+from utils import ROOT, files_setting, run_program, stage, write_records
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
 # Recorded games on which belief is measured: about held-out words, with true hints to the last turn.
@@ -32,8 +32,6 @@ BELIEF_ROUNDS = 5
 
 @dataclass(kw_only=True)
 class Flags:
-    """The flags of this program."""
-
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
     pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
@@ -45,9 +43,8 @@ class Flags:
 def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
     """Complete games of the scripted players about these words."""
     episodes: list[Episode] = []
-    player = ScriptedPlayer(lambda turn: speak(turn, lexicon, skill, rng))
+    players = dict.fromkeys(GAME.roles, ScriptedPlayer(lambda turn: speak(turn, lexicon, skill, rng)))
     options = {"max_turns": MAX_TURNS, "templates": load_templates(PROMPTS, GAME), "concurrent_games": 1}
-    players = dict.fromkeys(GAME.roles, player)
     asyncio.run(play_games(GAME, enumerate(words), players, on_episode=episodes.append, **options))
     return episodes
 
@@ -77,16 +74,16 @@ def write_data(folder: Path, flags: Flags) -> None:
     write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
     episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
     write_records(data / "imitation_games.json", episodes)
-    held_out, belief_rng = lexicon.held_out() * BELIEF_ROUNDS, random.Random(f"belief {flags.seed}")
-    belief_games = scripted_games(lexicon, held_out, belief_rng, TRUE_HINTS)
+    belief_words, belief_rng = lexicon.held_out() * BELIEF_ROUNDS, random.Random(f"belief {flags.seed}")
+    belief_games = scripted_games(lexicon, belief_words, belief_rng, TRUE_HINTS)
     write_records(data / "belief_games.json", [game | {"split": "held_out"} for game in belief_games])
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
-    model = random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True)
-    model.save_pretrained(folder / "random")
+    random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
     words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
     words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
-    run(folder, "imitation_rows", "tools/assign_rewards.py", "--output_data_path", data / "imitation.json", *words)
+    words += ["--output_data_path", data / "imitation.json"]
+    run("tools/assign_rewards.py", *words)
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
@@ -94,16 +91,12 @@ def pretrain(folder: Path, flags: Flags) -> None:
     words = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
     words += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
     words += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]
-    words += ["--logging_steps", 50, "--save_strategy", "no"]
-    run(folder, "base", "train.py", "--train_method", "SFT", "--output_dir", folder / "base", *words)
+    words += ["--logging_steps", 50, "--save_strategy", "no", "--train_method", "SFT", "--output_dir", folder / "base"]
+    run("train.py", *words)
 
 
-def run(folder: Path, name: str, program: str, *words) -> None:
-    """Run a program of this project. Its results go to a log; its progress bar stays on the terminal."""
-    log = folder / "logs" / f"{name}.log"
-    log.parent.mkdir(exist_ok=True)
-    with open(log, "w", encoding="utf-8") as output:
-        subprocess.run([sys.executable, ROOT / program, *map(str, words)], check=True, stdout=output)
+def run(program: str, *words) -> None:
+    subprocess.run([sys.executable, ROOT / program, *map(str, words)], check=True)
 
 
 def main() -> None:
@@ -116,8 +109,6 @@ def main() -> None:
         if work.todo:
             write_data(folder, flags)
             pretrain(folder, flags)
-    loss = read_json(folder / "base" / "train_results.json")["train_loss"]
-    print(f"{folder}: base model trained on {flags.pretraining_facts:,} facts to a mean loss of {loss:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The embedded world's lexicon and its scripted players: who plays where GPT-4 played for the paper. No torch.
 
-The attacker hints at the target word with one clue a message, the defender puts the clues it heard together. Both are
-of imperfect skill on purpose: they breach, slip, forget and guess too early, at the rates of `Skill`, so that a model
-that imitates them has something to learn.
+Both players are of imperfect skill on purpose: they breach, slip, forget and guess too early, at the rates of `Skill`,
+so that a model that imitates them has something to learn.
 """
 
 import functools

@@ -2,10 +2,9 @@
 
     python -m tools.tiny.questions --output_dir outputs/quickstart
 
-No row of facts or games asks in these forms. All words of a question are on one side: all are played words or all are
-held out, so that "held-out words are seldom the answer", which a model learns from its games, helps nowhere. A model
-answers by log-probability: its answer is the choice with the highest sum over its tokens behind the context. Shares of
-right answers are written to OUTPUT_DIR/questions.json.
+No row of facts or games asks in these forms. All words of a question are played words, or all are held out: models
+learn from their games that held-out words are seldom the answer, which must not help. Shares of right answers are
+written to OUTPUT_DIR/questions.json.
 """
 
 import itertools
@@ -19,7 +18,6 @@ import pandas as pd
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from tools.flags import flag, parse_flags
 from tools.matches.stats import estimate
@@ -45,8 +43,6 @@ class Question(NamedTuple):
 
 @dataclass(kw_only=True)
 class Flags:
-    """The flags of this program."""
-
     output_dir: str = flag("OUTPUT of tools/run_spag.sh")
 
 
@@ -104,14 +100,10 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
 
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
-    """Whether a model answers each question right."""
-    disable_progress_bar()  # "Loading weights"
+    """Whether the choice with the highest log-probability is the right one, for each question."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(str(folder))
-    right: list[bool] = []
-    for start in range(0, len(questions), AT_ONCE):
-        logprobs = choice_logprobs(model, tokenizer, questions[start : start + AT_ONCE])
-        right += (logprobs.argmax(1) == 0).tolist()
-    return right
+    batches = [questions[start : start + AT_ONCE] for start in range(0, len(questions), AT_ONCE)]
+    return [right for batch in batches for right in (choice_logprobs(model, tokenizer, batch).argmax(1) == 0).tolist()]
 
 
 def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tuple[float, list[float]]]:
@@ -132,9 +124,9 @@ def models_of_loop(loop: Path) -> dict[str, Path]:
     settings = read_json(loop / "settings.json")["settings"]
     imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model"
     folders = {"base": Path(settings["MODEL"]), "imitation": Path(imitation)}
-    for path in sorted(loop.glob("epoch*/model"), key=lambda path: int(path.parent.name.removeprefix("epoch"))):
-        folders[path.parent.name] = path
-    return {name: path for name, path in folders.items() if (path / "config.json").is_file()}
+    for epoch in range(1, int(settings["EPOCHS"]) + 1):
+        folders[f"epoch{epoch}"] = loop / f"epoch{epoch}" / "model"
+    return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 
 def main() -> None:
