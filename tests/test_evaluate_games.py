@@ -137,15 +137,3 @@ def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path)
         indices = [game["index"] for game in read_json_or_jsonl(tmp_path / f"games_rank{rank}.jsonl")]
         assert sorted(indices) == list(range(rank, 2 * 2 * 2 * 8, 2))
     assert (tmp_path / "matches.txt").read_text() in printed
-
-
-def test_a_finished_evaluation_is_put_together_again_without_a_model(place, tiny_model, tmp_path, monkeypatch):
-    arguments = flags(place, {"a": tiny_model}, tmp_path, max_words=2)
-    call(evaluate_games.main, *arguments)
-    paths = [tmp_path / name for name in ("games_results.json", "matches.json", "matches.txt")]
-    before = [path.read_bytes() for path in paths]
-    for path in paths:
-        path.unlink()
-    monkeypatch.setattr(local, "load_local_model", None)
-    call(evaluate_games.main, *arguments)
-    assert [path.read_bytes() for path in paths] == before

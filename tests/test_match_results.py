@@ -1,17 +1,9 @@
 """The schedule of an evaluation by match, and its tables."""
 
-import json
-import re
-
-import pytest
-from helpers import ROOT
-
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches import text
 from tools.matches.stats import count_matches, pairs, result_rows
-from tools.matches.text import write_results
-from utils import write_records
 
 TABOO = load_game("taboo")
 SETTINGS = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": None}
@@ -69,28 +61,3 @@ def test_against_one_player_all_others_are_shown_against_it():
     met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
     shown = text.shown_rows(results_of(met, against="mid"))
     assert [(row["player"], row["opponent"]) for row in shown[::3]] == [("old", "mid"), ("new", "mid")]
-
-
-def test_matches_of_another_game_are_written_under_its_roles(tmp_path):
-    questions = load_game("twenty_questions")
-    games = [
-        {"guesser": guesser, "answerer": answerer, "words": "played", "seed": 0, "target_word": word}
-        | {"outcome": outcome, "length": 1, "history": [{"role": "guesser", "content": "Is it `tea`?"}]}
-        for guesser, answerer in (("old", "new"), ("new", "old"))
-        for word, outcome in (("tea", "found"), ("cup", "not found"), ("jug", "no answer"))
-    ]
-    write_records(tmp_path / "games.json", games)
-    write_results(tmp_path, tmp_path / "games.json", SETTINGS, questions)
-    shown = (tmp_path / "matches.txt").read_text()
-    assert shown.startswith("20 Questions by match")
-    assert "Points are the mean points of a game" in shown
-    rows = json.loads((tmp_path / "matches.json").read_text())["results"]
-    assert {row["role"] for row in rows} == {"guesser", "answerer", "both"}
-    assert all(row["points"] == pytest.approx(1 / 3) for row in rows)
-
-
-def test_the_documentation_names_every_field_of_a_row():
-    section = (ROOT / "tools/matches/README.md").read_text(encoding="utf-8").partition("## Files")[2]
-    table = set(re.findall(r"`(\w+)`", "; ".join(re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE))))
-    for row in results_of(ROUND_ROBIN)["results"]:
-        assert set(row) <= table

@@ -16,7 +16,7 @@ from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIE
 from tools.matches.stats import count_matches, result_rows
 from tools.matches.text import shown_rows
 from tools.pages import page
-from tools.pages.contents import SAMPLE, marked, read_folder, shown_game
+from tools.pages.contents import marked, read_folder, shown_game
 from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
@@ -130,12 +130,6 @@ def test_a_stored_outcome_counts_and_a_released_game_without_one_is_judged(tmp_p
     write_json(tmp_path / "im_sampling_words_results.json", [game, game | {"outcome": DEFENDER_WINS, "length": 2}])
     contents = read_folder(tmp_path, load_game("taboo", match=match))
     assert [(game["outcome"], game["length"]) for game in contents.games] == [(outcome, 2), (DEFENDER_WINS, 2)]
-
-
-def test_a_sample_of_many_games_is_there_to_be_read(tmp_path):
-    write_records(tmp_path / "a_results.json", played({TIED: 2000}))
-    numbers = [game["number"] for game in read_folder(tmp_path, TABOO).games]
-    assert len(set(numbers)) == SAMPLE and numbers == sorted(numbers) and numbers[-1] > 1500
 
 
 def test_the_target_word_and_guesses_are_marked():

@@ -9,7 +9,7 @@ from helpers import call
 
 from tools import assign_rewards, report
 from tools.games import Game, load_game
-from tools.games.prompts import play_prompt, training_prompt
+from tools.games.prompts import play_prompt
 from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
 from utils import read_json_or_jsonl, write_records
@@ -81,11 +81,6 @@ def test_winners_are_those_of_textarena_itself(env):
     assert breaches < 12
 
 
-def test_a_task_that_is_no_seed_is_refused():
-    with pytest.raises(ValueError, match="'seven' is not a seed"):
-        load_game("textarena", env="Nim-v0").check_task("seven")
-
-
 def test_a_player_sees_its_own_card_and_not_the_others():
     game = load_game("textarena", env="KuhnPoker-v0")
     opener = game.next_role("3", ())
@@ -111,12 +106,3 @@ def test_rewards_and_the_report_take_the_games(tmp_path):
     assert expected and [row["target"] for row in read_json_or_jsonl(tmp_path / "rows.json")] == expected
     call(report.main, tmp_path, "--output", tmp_path / "report.html", *game)
     assert (tmp_path / "report.html").stat().st_size > 0
-
-
-def test_prompts_name_the_rules_and_the_board():
-    game, episode = played("ConnectFour-v0", 0)
-    for length in range(len(episode["history"])):
-        history = episode["history"][:length]
-        drawn = training_prompt(game, history, "0", 50, rng=random.Random(0))
-        for prompt in (play_prompt(game, history, "0", 50), drawn):
-            assert "Connect Four" in prompt and prompt.count("0 1 2 3 4 5 6") == 1

@@ -20,17 +20,13 @@ from tools.flags import flag, parse_command
 from tools.selfplay.rewards import ChatFlags, count_rows, read_sft_rows, record_path
 from utils import UserError, files_setting, read_json_or_jsonl, run_program, set_up_logging, stage, write_records
 
-SFT = "sft"  # the type of SFT rows
-
 
 def is_sft(row: dict) -> bool:
-    return row.get("type") == SFT
+    return row.get("type") == "sft"
 
 
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
     """`number` rows: all of them equally often, and a drawn part of them once more."""
-    if not rows:
-        raise UserError("there are no rows to repeat")
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
@@ -38,10 +34,9 @@ def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict
 def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None) -> list[dict]:
     """Turn rows of games into SFT rows: -reward * weight * l, without ratio, clip and KL.
 
-    OfflinePO averages game rows and SFT rows separately, over the `rows_at_once` rows of a micro-batch or of a step
-    (None: over all), and multiplies the latter by `sft_coeff`. Here all rows are SFT rows in one average, and the
-    weights give each kind the share in the loss that it has there on average: a batch of B rows has a kind of share p
-    with 1 - (1 - p)^B.
+    OfflinePO averages game rows and SFT rows separately, over batches of `rows_at_once` rows (None: over all). Here
+    all rows are in one average, and the weights give each kind the share in the loss that it has there on average: a
+    batch of B rows has a kind of share p with 1 - (1 - p)^B.
     """
     total, at_once = len(rows), rows_at_once or math.inf
     number = sum(map(is_sft, rows))
@@ -53,7 +48,7 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
             continue
         weight = row["reward"] * row["weight"] / sft_coeff * scale
         text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
-        clones.append(text | {"type": SFT, "weight": weight})
+        clones.append(text | {"type": "sft", "weight": weight})
     return clones
 
 
@@ -62,9 +57,6 @@ class Control:
     rows: str = flag("file of rows that assign_rewards made")
     output: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     seed: int = flag("seed of the rows that are drawn", default=0)
-
-    def make(self, rows: list[dict]) -> list[dict]:
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True)

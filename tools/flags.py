@@ -1,4 +1,4 @@
-"""The command lines of the programs in tools/: a dataclass whose fields are flags. No torch."""
+"""The command lines of the programs in tools/: dataclasses whose fields are flags. No torch."""
 
 import argparse
 import dataclasses

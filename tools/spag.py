@@ -1,12 +1,7 @@
 """One page for people who take a piece: play games, judge them, make rows, compute the loss.
 
-    from tools import spag
-
-    episodes = spag.play(["apple", "river"], first="MODEL", second=lambda turn: my_model(turn.prompt()))
-    rows = spag.rows(episodes, shape=lambda row, episode, outcome: row["reward"] - 0.001 * len(row["target"]))
-    loss, metrics = spag.loss(policy, reference, spag.batch(rows, tokenizer))
-
-Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch and transformers.
+The README has an example. Playing and rows need no torch, unless a model plays in this process. Batches and the loss
+need torch and transformers.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""Prompts and replies in a tokenizer's own chat template, for instruct models. No torch.
+"""Prompts and replies in a tokenizer's own chat template, the same in play and training. No torch.
 
-Play and training see the same texts. These are complete: they hold BOS, if the template writes it, and the token that
-ends a reply.
+The texts are complete: they hold BOS, if the template writes it, and the token that ends a reply.
 """
 
 import hashlib
@@ -19,7 +18,6 @@ from utils import UserError, alpaca_to_row, load_tokenizer
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 OPEN_THOUGHT = re.compile(r"(<|\[)(think(?:ing)?>|THINK\])\s*$")
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
@@ -45,11 +43,9 @@ def chat_messages(history: History, role: str, rules: str, request: str) -> list
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
-    With `thinking` the template asks for thoughts. A thought that it opens itself begins in the prompt. Messages of
-    earlier turns have no thoughts.
-
-    UserError if the tokenizer has no template, or if the template leaves out a message or, without `thinking`, begins
-    replies with a thought.
+    With `thinking` the template asks for thoughts, and one that it opens itself begins in the prompt. UserError if
+    the tokenizer has no template, or if the template leaves out a message or, without `thinking`, begins replies with
+    a thought.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
@@ -60,7 +56,10 @@ class ChatTemplate:
             raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template") from None
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
-        self.has_system = self._knows_system()
+        try:
+            self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
+        except TemplateError:
+            self.has_system = False
         prompt, whole = self._render(SAMPLE[:-1]), self._render(SAMPLE, reply_follows=False)
         if SAMPLE[1]["content"] not in prompt or not all(message["content"] in whole for message in SAMPLE):
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
@@ -111,13 +110,6 @@ class ChatTemplate:
             target = row["target"] + self.tokenizer.decode([self.end_id])
         return row | {"query": query, "target": target, "chat_template": True}
 
-    def _knows_system(self) -> bool:
-        """False if the template refuses system messages or leaves them out; a user message then has their text."""
-        try:
-            return SAMPLE[0]["content"] in self._apply(SAMPLE[:2], reply_follows=True)
-        except TemplateError:
-            return False
-
     def _end(self, after: str) -> tuple[str, int]:
         """What the template writes after a reply, up to the first special token (or EOS), and this token's id."""
         tokenizer = self.tokenizer
@@ -127,19 +119,17 @@ class ChatTemplate:
         return after[:place] + token, tokenizer.convert_tokens_to_ids(token)
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
+        """The text of these messages. A template without system messages gets their text in the first user message."""
         if not self.has_system and messages[0]["role"] == SYSTEM:
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
         try:
             return self._apply(messages, reply_follows=reply_follows)
         except TemplateError as error:
-            if all(message["content"].strip() for message in messages):
-                line = f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
-                raise UserError(line) from None
-        filled = [message | {"content": message["content"].strip() or EMPTY} for message in messages]
-        return self._render(filled, reply_follows=reply_follows)
+            line = f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
+            raise UserError(line) from None
 
-    def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool) -> str:
+    def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
             messages,
             chat_template=self.template,

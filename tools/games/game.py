@@ -108,21 +108,19 @@ class Game:
     def scripted(self, name: str) -> Callable[[Any], str]:
         """The function of `scripted:NAME`, a player without a model: from a players.player.Turn to its message.
 
-        A game may have players of its own; all games have those of FILE.py:FUNCTION and module:FUNCTION.
+        NAME is FILE.py:FUNCTION or module:FUNCTION; a game may have players of its own.
         """
         place, _, function = name.rpartition(":")
-        if not place:
-            raise UserError(f"{self.title} has no scripted player {name!r}; name your own FILE.py:FUNCTION")
         return load_member(place, function)
 
     # What follows from the above.
 
     def outcome(self, name: str) -> Outcome:
         """The outcome with this name. ValueError if the game has none."""
-        names = [outcome.name for outcome in self.outcomes]
-        if name not in names:
-            raise ValueError(f"{self.title} has no outcome {name!r}; it has {', '.join(names)}")
-        return self.outcomes[names.index(name)]
+        for outcome in self.outcomes:
+            if outcome.name == name:
+                return outcome
+        raise ValueError(f"{self.title} has no outcome {name!r}")
 
     def judge(self, history: History, task: str, max_turns: float) -> Verdict:
         """How a game ended: its first decisive message decides (arXiv 2404.10642).

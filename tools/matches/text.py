@@ -39,10 +39,9 @@ def matches_text(results: dict, game: Game) -> str:
 
 
 def shown_rows(results: dict) -> list[dict]:
-    """The rows of a table: seeds are pooled, and each pair of players is there once.
+    """The rows of a table: seeds are pooled, and each pair is there once, from the side of the later player.
 
-    It is there from the side of the later player, or of the one that meets `against`. Rows that pool word lists and
-    roles come first.
+    With `against` that is the one that meets it. Rows that pool word lists and roles come first.
     """
     settings, rows = results["settings"], [row for row in results["results"] if row["seed"] is None]
     place = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}

@@ -95,7 +95,7 @@ def marked(game: Game, task: str, text: str) -> list[list[str]]:
 
 
 def read_folder(folder: Path, game: Game) -> Report:
-    """What is in a loop's OUTPUT, or in a folder of games, a training, matches or scores; UserError for others."""
+    """What is in a loop's OUTPUT, or in one of its folders; UserError for others."""
     report = Report(folder.absolute().name, game)
     epochs = [path for path in folder.glob("epoch*") if re.fullmatch("epoch[0-9]+", path.name)]
     epochs.sort(key=lambda path: int(path.name.removeprefix("epoch")))

@@ -76,12 +76,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     def warn(self) -> None:
         """Log what is likely to spoil the games."""
         if self.thinking and self.max_new_tokens < ROOM_FOR_THOUGHTS:
-            warn_on_rank_0(
-                "--max_new_tokens %d leaves little room for thoughts: a thought that is cut has no message after it; "
-                "%d or more is usual",
-                self.max_new_tokens,
-                ROOM_FOR_THOUGHTS,
-            )
+            warn_on_rank_0("--max_new_tokens below %d: many thoughts will be cut", ROOM_FOR_THOUGHTS)
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """The settings that games depend on besides players, words and seed."""
