@@ -143,6 +143,9 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDatase
         if (row["labels"][1:] == IGNORE_INDEX).all():
             remedy = "use --truncation_side left or a larger --max_length"
             raise utils.UserError(f"{place}: {tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
+    eos = tokenizer.eos_token
+    if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
+        utils.warn_on_rank_0("%d targets end in the text of %s, which training adds to every target", twice, eos)
     counts = (len(rows), dataset.is_sft.sum(), (dataset.lengths >= tokenizer.model_max_length).sum())
     logger.info("%s: %d rows, %d of them SFT, %d as long as --max_length allows", ", ".join(paths), *counts)
     return dataset

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -46,6 +47,9 @@ class UserError(ValueError):
 
 def run_program(main: Callable[[], T]) -> T:
     """Call `main`. UserError and OSError end the program with one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's
+            stream.reconfigure(errors="replace")
     try:
         return main()
     except (UserError, OSError) as error:
@@ -151,7 +155,8 @@ def _parse(text: str, where: StrPath):
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
+        hint = "; a Git LFS pointer: run git lfs pull" if text.startswith("version https://git-lfs") else ""
+        raise UserError(f"{where}: not JSON ({error}){hint}") from None
 
 
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
@@ -253,7 +258,13 @@ def load_tokenizer(name: str, **options):
     """A model's tokenizer, never by mistral-common, which reads tekken.json and gives "[INST]" other ids."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_folder(name), mistral_format=False, **options)
+    folder = model_folder(name)
+    if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
+        require("mistral_common", "mistral-common")  # converts it
+    try:
+        return AutoTokenizer.from_pretrained(folder, mistral_format=False, **options)
+    except ValueError as error:
+        raise UserError(f"{folder}: no tokenizer that can be loaded ({' '.join(str(error).split())})") from error
 
 
 def model_setting(name: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Two tiny models whose answers are known, and invented questions in the columns of the eight benchmarks' data.
+"""Two tiny models that know only which byte follows which, and invented questions in the eight benchmarks' columns.
 
-A model here knows only which byte follows which. So its log-probability of a text is a sum over a table, which scores
-the benchmarks without the harness.
+A model's log-probability of a text is a sum over a table, which scores the benchmarks without the harness.
 """
 
 import itertools
@@ -10,6 +9,7 @@ from pathlib import Path
 import datasets
 import torch
 from conftest import build_llama, build_tokenizer
+from transformers import AutoModelForCausalLM
 
 TOKENIZER = build_tokenizer()
 # What each model says after a colon or a question mark, and the letter that it prefers among A to D.
@@ -42,10 +42,7 @@ def tokens(text: str) -> list[int]:
 
 
 def write_data(folder: Path) -> dict[str, list]:
-    """Write a folder for each data set, named like the hub's; return the right answers by task.
-
-    Columns and layout are those of the public data, the questions are our own.
-    """
+    """Write a folder for each data set, named like the hub's, with its columns; return the right answers by task."""
     letters = ["A", "B", "C", "D"]
     of_four = [right for _, right in ROWS]
     four = [{"question": "Well?", "choices": choices, "answer": right} for choices, right in ROWS]
@@ -87,25 +84,17 @@ def write_data(folder: Path) -> dict[str, list]:
 
 def is_right(model: Path, question: dict, right: int | str) -> bool:
     """Score a kept question of the harness without the harness."""
-    table = log_probabilities(model)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.arange(len(TOKENIZER))[:, None]).logits
+    table = logits[:, 0].log_softmax(-1)  # (bytes, followers): log p(follower | byte)
     if isinstance(right, str):
         said = tokens(question["prompts"][0])[-1:]
         while TOKENIZER.decode(said[-2:]) != "\n\n":
             said.append(int(table[said[-1]].argmax()))
         return TOKENIZER.decode(said[1:]).strip() == right
     prompts, choices = question["prompts"], question["choices"]
-    pairs = [(prompt, choice) for prompt in prompts for choice in dict.fromkeys(choices)]
     scores = []
-    for prompt, choice in pairs:
+    for prompt, choice in itertools.product(prompts, dict.fromkeys(choices)):
         text = tokens(prompt)[-1:] + tokens(choice)
         scores.append(sum(float(table[byte, follower]) for byte, follower in itertools.pairwise(text)))
     return scores.index(max(scores)) == right
-
-
-def log_probabilities(model: Path) -> torch.Tensor:
-    """log p(follower | byte), of shape (bytes, followers)."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model)(torch.arange(len(TOKENIZER))[:, None]).logits
-    return logits[:, 0].log_softmax(-1)

@@ -13,7 +13,7 @@ from dataloaders import encode_example
 from tools import assign_rewards
 from tools.engine.local import ModelTokens
 from tools.games import prompts
-from tools.games.chat import DAY, ChatTemplate, chat_messages
+from tools.games.chat import DAY, EMPTY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
@@ -218,6 +218,19 @@ def test_a_template_that_would_change_the_game_is_refused(template, complaint):
     tokenizer.chat_template = template or None
     with pytest.raises(UserError, match=f"^m: .*{complaint}.*leave out --chat_template"):
         ChatTemplate(tokenizer, "m")
+
+
+EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
+
+
+def test_an_empty_message_is_shown_as_dots_to_a_template_that_refuses_one():
+    history = [HISTORY[0], {"role": "defender", "content": ""}, HISTORY[2]]
+    strict = ChatTemplate(chat_tokenizer("chatml", EMPTY_REFUSED + LINES.replace("END", "'</s>'")), "m")
+    lenient = ChatTemplate(chat_tokenizer("chatml", LINES.replace("END", "'</s>'")), "m")
+    for end, message in ((3, f"assistant: {EMPTY}</s>"), (2, f"user: {EMPTY}</s>")):
+        arguments = (history[:end], GAME.next_role("art", history[:end]), "Rules.", "Go.")
+        assert message in strict.join_play_prompt(*arguments)
+        assert lenient.join_play_prompt(*arguments) == strict.join_play_prompt(*arguments).replace(EMPTY, "")
 
 
 def test_messages_in_a_row_are_joined_and_a_game_that_a_template_refuses_is_lost():

@@ -133,6 +133,11 @@ def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
         load_rows([path], tokenizer)
 
 
+def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, caplog):
+    load_rows([write_rows(tmp_path / "a.jsonl", [*ROWS, {"query": "q", "target": "t</s>\n"}])], tokenizer)
+    assert "1 targets end in the text of </s>" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

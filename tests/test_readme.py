@@ -77,7 +77,7 @@ def test_the_four_commands_are_there_and_the_loop_knows_the_settings_it_is_given
     lines = re.findall(r"^tools/run_spag\.sh ([^;&|#\n]*)", "\n".join(map(commands, TEXTS.values())), re.MULTILINE)
     words = {word for line in lines for word in shlex.split(line)} - {"...", "--help"}
     names = {word.partition("=")[0] for word in words if "=" in word}
-    assert {"MODEL", "IMITATION_DATA", "WORDS", "OUTPUT"} <= names <= read_file(DEFAULTS_FILE).keys()
+    assert {"CONTROL", "LIKE", "OUTPUT"} <= names <= read_file(DEFAULTS_FILE).keys()
     assert all((ROOT / word).is_file() for word in words if "=" not in word)
 
 

@@ -35,8 +35,9 @@ def start(tmp_path, needed):
 
 
 def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shell(tmp_path):
-    (tmp_path / "my.sh").write_text("TOP_K=8\nKL=\"0.3\"\nEVAL_SEEDS='0 1' # x\nSFT_COEFF=\nPROMPTS=$root/a\n")
-    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my.sh", "SEED=7"])
+    windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\nPROMPTS=$root/a\r\n"
+    (tmp_path / "my.sh").write_bytes(windows.encode())
+    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my.sh\r", "SEED=7\r"])
     names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS")
     assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a", "3"]
 

@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import call
+from helpers import ENVIRONMENT, call
 
 import utils
 
@@ -125,3 +127,9 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_keeps_its_traceback():
     call(lambda: open("no/such/file"), status=2)
     with pytest.raises(KeyError):
         call(lambda: raise_(KeyError("key")))
+
+
+def test_output_that_cannot_be_encoded_is_replaced():
+    code = "import utils; utils.run_program(lambda: print('n\u00e9'))"
+    shown = subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"})
+    assert shown == b"n?\n"

@@ -18,6 +18,7 @@ from utils import UserError, alpaca_to_row, load_tokenizer
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
+EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 OPEN_THOUGHT = re.compile(r"(<|\[)(think(?:ing)?>|THINK\])\s*$")
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
@@ -126,8 +127,11 @@ class ChatTemplate:
         try:
             return self._apply(messages, reply_follows=reply_follows)
         except TemplateError as error:
-            line = f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
-            raise UserError(line) from None
+            if all(message["content"].strip() for message in messages):
+                line = f"{self.name}: its chat template refuses the game ({error}); leave out --chat_template"
+                raise UserError(line) from None
+        filled = [message | {"content": message["content"].strip() or EMPTY} for message in messages]
+        return self._render(filled, reply_follows=reply_follows)
 
     def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         return self.tokenizer.apply_chat_template(

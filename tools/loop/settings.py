@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def read_file(path: str | Path) -> dict[str, str]:
     """The settings of a file: words NAME=VALUE and comments, as in a shell; $root is the project's folder."""
     settings = {}
-    for word in shlex.split(Path(path).read_text(encoding="utf-8"), comments=True):
+    for word in shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True):
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
@@ -50,7 +50,7 @@ def read_file(path: str | Path) -> dict[str, str]:
 def read_settings(words: list[str]) -> dict[str, str]:
     """The defaults, or the settings of LIKE, changed by the arguments. UserError for an unknown name."""
     defaults, changes = read_file(DEFAULTS_FILE), {}
-    for word in words:
+    for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
         name, equals, value = word.partition("=")
         changes |= {name: value} if equals else read_file(word)
     for unknown in changes.keys() - defaults.keys():
