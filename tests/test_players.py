@@ -1,16 +1,16 @@
-"""What all players share: a turn, its seed, and how a player in this process is asked. Models are in test_local.py."""
+"""What all players share: a turn, its seed, and functions as players. Models are in test_local.py."""
 
 import asyncio
 import sys
 
-import pytest
 from helpers import finish, start
 from scripted import messages
 
 from tools.games import prompts
-from tools.games.taboo import Taboo
-from tools.players.player import STOP, Reply, Turn, draw_seed
-from utils import UserError, model_folder
+from tools.games.taboo import DEFENDER, Taboo
+from tools.players.player import ScriptedPlayer, Turn, draw_seed
+from tools.selfplay.play import play_game
+from tools.tiny.players import load_lexicon
 
 GAME = Taboo()
 FIRST = Turn(GAME, "attacker", (), 3, 7, {"target_word": "art"})
@@ -30,28 +30,21 @@ def test_a_seed_belongs_to_a_game_and_a_message():
     assert draw_seed(5, FIRST) == draw_seed(5, Turn(GAME, "defender", (), 5, 7, {}))
 
 
-def test_a_local_player_is_asked_by_game_with_its_prompt_and_seed():
-    from tools.engine.local import LocalPlayer
+def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same_index():
+    words = load_lexicon().words
+    players = dict.fromkeys(GAME.roles, ScriptedPlayer(GAME.scripted("tools.tiny.players:lexicon")))
 
-    asked = []
+    def play(index: int) -> dict:
+        return asyncio.run(play_game(GAME, words[index % len(words)], players, max_turns=3, index=index))
 
-    class Batcher:
-        async def submit(self, engine, prompt, **settings):
-            asked.append((engine, prompt, settings))
-            return Reply(prompt[-3:], STOP, 1)
-
-    player = LocalPlayer("engine", Batcher(), seed=5)
-    for turn in (FIRST, SECOND):
-        assert asyncio.run(player.reply(turn)).text == turn.prompt()[-3:]
-    expected = [{"game": 7, "seed": draw_seed(5, turn)} for turn in (FIRST, SECOND)]
-    assert asked == [("engine", turn.prompt(), each) for turn, each in zip((FIRST, SECOND), expected, strict=True)]
+    games = [play(index) for index in range(400)]
+    assert len({episode["outcome"] for episode in games}) == 4
+    assert games[7] == play(7)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        model_folder(str(tmp_path / "missing"))
-    with pytest.raises(UserError, match="no config.json"):
-        model_folder(str(tmp_path))
+def test_a_function_of_ones_own_plays(tmp_path):
+    (tmp_path / "own.py").write_text("def echo(turn):\n    return turn.role\n", encoding="utf-8")
+    assert GAME.scripted(f"{tmp_path}/own.py:echo")(SECOND) == DEFENDER
 
 
 def test_help_needs_no_torch():

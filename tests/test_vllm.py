@@ -1,14 +1,10 @@
-"""`--engine vllm`: what vLLM is given, which models it holds at once, and what is left when they go.
-
-Most tests use a stand-in for the package vllm. Those of the real one need it beside the project's packages.
-"""
+"""`--engine vllm`: what vLLM is given, and which models it holds at once. Most tests use a stand-in for vLLM."""
 
 import importlib.util
 import os
 import random
 import shutil
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -26,14 +22,9 @@ from tools.selfplay import engines
 from utils import read_json_or_jsonl
 
 GAME = Taboo()
-STEM = "v_sampling_words"
 WORDS = [f"word{number}" for number in range(100, 140)]
 LETTERS = range(69, 95)  # ids of the tests' byte tokenizer
-needs_vllm = pytest.mark.skipif(not vllm.has_vllm(), reason=vllm.INSTALL)
-# The real one starts in half the time, and cannot draw by seeds on a CPU where prompts are computed in parts.
-ARGS = "--enforce-eager --no-enable-chunked-prefill"
-# Of the real one on a CPU: memory of the cache in GiB, and the cores that it uses.
-REAL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+ARGS = "--enforce-eager --no-enable-chunked-prefill"  # the first halves the time in which the real one starts
 
 
 class StandIn:
@@ -46,8 +37,7 @@ class StandIn:
         self.words, self.environment = words, {name: os.environ.get(name) for name in names}
         self.open, self.asked, self.ended = {}, {}, False
         self.engine_core = SimpleNamespace(shutdown=self.shutdown)
-        self.beside = [engine.folder for engine in self.made if not engine.ended]  # there when this one starts
-        self.folder = words[words.index("--model") + 1]
+        self.beside = sum(not engine.ended for engine in self.made)  # others that are there when this one starts
         self.made.append(self)
 
     def add_request(self, request_id, prompt, params):
@@ -109,12 +99,6 @@ def flags(place, model, output, **changes):
     return play_flags(place, model, output, **{"engine": "vllm", "model_prefix": "v", "max_new_tokens": 8} | changes)
 
 
-def play(place, model, output, *words, status=0, **changes):
-    """Play in this process: what it said, or the games."""
-    called = call(play_llm_game.main, *flags(place, model, output, **changes), *words, status=status)
-    return called.errors if status else read_json_or_jsonl(Path(output, f"{STEM}_results.json"))
-
-
 def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
     stand_in, place, tiny_model, tokenizer, tmp_path, monkeypatch
 ):
@@ -123,7 +107,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("starts CUDA with all GPUs"))
     how = {"max_games": 8, "max_length": 110, "min_new_tokens": 2, "top_k": 0}
-    games = play(place, tiny_model, tmp_path, f"--vllm_args={ARGS}", **how)
+    call(play_llm_game.main, *flags(place, tiny_model, tmp_path, **how), f"--vllm_args={ARGS}")
     (engine,) = stand_in
     hidden = dict.fromkeys(("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"))
     assert engine.environment == hidden | {"CUDA_VISIBLE_DEVICES": "GPU-7", vllm.IN_PROCESS: "0"}
@@ -136,7 +120,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
     tokens = ModelTokens(tokenizer, Sampling(max_length=110, max_new_tokens=8))
     templates, cuts = load_templates(place / "prompts.json", GAME), []
     how = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "min_tokens": 2, "max_tokens": 8, "stop_token_ids": [2]}
-    for game in games:
+    for game in read_json_or_jsonl(tmp_path / "v_sampling_words_results.json"):
         for end, (message, reply) in enumerate(zip(game["history"], game["replies"], strict=True)):
             role, history = GAME.roles[end % 2], tuple(game["history"][:end])
             secrets = GAME.secrets(role, game["target_word"], history)
@@ -149,22 +133,16 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
     assert len(engine.asked) == 8 * 4 and any(cuts) and not all(cuts)
 
 
-def match_flags(place, output, *folders) -> list[str]:
-    """Matches of the first of three models against each of the others."""
-    players = [f"{name}={folder}" for name, folder in zip("abc", folders, strict=True)]
-    values = {"players": players, "against": "a", "words": place / "words.txt", "max_words": 3, "engine": "vllm"}
-    values |= {"games_per_word": 1, "task_type": "sampling", "output_dir": output, "max_turns": 2, "vllm_args": ARGS}
-    return flags_of(values | {"max_length": 256, "max_new_tokens": 8, "prompt_templates": place / "prompts.json"})
-
-
 def test_two_models_share_the_memory_and_all_leave_before_others_come(
     stand_in, place, tiny_model, other_model, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     copy = shutil.copytree(other_model, tmp_path / "copy")
-    call(evaluate_games.main, *match_flags(place, tmp_path / "out", tiny_model, other_model, copy))
-    assert [len(engine.beside) for engine in stand_in] == [0, 1, 0, 1]
-    assert [engine.folder for engine in stand_in].count(tiny_model) == 2
+    values = {"players": [f"a={tiny_model}", f"b={other_model}", f"c={copy}"], "against": "a", "engine": "vllm"}
+    values |= {"words": place / "words.txt", "max_words": 3, "games_per_word": 1, "task_type": "sampling"}
+    values |= {"output_dir": tmp_path / "out", "max_turns": 2, "max_length": 256, "max_new_tokens": 8}
+    call(evaluate_games.main, *flags_of(values | {"prompt_templates": place / "prompts.json"}))
+    assert [engine.beside for engine in stand_in] == [0, 1, 0, 1]
     assert all("0.450" in engine.words for engine in stand_in)
 
 
@@ -183,43 +161,30 @@ def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
 
 def test_without_the_package_the_command_that_installs_it_is_named(place, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "has_vllm", lambda: False)
-    assert vllm.INSTALL in play(place, tiny_model, tmp_path, status=2)
+    assert vllm.INSTALL in call(play_llm_game.main, *flags(place, tiny_model, tmp_path), status=2).errors
 
 
-# The real vLLM.
-
-
-def build_model(folder, seed=0) -> Path:
-    """A tiny model that ends replies often."""
-    tokenizer = build_tokenizer()
-    model = build_llama(seed, len(tokenizer), num_hidden_layers=1, hidden_size=128)  # vLLM knows no heads of 16
+@pytest.mark.skipif(not vllm.has_vllm(), reason=vllm.INSTALL)
+@pytest.mark.parametrize("task, other", [("testing", "slots"), ("sampling", "vllm")])
+def test_two_ranks_of_the_real_vllm_play_the_greedy_games_of_slots_and_the_drawn_games_of_one(
+    task, other, place, tmp_path
+):
+    """Of a tiny model that ends replies often."""
+    tokenizer, folder, games = build_tokenizer(), tmp_path / "model", {}
+    model = build_llama(1, len(tokenizer), num_hidden_layers=1, hidden_size=128)  # vLLM knows no heads of 16
     with torch.no_grad():  # the end token about as likely as the likeliest others, wherever a reply stands
         states = model.model(torch.arange(4, 260)[None]).last_hidden_state[0]
         mean = states.mean(0)
         model.lm_head.weight[2] = mean / mean.pow(2).sum() * (states @ model.lm_head.weight.T).topk(20).values.mean()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return Path(folder)
-
-
-@needs_vllm
-@pytest.mark.parametrize("task, other", [("testing", "slots"), ("sampling", "vllm")])
-def test_two_ranks_play_the_greedy_games_of_slots_and_the_drawn_games_of_one(task, other, place, tmp_path):
-    folder, games = build_model(tmp_path / "model", seed=1), {}
+    real = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}  # GiB of cache, and cores
     for processes, engine in ((2, "vllm"), (1, other)):
         output = tmp_path / str(processes)
-        values = {"engine": engine, "task_type": task, "max_new_tokens": 12, "vllm_args": ARGS}
-        command = [*TORCHRUN, f"--nproc_per_node={processes}", "-m", "tools.play_llm_game"]
-        finish(start([*command, *flags(place, folder, output, **values)], env=ENVIRONMENT | REAL))
+        values = {"engine": engine, "task_type": task, "max_new_tokens": 12}
+        command = [*TORCHRUN, f"--nproc_per_node={processes}", "-m", "tools.play_llm_game", f"--vllm_args={ARGS}"]
+        finish(start([*command, *flags(place, folder, output, **values)], env=ENVIRONMENT | real))
         results = read_json_or_jsonl(output / f"v_{task}_words_results.json")
         games[processes] = [game["history"] for game in results]
     equal = sum(one == other for one, other in zip(games[1], games[2], strict=True))
     assert len(games[1]) == len(WORDS) and equal >= 0.9 * len(WORDS)  # rounding may turn a close decision
-
-
-@needs_vllm
-def test_engines_of_one_match_end_before_those_of_the_next_start(place, tmp_path):
-    folders = [build_model(tmp_path / f"model{seed}", seed) for seed in range(3)]
-    command = [sys.executable, "-m", "tools.evaluate_games", *match_flags(place, tmp_path / "out", *folders)]
-    finish(start(command, env=ENVIRONMENT | REAL))
-    assert len(read_json_or_jsonl(tmp_path / "out/games.jsonl")) == 12

@@ -3,10 +3,8 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Without --sft_data_path it makes the rows of imitation from a stronger model's games. --losers, --ties and --baseline
-make rewards below 0. Train on those with --detach_kl True: without it, the loss lowers their probability without end,
-and replies degenerate. Settings and counts are written beside the output, to OUTPUT_rewards_settings.json.
-data/README.md has the formats of all files; tools/controls.py turns rows into those of a control.
+Without --sft_data_path it makes the rows of imitation from a stronger model's games. Settings and counts go to
+OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
 import glob
@@ -79,7 +77,7 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
         return load_member(place, function)
 
     def prompt_fn(self, game: Game, templates: prompts.Templates, chat) -> PromptFn:
-        """Return the function that makes queries: prompts of play, or training prompts drawn at random."""
+        """The function that makes queries: prompts of play, or training prompts drawn at random."""
         rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
         if chat:
             return partial(chat.play_prompt, game, templates=templates, rng=rng)

@@ -1,4 +1,4 @@
-"""Measure the speed of self-play with a random Llama of 33.5M parameters: our engine beside transformers' generate.
+"""The speed of self-play with a random Llama of 33.5M parameters, our engine beside transformers' generate:
 
     python -m tools.bench play
 
@@ -6,15 +6,10 @@ The lengths of replies are drawn (geometric, mean 60 tokens, cut at 256), the sa
 """
 
 import asyncio
-import math
-import os
 import random
 import tempfile
 import time
 from dataclasses import dataclass
-
-import torch
-import transformers
 
 from tools.engine.local import LocalPlayer
 from tools.flags import flag, parse_command
@@ -27,11 +22,10 @@ from tools.selfplay.play import play_games
 from tools.tiny.models import random_llama, train_tokenizer
 from utils import ROOT, read_words, run_program
 
-TURNS, MEAN_TOKENS, MOST_TOKENS = 3, 60, 256  # turns of a game; tokens of replies
+SEED, TURNS, MEAN_TOKENS, MOST_TOKENS = 42, 3, 60, 256  # turns of a game; tokens of replies
 FEWER = {SLOTS: 1, GENERATE: 6}  # generate is slow, so it plays a sixth of the games
 VOCABULARY = 8000
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1376}
-SHAPE |= {"max_position_embeddings": 4096}
 
 
 @dataclass(kw_only=True)
@@ -39,7 +33,6 @@ class Play:
     """Play games of the random model against itself, as tools/play_llm_game.py does."""
 
     games: int = flag("games of our engine", default=200)
-    seed: int = flag("seed of all random numbers", default=42)
 
 
 class TimedPlayer(LocalPlayer):
@@ -52,15 +45,14 @@ class TimedPlayer(LocalPlayer):
 
 def reply_tokens(game: int, message: int) -> int:
     """The length of a reply in tokens, the same with every engine."""
-    uniform = random.Random(f"{game}/{message}").random()
-    return min(MOST_TOKENS, 1 + int(math.log(1 - uniform) / math.log(1 - 1 / MEAN_TOKENS)))
+    return min(MOST_TOKENS, 1 + int(random.Random(f"{game}/{message}").expovariate(1 / MEAN_TOKENS)))
 
 
-def write_model(folder: str, seed: int) -> None:
+def write_model(folder: str) -> None:
     """Write a model that never ends a reply by itself: the 50 tokens that top-k leaves are always words."""
     texts = [*default_templates(load_game("taboo"))["rules"] * 20, *read_words(ROOT / "data/target_words.txt")]
     tokenizer = train_tokenizer(texts, VOCABULARY)
-    model = random_llama(VOCABULARY, seed, **SHAPE)
+    model = random_llama(VOCABULARY, SEED, **SHAPE, max_position_embeddings=4096)
     texts = [tokenizer.decode(token, skip_special_tokens=True) for token in range(VOCABULARY)]
     others = [token for token, text in enumerate(texts) if not (text.isascii() and text.strip().isalpha())]
     model.lm_head.weight.data[others] = 0  # logit 0, below those of the 50 likeliest words
@@ -68,30 +60,28 @@ def write_model(folder: str, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def measure(model: str, engine: str, games: int, seed: int) -> tuple[float, list[int]]:
+def measure(model: str, engine: str, games: int) -> tuple[float, list[int]]:
     """Play games; returns the seconds and the tokens of each reply."""
-    flags = PlayFlags(max_turns=TURNS, engine=engine)
-    game, episodes = flags.load_game(), []
-    players, at_once = make_players([model, model], game, flags, seed=seed, games_left=games)
-    players = {role: TimedPlayer(player.engine, player.batcher) for role, player in players.items()}
+    flags, episodes = PlayFlags(max_turns=TURNS, engine=engine), []
+    game = flags.load_game()
+    players, at_once = make_players([model, model], game, flags, seed=SEED, games_left=games)
+    players = {role: TimedPlayer(player.engine, player.batcher, SEED) for role, player in players.items()}
     words = [(number, "qzqzq") for number in range(games)]  # no reply contains it by chance
-    limits = {"max_turns": TURNS, "concurrent_games": at_once}
+    play = play_games(game, words, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append)
     started = time.monotonic()
-    asyncio.run(play_games(game, words, players, on_episode=episodes.append, **limits))
+    asyncio.run(play)
     seconds = time.monotonic() - started
     return seconds, [reply["tokens"] for episode in episodes for reply in episode["replies"]]
 
 
 def main() -> None:
-    flags = parse_command({"play": Play}, description=__doc__)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    print(f"{device}; torch {torch.__version__}, transformers {transformers.__version__}\n")
+    most = parse_command({"play": Play}, description=__doc__).games
     print("| engine | games | games/min | new tokens/s |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, flags.seed)
+        write_model(folder)
         for engine, fewer in FEWER.items():
-            games = max(1, flags.games // fewer)
-            seconds, tokens = measure(folder, engine, games, flags.seed)
+            games = max(1, most // fewer)
+            seconds, tokens = measure(folder, engine, games)
             print(f"| {engine} | {games} | {60 * games / seconds:.1f} | {sum(tokens) / seconds:.1f} |", flush=True)
 
 

@@ -1,74 +1,50 @@
-"""What only a GPU can show: bash tools/test.sh tests/gpu -n 0
-
-Prints the table of the benchmark. Without a GPU all of it is skipped.
-"""
+"""What only a GPU can show: bash tools/test.sh tests/gpu -n 0. Without a GPU all of it is skipped."""
 
 import importlib.util
 import json
 import operator
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, build_llama, build_tokenizer
+from conftest import ROOT, build_llama
 from helpers import TORCHRUN, finish, flags_of, start, words_of
-from test_engine import answer, conversation
+from test_engine import answer, conversation, generate, llama, sampling
 
 from tools.engine import vllm
-from tools.engine.generate import BatchEngine
-from tools.engine.local import LocalModel
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine
 from tools.games import load_game
 from tools.games.prompts import default_templates
-from tools.players.player import Sampling
 from tools.tiny.models import train_tokenizer
 from utils import read_json_or_jsonl, read_words, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEEPSPEED = {"none": None, "zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}
-NO_VLLM = "" if vllm.has_vllm() else vllm.INSTALL
-
-
-def local_model() -> LocalModel:
-    """A small Llama on the GPU."""
-    tokenizer = build_tokenizer()
-    model = build_llama(0, len(tokenizer), num_attention_heads=4, num_key_value_heads=2).eval().to("cuda")
-    return LocalModel(model, tokenizer, Sampling(max_length=1500, max_new_tokens=40, do_sample=False))
 
 
 @pytest.mark.parametrize("blocks", [None, 30])
 def test_greedy_replies_of_the_slot_engine_are_those_of_generate(blocks):
-    plain, local = local_model(), local_model()
+    plain, local = (llama(sampling(max_length=1500, max_new_tokens=40), num_key_value_heads=2) for _ in range(2))
+    for each in (plain, local):
+        each.model.to("cuda")
     local.cache_tokens = blocks and BLOCK * blocks
     engine = SlotEngine(local, 16)
     for prompts in conversation(games=24, turns=3):
-        expected = BatchEngine(plain, 24).generate([prompt for _, prompt in prompts])
-        equal = sum(map(operator.eq, answer(engine, prompts), expected))
+        equal = sum(map(operator.eq, answer(engine, prompts), generate(plain, prompts)))
         # Kernels round differently, and of two tokens that are nearly equal the other may win.
-        assert equal > 0.95 * len(expected)
-
-
-def test_the_speed_of_play(capsys):
-    """Not judged: shown."""
-    with capsys.disabled():
-        printed = finish(start([sys.executable, "-m", "tools.bench", "play", "--games", 512]))
-        sys.stdout.write(f"\n{printed}\n")
-    assert torch.cuda.get_device_name() in printed
+        assert equal > 0.95 * len(prompts)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A model of 100 million parameters, words that random replies say now and then, and SFT rows."""
+    """A model, words that random replies say now and then, and SFT rows."""
     folder = tmp_path_factory.mktemp("gpu")
     texts = read_words(ROOT / "data/target_words.txt") + 20 * default_templates(load_game("taboo"))["rules"]
     tokenizer = train_tokenizer(texts, 8000)
-    shape = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048}
-    for part in (tokenizer, build_llama(0, len(tokenizer), **shape)):
+    for part in (tokenizer, build_llama(0, len(tokenizer), hidden_size=128)):  # vLLM knows no heads of 16
         part.save_pretrained(folder / "model")
-    words = [first + second for first in "aeiorstln" for second in "aeiorstln"]
-    (folder / "words.txt").write_text("\n".join(words))
+    (folder / "words.txt").write_text("\n".join(first + second for first in "aeiorstln" for second in "aeiorstln"))
     sft = [{"query": f"Question {number}?", "target": "An answer."} for number in range(64)]
     write_records(folder / "sft.jsonl", sft)
     return folder
@@ -89,14 +65,13 @@ def test_training_gives_the_same_losses_under_every_deepspeed_file(inputs, tmp_p
         assert each == pytest.approx(losses["none"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "engine", ["slots", pytest.param("vllm", marks=pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM))]
-)
+@pytest.mark.parametrize("engine", ["slots", "vllm"])
 def test_a_loop_plays_and_trains(engine, inputs, tmp_path):
+    if engine == "vllm" and not vllm.has_vllm():
+        pytest.skip(vllm.INSTALL)
     settings = {"model": inputs / "model", "words": inputs / "words.txt", "sft_data": inputs / "sft.jsonl"}
     settings |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
     finish(start([ROOT / "tools/run_spag.sh", *words_of(settings | {"nproc": 1})]))
     (episodes,) = (tmp_path / "out/epoch1/episodes").glob("*_results.json")
     assert len(read_json_or_jsonl(episodes)) == 81
-    assert json.loads((tmp_path / "out/epoch1/model/trainer_state.json").read_text())["log_history"]
     assert list((tmp_path / "out/epoch1/model").glob("*.safetensors"))

@@ -21,8 +21,7 @@ ATTENTION = "spag_paged"
 class LayerCache:
     """Keys and values of a layer: `prefix` (2, kv heads, tokens, size), `blocks` (2, blocks, kv heads, size, BLOCK).
 
-    The last dimension of `blocks` is the tokens, because products with single queries are then up to twice as fast on
-    a CPU.
+    With tokens last, the products of `blocks` with single queries are up to twice as fast on a CPU.
     """
 
     def __init__(self, keys: torch.Tensor, num_blocks: int):
@@ -88,10 +87,7 @@ class DecodeBatch:
             self.prefix_mask = _mask([length - 1 for length in lengths], prefix_length, device)
 
     def reduce(self, values: torch.Tensor, mode: str) -> torch.Tensor:
-        """The sum or maximum over the blocks of each slot: (used blocks, ...) to (slots, ...).
-
-        `mode`: "sum" or "max".
-        """
+        """The "sum" or "max" over the blocks of each slot: (used blocks, ...) to (slots, ...)."""
         reduced = F.embedding_bag(self.block_tables, values.flatten(1), self.table_starts, mode=mode)
         return reduced.unflatten(1, values.shape[1:])
 
@@ -108,10 +104,7 @@ class PrefillChunk:
 
 
 class Step:
-    """The inputs of a forward pass, where its keys and values are stored, and which tokens each token attends to.
-
-    It covers the new tokens of `slots`. Slots with one new token must come first.
-    """
+    """A forward pass over the new tokens of `slots`. Slots with one new token must come first."""
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache], device: torch.device):
         self.caches = caches  # by layer; the first forward pass adds them

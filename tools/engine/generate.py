@@ -12,10 +12,7 @@ from tools.players.player import Reply
 
 
 class BatchEngine:
-    """Answers requests batch after batch, with any causal language model.
-
-    A batch runs until its longest reply has ended, and every prompt is computed from its first token.
-    """
+    """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
 
     keeps_games = False
 
@@ -24,11 +21,11 @@ class BatchEngine:
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). The others are not used."""
+        """As Engine.start; `game` and `seed` are not used."""
         self.waiting.append((request, prompt, limit or self.tokens.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Answer the next batch. Returns (request, reply) pairs."""
+        """Answer the next batch, as Engine.run."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
         requests, prompts, limits = zip(*batch, strict=True)
         return list(zip(requests, self.generate(prompts, limits), strict=True))

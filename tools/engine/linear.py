@@ -1,7 +1,6 @@
 """Linear layers on a CPU by oneDNN, with weights that are stored in the order that oneDNN computes in.
 
-torch's own product reorders the weights at every call. With few rows, as when tokens are generated, that takes more
-time than the product itself on some CPUs.
+torch's own product reorders them at every call. With few rows, as in play, that can take longer than the product.
 """
 
 from functools import partial
@@ -14,10 +13,7 @@ MEMORY_SHARE = 0.1  # share of the free memory that the reordered copies may tak
 
 
 def pack_weights(model) -> None:
-    """Let the model's float32 linear layers on the CPU compute with reordered copies of their weights.
-
-    Does nothing without oneDNN, or if the copies would take too much memory.
-    """
+    """Let float32 linear layers on the CPU compute with reordered copies of their weights, if these fit in memory."""
     layers = [layer for layer in model.modules() if _can_pack(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or size > MEMORY_SHARE * psutil.virtual_memory().available:

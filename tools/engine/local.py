@@ -5,7 +5,6 @@ Weights are read from .safetensors files only. Code in a model folder runs only 
 
 import asyncio
 import functools
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,6 @@ from utils import UserError, load_tokenizer, whole_characters
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
-logger = logging.getLogger(__name__)
 
 
 class ModelTokens:
@@ -61,7 +59,7 @@ class ModelTokens:
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
-        """The reply that these token ids stand for, up to the first end token. Other special tokens are left out."""
+        """The reply that these token ids are, up to the first end token. Other special tokens are left out."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         ids = [token for token in ids[:end] if not self.thinking or token not in self.unseen_ids]
@@ -90,10 +88,7 @@ class LocalModel(ModelTokens):
 def load_local_model(
     folder: Path, sampling: Sampling, *, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False
 ) -> LocalModel:
-    """Load a model folder onto the device of this process. `dtype` None: the one in the model's config.
-
-    UserError if weights are missing in the folder's files.
-    """
+    """Load a model folder onto this process's device. `dtype` None: the config's. UserError if weights are missing."""
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
@@ -105,7 +100,6 @@ def load_local_model(
     )
     if report["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{folder}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
-    logger.info("%s: %s on %s", folder, model.dtype, device)
     return LocalModel(model.eval(), tokenizer, sampling)
 
 
@@ -129,7 +123,7 @@ class Engine(Protocol):
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
         """Queue a request of game number `game`. `limit`: most tokens of the reply (None: --max_new_tokens).
 
-        `seed` is for engines that draw each reply by itself. Our own draw from torch's global generator.
+        `seed` is of the reply, for vLLM. Our own engines draw from torch's global generator.
         """
 
     def run(self) -> list[tuple[int, Reply]]:
@@ -187,10 +181,9 @@ class Batcher:
 class LocalPlayer(Player):
     """Plays with a model in this process. All local players of a process share one batcher."""
 
-    def __init__(self, engine: Engine, batcher: Batcher, chat: ChatTemplate | None = None, seed: int | str = 0):
-        self.engine, self.batcher, self.chat, self.seed = engine, batcher, chat, seed
+    def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
+        self.engine, self.batcher, self.seed = engine, batcher, seed
 
     async def reply(self, turn: Turn) -> Reply:
-        """The model's reply."""
-        prompt, seed = turn.prompt(self.chat), draw_seed(self.seed, turn)
+        prompt, seed = turn.prompt(self.engine.tokens.chat), draw_seed(self.seed, turn)
         return await self.batcher.submit(self.engine, prompt, game=turn.index, seed=seed)

@@ -10,10 +10,7 @@ MOST_ON_GPU, MOST_ON_CORES = 1024, 256  # most games at once, however much memor
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """Slots of an engine, and tokens of its cache, if `engines` engines share the memory.
-
-    A slot costs the memory of its logits, and all slots take at most a quarter. Keys and values get the rest.
-    """
+    """Slots of an engine, whose logits take at most a quarter of its memory, and tokens of its cache, the rest."""
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES
     slots = min(max(free // 4 // logit_bytes(model), 1), most)

@@ -14,7 +14,6 @@ PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory o
 
 
 def num_blocks_for(tokens: int) -> int:
-    """Number of blocks needed for `tokens` tokens."""
     return -(-tokens // BLOCK)
 
 
@@ -32,10 +31,9 @@ class Request:
 
 @dataclass(eq=False)
 class Slot:
-    """The tokens of one game.
+    """The tokens of one game: first those whose keys and values are cached, then pending ones.
 
-    The keys and values of the first tokens are cached. The other tokens are pending. The pending tokens that the next
-    step computes are the new tokens.
+    The pending tokens that the next step computes are the new tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,7 +46,6 @@ class Slot:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens that are not cached."""
         return len(self.token_ids) - self.num_cached_tokens
 
     @property
@@ -76,7 +73,6 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        """Number of blocks in the block tables of slots."""
         return self.num_blocks - len(self.free)
 
     def resize(self, block_table: list[int], tokens: int) -> None:
@@ -136,11 +132,7 @@ class Scheduler:
     # --- from requests to slots
 
     def admit(self) -> None:
-        """Give slots to waiting requests.
-
-        A request takes the slot of its game if that is idle. Otherwise it takes another idle slot, as long as the
-        prompts and the expected replies fit in the cache.
-        """
+        """Give idle slots to requests: that of its game, or another if all expected replies fit in the cache."""
         if not self.waiting:
             return
         slot_of_game = {slot.game: slot for slot in self.idle}
@@ -199,10 +191,7 @@ class Scheduler:
         return [slot for slot in slots if slot.num_new_tokens], moves
 
     def _make_room(self, slots: list[Slot]) -> bool:
-        """Make room for the new tokens of these slots, and return whether they fit now.
-
-        Idle slots are cleared first. If that is not enough, one of these slots is preempted, and the result is False.
-        """
+        """Whether the new tokens fit, after clearing idle slots as needed. If not, one of `slots` is preempted."""
         more = sum(num_blocks_for(slot.num_block_tokens) - len(slot.block_table) for slot in slots)
         for slot in self.idle:
             if self.block_manager.num_used + more > self.block_limit:
@@ -232,8 +221,5 @@ class Scheduler:
 
 
 def _num_common(cached: list[int], token_ids: list[int]) -> int:
-    """Number of tokens at the beginning of `token_ids` that are cached.
-
-    The last token never counts: it must be computed, since its logits are needed.
-    """
+    """How many of the first `token_ids` are cached, without the last one, since its logits must be computed."""
     return len(commonprefix([cached, token_ids[:-1]]))  # `commonprefix` works on lists too

@@ -1,12 +1,9 @@
 """The slot engine: continuous batching in which every game keeps its keys and values between its prompts.
 
 The next prompt of a game, for either role, begins with the same rules and history, so only the tokens after them are
-computed. The common prefix, with which the prompts of all games begin, is computed and stored once. A step is one
-forward pass. It computes one token of every running reply, and tokens of new prompts. When a reply ends, its slot can
-take the next request at once. The scheduler decides which tokens a step computes; see scheduler.py.
-
-With a chat template, the prompts of the two roles share only the rules, so the cache saves less. It never changes a
-reply.
+computed. (With a chat template, the prompts of the two roles share only the rules.) The common prefix, with which the
+prompts of all games begin, is computed and stored once. A step is one forward pass over one token of every running
+reply and tokens of new prompts, which scheduler.py chooses. When a reply ends, its slot can take the next request.
 
 The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
 """
@@ -43,17 +40,13 @@ class SlotEngine:
         self.caches: dict[int, LayerCache] = {}  # by layer
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request. `limit`: maximum number of tokens of the reply (None: --max_new_tokens). No use of `seed`.
-
-        The leading tokens that this prompt shares with the last prompt and reply of the same `game` are not computed
-        again.
-        """
+        """As Engine.start; `seed` is not used."""
         limit = limit or self.tokens.sampling.max_new_tokens
         self.scheduler.waiting.append(Request(request, *self.tokens.encode(prompt), game, limit))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
-        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+        """As Engine.run."""
         if not self.caches:
             self._compute_prefix()
         while True:
@@ -72,10 +65,7 @@ class SlotEngine:
                 cache.set_prefix(len(prefix))
 
     def _step(self) -> list[tuple[int, Reply]]:
-        """One forward pass, then a sampled token for each slot whose tokens are all computed.
-
-        Returns (request, reply) pairs of the replies that ended.
-        """
+        """One forward pass and a token for each complete slot. Returns (request, reply) pairs of ended replies."""
         slots, (targets, sources) = self.scheduler.schedule()
         moves = [torch.tensor(blocks, device=self.model.device) for blocks in (targets, sources)]
         for cache in self.caches.values():
@@ -91,10 +81,7 @@ class SlotEngine:
         return [reply for reply in replies if reply]
 
     def _forward(self, slots: list[Slot], *, prefix_length: int) -> torch.Tensor:
-        """Compute the new tokens of these slots.
-
-        Returns float32 logits (complete slots, vocabulary). Each row predicts the next token of one slot.
-        """
+        """Compute the new tokens. Returns float32 logits of the next tokens: (complete slots, vocabulary)."""
         step = Step(slots, prefix_length, self.caches, self.model.device)
 
         # Compute logits only where a token is sampled. (Not every model knows transformers' `logits_to_keep`.)

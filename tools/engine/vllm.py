@@ -1,17 +1,10 @@
-"""vLLM in this process (`--engine vllm`).
+"""vLLM in this process (`--engine vllm`). It gets token ids and a seed for each request, and returns token ids."""
 
-vLLM gets token ids and a seed for each request, and returns token ids. On one GPU it starts no process. With
-`--tensor_parallel_size` above 1 it starts a worker for each GPU, which ends with this process. On a CPU, vLLM 0.32
-needs `--vllm_args=--no-enable-chunked-prefill`: it cannot draw by seeds where prompts are computed in parts.
-"""
-
-import contextlib
 import functools
 import importlib.util
 import os
 import shlex
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +15,8 @@ from utils import LAUNCHER_VARIABLES, UserError, load_tokenizer
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
-STEP_TOKENS = "8192"  # tokens that a step computes at most
-# Variables that vLLM reads. They keep the values that the user has given them, but for the first.
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
+# Other variables that vLLM reads, unless the user has set them.
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
 # the loop sets for training, vLLM's all-reduce over several GPUs fails.
@@ -50,43 +42,23 @@ def claim_gpus(number: int) -> None:
     import torch
 
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
-    # Unlike torch.cuda.is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
+    # device_count does not start CUDA, unlike is_available; a start fixes the GPUs that a process sees.
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     first = number * int(os.environ.get("LOCAL_RANK", 0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + number])
 
 
-@contextlib.contextmanager
-def without_launcher() -> Iterator[None]:
-    """Hide the launcher's variables from vLLM."""
-    names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
-    hidden = {name: os.environ.pop(name) for name in names}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
 class VLLMEngine:
-    """Answers requests with vLLM's LLMEngine.
+    """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process.
 
-    `size`: most replies at once. `models`: number of engines that share the GPUs of this process. `dtype` None: the
-    one in the model's config.
+    `dtype` None: the one in the model's config.
     """
 
     keeps_games = True
 
     def __init__(
-        self,
-        folder: Path,
-        flags: VLLMFlags,
-        sampling: Sampling,
-        size: int = 256,
-        *,
-        models: int = 1,
-        dtype: str | None = None,
-        trust_remote_code: bool = False,
+        self, folder: Path, flags: VLLMFlags, sampling: Sampling, size: int, models: int, *, dtype, trust_remote_code
     ):
         if not has_vllm():
             raise UserError(f"--engine {VLLM} needs a package: {INSTALL}")
@@ -105,16 +77,15 @@ class VLLMEngine:
         dtype = dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(sampling.max_length)]
         words += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", STEP_TOKENS]
+        words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
         words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
-        with without_launcher():
-            self.llm = _start([*words, *shlex.split(flags.vllm_args)])
+        self.llm = _start([*words, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request. `limit`: most tokens of the reply (None: --max_new_tokens). `game` is not used."""
+        """As Engine.start; `game` is not used."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -133,7 +104,7 @@ class VLLMEngine:
         self.waiting.append((str(request), {"prompt_token_ids": ids}, params))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+        """As Engine.run."""
         while self.waiting:
             self.llm.add_request(*self.waiting.popleft())
         replies = []
@@ -151,9 +122,14 @@ class VLLMEngine:
 
 
 def _start(words: list[str]):
-    """An LLMEngine with these flags of `vllm serve`."""
-    from vllm import EngineArgs, LLMEngine
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher."""
+    names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
+    hidden = {name: os.environ.pop(name) for name in names}
+    try:
+        from vllm import EngineArgs, LLMEngine
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
-    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
+        return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))
+    finally:
+        os.environ.update(hidden)

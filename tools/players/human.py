@@ -15,10 +15,6 @@ with contextlib.suppress(ImportError):  # lets the person edit the line in `inpu
 HUMAN = "human"
 
 
-class HumanQuit(Exception):
-    """Ctrl-D or Ctrl-C."""
-
-
 class HumanPlayer(Player):
     """Shows a person what their role may know of the game, and reads each message as a line."""
 
@@ -30,7 +26,7 @@ class HumanPlayer(Player):
         self.role = ""
 
     async def reply(self, turn: Turn) -> Reply:
-        """The next line that is not blank. Blocks the event loop: a person plays one game at a time."""
+        """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt."""
         self.role = turn.role
         if all(message["role"] != turn.role for message in turn.history):
             print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves, games are stored) ---\n")
@@ -46,7 +42,7 @@ class HumanPlayer(Player):
 
 
 def show_answers(history: History, role: str) -> None:
-    """Show what others said since the last message of this role. What they wrote cannot move the cursor."""
+    """Show what others said since the last message of this role."""
     places = [place for place, message in enumerate(history, start=1) if message["role"] == role]
     for message in history[max(places, default=0) :]:
         text = printable(message["content"]).replace("\n", "\n    ")  # so that it looks like one message
@@ -54,14 +50,12 @@ def show_answers(history: History, role: str) -> None:
 
 
 def read_line(prompt: str) -> str:
-    """The next line that is not blank, stripped. HumanQuit if the person leaves."""
+    """The next line that is not blank, stripped."""
     # asyncio's own handler of Ctrl-C only cancels a task, which would have no effect until the line is read.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while not (line := input(prompt).strip()):
             pass
         return line
-    except (EOFError, KeyboardInterrupt):
-        raise HumanQuit from None
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -74,10 +74,9 @@ class Reply:
 
 
 def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
-    """The thought that begins a text, up to and including the last closing tag, and the message after it.
+    """The thought that begins a text, up to and including the last closing tag, and the message after it ("" if none).
 
-    If the last thought does not end, all of the text is thought, and the message is "". With `needs_tag`, a text
-    without any tag is a message; otherwise its thought has begun in the prompt.
+    With `needs_tag`, a text without any tag is a message; otherwise its thought has begun in the prompt.
     """
     if needs_tag and not any(tag in text for tag in THOUGHT_BEGINS + THOUGHT_ENDS):
         return "", text
@@ -97,7 +96,7 @@ class ReplyUnavailable(Exception):
 
 
 class Player:
-    """Anything that can speak in games, in many at a time. A new kind also needs a line in selfplay/engines.py."""
+    """Anything that can speak in games, in many at a time."""
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
 

@@ -1,9 +1,5 @@
-"""Players behind an OpenAI-compatible server: vLLM, SGLang, transformers serve, an API. They need the package openai.
+"""Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client repeats requests that fail."""
 
-After rate limits, 5xx, time-outs and dropped connections, its client waits and repeats the request.
-"""
-
-import asyncio
 import json
 import logging
 import os
@@ -26,34 +22,24 @@ from tools.players.player import (
 from utils import UserError, printable, require, warn_on_rank_0, whole_characters
 
 SERVER = "openai:"  # begins the name of a player behind a server
-COMPLETIONS, CHAT = "completions", "chat"
-KEY_VARIABLE, URL_VARIABLE = "OPENAI_API_KEY", "OPENAI_BASE_URL"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
-NO_KEY = "none"  # for servers without a key, since the client insists on one
-CONNECT_TIMEOUT = 10  # seconds
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0}  # values that need not be sent
-OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM, SGLang and others; OpenAI's own server refuses them
+OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own server refuses them
 LIMIT, CHAT_LIMIT = "max_tokens", "max_completion_tokens"  # in a chat, servers know one or both
 CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
-WRONG_SETUP = (401, 403, 404, 405)  # key, model or address are wrong: no request will ever succeed
-REFUSED = (400, 422)
-LONGEST_FAULT = 300  # characters of a server's error message that are shown
+WRONG_SETUP, REFUSED = (401, 403, 404, 405), (400, 422)  # status: key, model or address are wrong; so is the request
 
 
 @dataclass(kw_only=True)
 class ServerFlags:
     """The flags of players openai:MODEL."""
 
-    openai_api: str = flag("endpoint of players openai:MODEL", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
+    openai_api: str = flag("endpoint of players openai:MODEL", default="completions", choices=("completions", "chat"))
     openai_base_url: str | None = flag(
-        f"the server, such as http://host:8000/v1; unset: {URL_VARIABLE}, else OpenAI's own",
-        default=None,
-        metavar="URL",
+        "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None
     )
     openai_retries: int = flag("how many times a failed request is repeated", default=10)
-    openai_timeout: float = flag("seconds without an answer after which a request has failed", default=600)
-    max_concurrency: int = flag("requests of each process to a model on the server at once", default=64)
 
 
 def connect(flags: ServerFlags):
@@ -63,57 +49,53 @@ def connect(flags: ServerFlags):
 
     for library in ("openai", "httpx", "httpx2"):  # otherwise they log each request
         logging.getLogger(library).setLevel(logging.WARNING)
-    url, key = flags.openai_base_url or os.environ.get(URL_VARIABLE), os.environ.get(KEY_VARIABLE, "").strip()
+    url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL")
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (url or key):
-        raise UserError(f"{SERVER}MODEL needs {KEY_VARIABLE} for OpenAI itself, or --openai_base_url of a server")
+        raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
     try:
         http_client = openai.DefaultAsyncHttpxClient(trust_env=urlsplit(url or "").hostname not in LOCAL_HOSTS)
     except (ImportError, ValueError) as error:
         proxies = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
         raise UserError(f"{proxies}: this proxy cannot be used ({error}); unset it, or set NO_PROXY") from None
-    timeout = openai.Timeout(flags.openai_timeout, connect=CONNECT_TIMEOUT, pool=None)
-    settings = {"max_retries": flags.openai_retries, "timeout": timeout, "http_client": http_client}
-    return openai.AsyncOpenAI(api_key=key or NO_KEY, base_url=url, **settings)
+    settings = {"base_url": url, "max_retries": flags.openai_retries, "http_client": http_client}
+    # A server without keys takes any key, and the client insists on one.
+    return openai.AsyncOpenAI(api_key=key or "no-key", **settings)
 
 
 class ServerPlayer(Player):
-    """Plays with a model behind a server. For one event loop. Without `thinking`, thoughts in a chat are dropped.
+    """Plays with a model behind a server, in one event loop. Without `thinking`, thoughts in a chat are dropped.
 
     Servers know different fields: the first request is sent in one form after another until the server takes it.
     """
 
-    def __init__(
-        self, model: str, flags: ServerFlags, sampling: Sampling, seed: int | str = 0, *, thinking: bool = False
-    ):
+    def __init__(self, model: str, flags: ServerFlags, sampling: Sampling, seed: int | str, thinking: bool):
         self.model, self.sampling, self.seed, self.thinking = model, sampling, seed, thinking
-        self.client, self.chat = connect(flags), flags.openai_api == CHAT
-        self.places = asyncio.Semaphore(flags.max_concurrency)
+        self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]  # the first is in use
         self.answered = False  # whether any request has succeeded
 
     async def reply(self, turn: Turn) -> Reply:
-        """The model's reply.
+        """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
 
-        ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
         UserError for a wrong key or model, a used-up quota, a first request that is refused, and no server.
         """
         import openai
 
         path, body = "/chat/completions" if self.chat else "/completions", None
-        async with self.places:
-            while body is None:
-                form = self.forms[0]
-                try:
-                    body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
-                except openai.APIError as error:
-                    if not self._other_form(form, error):
-                        raise self._failure(error) from None
+        while body is None:
+            form = self.forms[0]
+            try:
+                body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
+            except openai.APIError as error:
+                if not self._other_form(form, error):
+                    raise self._failure(error) from None
         self.answered = True
         try:
             return self._read(body)
-        except ValueError as error:
-            raise ReplyUnavailable(self._line(str(error))) from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ReplyUnavailable(f"{self.model}: not a reply ({error!r})") from None
 
     def _other_form(self, form: tuple[str, bool], error) -> bool:
         """Whether a request that failed in this form may be sent again in `forms[0]`, another one."""
@@ -131,62 +113,54 @@ class ServerPlayer(Player):
         if sampling.do_sample:
             fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
             fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers take
-        fields = {name: value for name, value in fields.items() if value != NEUTRAL.get(name)}
-        if not own_fields:
-            fields = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+        left_out = () if own_fields else OWN_FIELDS
+        fields = {key: value for key, value in fields.items() if value != NEUTRAL.get(key) and key not in left_out}
         content = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         return {"model": self.model, **content, **fields, limit: sampling.max_new_tokens}
 
     def _read(self, body: bytes) -> Reply:
-        """The reply in an answer. ValueError if there is none."""
-        text, thought, reason, tokens = parse_completion(body)
+        """The reply in an answer. ValueError, or the error of what is missing in it, if there is none."""
+        answer = json.loads(body)
+        choice = answer["choices"][0]
+        reason = str(choice.get("finish_reason") or STOP).lower()
+        text, thought = read_texts(choice["message"] if self.chat else {"content": choice["text"]})
         if reason in REFUSALS:
-            raise ValueError(f"the reply was broken off ({reason})")
+            raise ValueError(f"it was broken off: {reason}")
         if self.thinking and thought:  # the server has taken the tags away
             text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
         elif self.chat and not self.thinking:
             _, text = split_thought(text, needs_tag=True)
-        if self.chat and not text.strip():  # a thought took all tokens, or a filter held the text back
-            raise ValueError(f"the reply is empty ({reason}); a larger --max_new_tokens leaves room for thoughts")
+        if self.chat and not text.strip():
+            raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
         text, cut = cut_text(text, self.sampling.max_new_tokens)
         thought, text = split_thought(text) if self.thinking else ("", text)
+        tokens = (answer.get("usage") or {}).get("completion_tokens")
+        tokens = tokens if isinstance(tokens, int) else None
         return Reply(text, LENGTH if cut or reason in CUTS else STOP, tokens, thought=thought or None)
 
     def _failure(self, error) -> Exception:
-        """The exception for an openai.APIError: UserError ends the run, ReplyUnavailable one game."""
+        """The exception for an openai.APIError, in one line without the key: UserError ends the run."""
         status = getattr(error, "status_code", None)  # None: no answer came
         why = f"status {status}: {error.response.text}" if status else f"{error.message} {error.__cause__ or ''}"
-        hopeless = status in WRONG_SETUP or error.code == "insufficient_quota"
-        hopeless = hopeless or (not self.answered and status in (None, *REFUSED))
-        return UserError(self._line(why)) if hopeless else ReplyUnavailable(self._line(why))
-
-    def _line(self, why: str) -> str:
-        """What went wrong at this server, in one line without the key."""
-        if self.client.api_key != NO_KEY:
-            why = why.replace(self.client.api_key, "***")
-        server = self.client.base_url.netloc.decode()
-        return f"{self.model} at {server}: {printable(' '.join(why.split())[:LONGEST_FAULT])}"
+        why = printable(" ".join(why.replace(self.client.api_key, "***").split())[:300])
+        line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
+        if status in WRONG_SETUP or error.code == "insufficient_quota":
+            return UserError(line)
+        return UserError(line) if not self.answered and status in (None, *REFUSED) else ReplyUnavailable(line)
 
 
-def parse_completion(body: bytes) -> tuple[str, str, str, int | None]:
-    """Text, thought, reason for its end, and number of tokens, if known, of an answer. ValueError if it is none."""
-    try:
-        answer = json.loads(body)
-        choice, usage = answer["choices"][0], answer.get("usage")
-        message = choice.get("message") or {"content": choice["text"]}
-        parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
-        thoughts = [part for part in parts if isinstance(part, dict) and re.search("think|reason", part["type"])]
-        text = part_text([part for part in parts if part not in thoughts])
-        thought = part_text(message.get("reasoning_content") or message.get("reasoning") or thoughts)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__}: {error})") from None
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    reason = str(choice.get("finish_reason") or STOP).lower()
-    return whole_characters(text), whole_characters(thought), reason, tokens if isinstance(tokens, int) else None
+def read_texts(message: dict) -> tuple[str, str]:
+    """The text and the thought of a message, whose content is a text or a list of parts."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    thoughts = [part for part in parts if re.search("think|reason", part["type"])]
+    text = part_text([part for part in parts if part not in thoughts])
+    thought = message.get("reasoning_content") or message.get("reasoning") or thoughts
+    return whole_characters(text), whole_characters(part_text(thought))
 
 
 def part_text(part: object) -> str:
-    """The text of a message's content: a text, a list of parts, or a part, whose text may be a list of parts."""
+    """The text of a part, whose text may be a list of parts, or of such a list."""
     if isinstance(part, list):
         return "".join(map(part_text, part))
     if isinstance(part, dict):

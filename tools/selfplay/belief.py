@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
-from tools.selfplay.rewards import hint_ends, game_result
+from tools.selfplay.rewards import game_result, hint_ends
 from utils import whole_characters
 
 if TYPE_CHECKING:

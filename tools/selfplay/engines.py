@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tools.engine.vllm import AUTO, VLLM, VLLMEngine, has_vllm
 from tools.games.game import Game
@@ -16,12 +15,9 @@ from tools.players.server import SERVER, ServerPlayer
 from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags
 from utils import UserError, files_setting, model_folder, model_setting, on_rank_0, rank, world_size
 
-if TYPE_CHECKING:
-    from tools.engine.local import Engine, LocalModel
-
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
-# The models of the present match by their folders, under the text of all that their loading depends on.
-_loaded: "dict[str, dict[Path, LocalModel | VLLMEngine]]" = {}
+SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
+_loaded: dict[str, dict] = {}  # models of the present match by folder, under the text of all that loading depends on
 
 
 def is_local(name: str) -> bool:
@@ -30,15 +26,11 @@ def is_local(name: str) -> bool:
 
 
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
-    """The flags with the meaning of `--engine auto`: vllm where there are a GPU and the package, else still auto.
-
-    All ranks of the launch must call this.
-    """
+    """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this."""
     if flags.engine != AUTO or not has_vllm() or not any(map(is_local, names)):
         return flags
     import torch
 
-    # Unlike is_available, device_count does not start CUDA, which fixes the GPUs that a process sees.
     return replace(flags, engine=VLLM if on_rank_0(torch.cuda.device_count) else AUTO)
 
 
@@ -46,7 +38,7 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
     """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part."""
     if name.startswith(SERVER):
         return {"path": name, "api": flags.openai_api}
-    if name.startswith(SCRIPTED) and ":" in name.removeprefix(SCRIPTED):  # a function in a file of one's own
+    if name.startswith(SCRIPTED):
         return files_setting(inspect.getfile(flags.load_game().scripted(name.removeprefix(SCRIPTED))))
     return model_setting(name) if is_local(name) else name
 
@@ -56,17 +48,17 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1].
 
-    The models of an earlier match leave memory. Torch is seeded for this rank. The number of games that are left is a
-    part of its seed, so that a resumed run draws anew.
+    The models of an earlier match leave memory. A resumed run draws anew, as fewer `games_left` change torch's seed.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
-    players, engines, sizes = {}, {}, []
+    players, engines = {}, {}
     if folders:
         import torch
 
         from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
 
+        torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
         engines = ENGINE_THREAD.submit(_start_engines, sorted(set(folders.values())), flags, limit).result()
         batcher = Batcher()
         torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
@@ -76,34 +68,31 @@ def make_players(
         elif name.startswith(SCRIPTED):
             players[name] = ScriptedPlayer(game.scripted(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
-            model, sampling = name.removeprefix(SERVER), flags.sampling()
-            players[name] = ServerPlayer(model, flags, sampling, seed, thinking=flags.thinking)
-            sizes.append(flags.max_concurrency)
+            players[name] = ServerPlayer(name.removeprefix(SERVER), flags, flags.sampling(), seed, flags.thinking)
         else:
-            engine = engines[folders[name]]
-            players[name] = LocalPlayer(engine, batcher, engine.tokens.chat, seed)
-            sizes.append(engine.size)
+            players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
     # Enough games to keep all of them busy, but no more than have a place of their own in each engine.
+    busy = sum(SERVER_GAMES for name in players if name.startswith(SERVER))
+    busy += sum(engine.size for engine in engines.values())
     places = [engine.size for engine in engines.values() if engine.keeps_games]
-    at_once = limit or max(1, min([sum(sizes), *places]))
+    at_once = limit or max(1, min([busy, *places]))
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 
-def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None) -> "dict[Path, Engine]":
-    """An engine for each model, for at most `limit` games at once. Runs in ENGINE_THREAD, as the engines do."""
-    import torch
-
+def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None) -> dict:
+    """A tools.engine.local.Engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
     from tools.engine.generate import BatchEngine
     from tools.engine.memory import slots_for_memory
     from tools.engine.slots import SlotEngine, can_hold
 
-    torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
     key = repr((folders, flags))
     if key not in _loaded:
         drop_models()
-        _loaded[key] = {folder: _load_model(folder, flags, models=len(folders)) for folder in folders}
-    engines = dict(_loaded[key])
-    for folder, model in _loaded[key].items() if flags.engine != VLLM else ():
+        _loaded[key] = {folder: _load_model(folder, flags, len(folders)) for folder in folders}
+    if flags.engine == VLLM:
+        return _loaded[key]
+    engines = {}
+    for folder, model in _loaded[key].items():
         kind, size = BatchEngine, GENERATE_PROMPTS
         if flags.engine != GENERATE and can_hold(model.model, flags.max_length):
             kind, (size, model.cache_tokens) = SlotEngine, slots_for_memory(model.model, engines=len(folders))
@@ -114,16 +103,17 @@ def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None)
     return engines
 
 
-def _load_model(folder: Path, flags: PlayFlags, *, models: int) -> "LocalModel | VLLMEngine":
-    from tools.engine.local import load_local_model
+def _load_model(folder: Path, flags: PlayFlags, models: int):
+    """A LocalModel, or a VLLMEngine for one of so many models."""
+    from tools.engine import local
 
     options = {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}
     if flags.engine == VLLM:
         size = flags.per_device_eval_batch_size or VLLM_GAMES
-        model = VLLMEngine(folder, flags, flags.sampling(), size, models=models, **options)
+        model = VLLMEngine(folder, flags, flags.sampling(), size, models, **options)
+        tokens = model.tokens
     else:
-        model = load_local_model(folder, flags.sampling(), **options)
-    tokens = model.tokens if flags.engine == VLLM else model
+        tokens = model = local.load_local_model(folder, flags.sampling(), **options)
     tokens.thinking = flags.thinking
     if flags.chat_template:
         tokens.use_chat_template(str(folder))
@@ -134,8 +124,9 @@ def drop_models() -> None:
     """Free the memory of the loaded models."""
     import torch
 
-    for model in [model for models in _loaded.values() for model in models.values() if isinstance(model, VLLMEngine)]:
-        model.end()
+    for model in [model for models in _loaded.values() for model in models.values()]:
+        if isinstance(model, VLLMEngine):
+            model.end()
     _loaded.clear()
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where there is no GPU

@@ -1,10 +1,4 @@
-"""The files of a run of play: finished games are stored one by one, and put together when the last one has ended.
-
-    STEM_rank0.jsonl ...   finished games of each rank, appended one by one; a restart does not play them again
-    STEM_results.json      all games in the order of the word list, written when the last game has ended
-    STEM_summary.json      outcomes and counts of the results
-    STEM_settings.json     the record of `utils.stage`, which the programs write
-"""
+"""The files of a run of play (data/README.md): finished games are stored one by one, and put together at the end."""
 
 import glob
 import json
@@ -60,7 +54,8 @@ class EpisodeFiles:
         """
         episodes: dict[int, Episode] = {}
         for path in sorted(self.folder.glob(self.rank_pattern)):
-            for number, line in enumerate(_whole_lines(path), start=1):
+            lines = path.read_bytes().split(b"\n")[:-1]  # without half a last one; a reply may hold U+2028
+            for number, line in enumerate(lines, start=1):
                 try:
                     episode = json.loads(line)
                 except ValueError:  # two processes have written to it at once
@@ -150,11 +145,6 @@ def new_tokens(episode: Mapping) -> int:
 
 def _thought_was_cut(reply: Mapping) -> bool:
     return "thought" in reply and reply["finish_reason"] == LENGTH and not reply["thought"].endswith(THOUGHT_ENDS)
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file without an unfinished last one. Only a newline ends a line: a reply may hold U+2028."""
-    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _open_to_append(path: Path) -> BinaryIO:

@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 from tqdm import tqdm
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.human import HumanQuit
 from tools.players.player import Player, ReplyUnavailable, Turn
 from tools.selfplay.engines import make_players
 from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens
@@ -123,23 +123,13 @@ def play_words(
         for player in set(players.values()):  # one player may have both roles
             player.game_over(episode)
 
-    def on_lost(task: str, error: ReplyUnavailable) -> None:
-        logger.warning("%s: left unfinished: %s", task, error)
-
-    games = play_games(
-        game,
-        tasks,
-        players,
-        max_turns=flags.turns(game),
-        templates=templates,
-        concurrent_games=games_at_once,
-        on_episode=on_episode,
-        on_lost=on_lost,
-    )
+    callbacks = {"on_episode": on_episode, "on_lost": partial(logger.warning, "%s: left unfinished: %s")}
+    options = {"max_turns": flags.turns(game), "templates": templates, "concurrent_games": games_at_once}
+    games = play_games(game, tasks, players, **options, **callbacks)
     try:
         with closing(bar):
             asyncio.run(games)
-    except (HumanQuit, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt):
         if not at_terminal:
             raise
         print("\nYou have left. The same command plays the games that are missing.")
