@@ -1,8 +1,6 @@
 """Chat templates: three families of them, the same tokens in play and in training, and templates that are refused."""
 
 import asyncio
-import random
-import re
 from pathlib import Path
 
 import pytest
@@ -146,18 +144,6 @@ def test_the_game_is_a_conversation_of_the_player_who_speaks():
         {"role": "assistant", "content": "What hangs in a museum?"},
         {"role": "user", "content": "Coats."},
     ]
-
-
-def test_random_training_prompts_have_the_rule_texts_of_those_without_a_template():
-    chat = ChatTemplate(chat_tokenizer("chatml"), "m")
-    templates = OWN_PROMPTS | {"rules": [f"Text {number}.\n" for number in range(8)]}
-    by_chat, plain, rules = random.Random(3), random.Random(3), set()
-    for _ in range(40):
-        drawn = chat.play_prompt(GAME, HISTORY, "art", 5, templates=templates, rng=by_chat)
-        rule = re.search(r"Text (\d)\.", drawn)[0]
-        assert rule in prompts.training_prompt(GAME, HISTORY, "art", 5, rng=plain, templates=templates)
-        rules.add(rule)
-    assert len(rules) == 8
 
 
 def test_sft_rows_are_one_user_message_and_its_answer():

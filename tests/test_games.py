@@ -14,9 +14,8 @@ from scripted import ScriptedPlayer, messages
 
 from tools import assign_rewards, evaluate_games, play_llm_game, report
 from tools.games import load_game, prompts
-from tools.games.chat import chat_messages
-from tools.games.game import CLASSES, Game, Outcome
-from tools.selfplay.play import play_game, play_games
+from tools.games.game import CLASSES, Game
+from tools.selfplay.play import play_games
 from utils import UserError, read_json_or_jsonl, read_words, write_records
 
 QUESTIONS, CITY = load_game("twenty_questions"), load_game("guess_my_city")
@@ -96,49 +95,6 @@ def test_the_answer_is_a_message_that_finds_the_secret(name):
     outcome = game.outcome(game.judge(messages(game, *texts), game.example_task, 3).outcome)
     assert game.rewards(game.example_task, messages(game, *texts), outcome.name)[role] == 1.0
     assert Divide().answer("10") is None
-
-
-class Counting(Game):
-    """Who opens depends on the task, and a secret on the messages: the second role opens an odd task."""
-
-    name, title, max_turns, roles, example_task = "counting", "Counting", 2, ("left", "right"), "1"
-    outcomes = (Outcome("left wins", winner="left"), Outcome("open"))
-    prompt_file = None
-
-    def secrets(self, role, task, history):
-        return {"said": f"{role} of {task} after {len(history)}"}
-
-    def next_role(self, task, history):
-        return self.roles[(int(task) + len(history)) % 2]
-
-    def decide(self, task, history):
-        return "left wins" if len(history) == 3 else None
-
-
-@pytest.mark.parametrize("task, order", [("0", ["left", "right", "left"]), ("1", ["right", "left", "right"])])
-def test_who_speaks_and_what_he_knows_may_depend_on_the_game_so_far(task, order):
-    game, players = Counting(), {role: ScriptedPlayer([["a", "b"]]) for role in Counting.roles}
-    templates = {"rules": ["Count.\n"]} | {f"{role}_instruction": "You: {said}." for role in game.roles}
-    episode = asyncio.run(play_game(game, task, players, max_turns=2, templates=templates))
-    assert [message["role"] for message in episode["history"]] == order
-    for index, role in enumerate(order):
-        history, secret = episode["history"][:index], f"You: {role} of {task} after {index}."
-        assert secret in prompts.play_prompt(game, history, task, 2, templates)
-        system, first, *_ = chat_messages(history, role, "Count.\n", secret)
-        assert (system["role"], first["role"]) == ("system", "user")
-        assert (first["content"] == prompts.NO_HISTORY) == (role == order[0])
-        (turn,) = [turn for turn in players[role].asked if len(turn.history) == index]
-        assert turn.secrets == {"said": secret[5:-1]}
-    rows = assign_rewards.assign_rewards([episode], game=game, rng=random.Random(0), templates=templates)
-    places = [index for index, role in enumerate(order) if role == "left"]  # who wins
-    for row, index in zip(rows, places, strict=True):
-        assert row["role"] == "left" and re.search(f"You: left of {task} after {index}[.:]", row["query"])
-
-
-def test_a_misspelt_outcome_is_an_error_that_names_it():
-    game = type("Misspelt", (type(QUESTIONS),), {"decide": lambda *_: "fuond"})()
-    with pytest.raises(ValueError, match="has no outcome 'fuond'"):
-        game.judge(messages(game, "Is it red?"), "apple", 3)
 
 
 def test_points_follow_from_winner_breach_and_outcome():

@@ -13,7 +13,6 @@ from conftest import ROOT
 from helpers import ENVIRONMENT, call, flags_of, start
 
 from tools import play_llm_game
-from tools.players.human import show_answers
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
@@ -129,13 +128,6 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     again.program.send_signal(signal.SIGINT)  # acts at once, in the middle of a line
     assert "Traceback" not in again.read_until("You have left.") + again.read_all()
     assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
-
-
-def test_all_new_messages_are_shown_and_none_steers_the_terminal(capsys):
-    history = [{"role": role, "content": role} for role in ("attacker", "defender", "attacker")]
-    history.append({"role": "attacker", "content": "clear \x1b[2J\nthe screen, \u00e9"})
-    show_answers(history, "defender")
-    assert capsys.readouterr().out == "attacker: attacker\nattacker: clear \ufffd[2J\n    the screen, \u00e9\n"
 
 
 def test_a_person_without_a_terminal_is_told_so(flags, monkeypatch):
