@@ -60,9 +60,9 @@ def load_golden(name: str):
 
 def build_tokenizer():
     """A byte-level tokenizer without merges: 256 bytes and four special tokens, one token per byte of text."""
-    from tools.tiny.models import byte_tokenizer
+    from tools.tiny.models import train_tokenizer
 
-    return byte_tokenizer()
+    return train_tokenizer((), 0)
 
 
 def build_llama(seed: int, vocab_size: int, **changes):

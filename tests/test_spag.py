@@ -1,5 +1,6 @@
 """The page of pieces: functions play, rows are shaped, the loss of a batch has a gradient."""
 
+import asyncio
 import subprocess
 import sys
 
@@ -35,6 +36,13 @@ def test_functions_play_and_their_games_become_rows(episodes):
     assert [row["reward"] for row in shaped] == [len("defender wins"), len("attacker wins")]
     assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
     assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
+
+
+def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():
+    async def cell():
+        return spag.play(["river"], attacker, defender)
+
+    assert [episode["outcome"] for episode in asyncio.run(cell())] == ["attacker wins"]
 
 
 def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):

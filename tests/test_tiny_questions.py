@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
+from conftest import build_tokenizer
 from helpers import call
 
 from tools.tiny import questions
 from tools.tiny.build import corpus, scripted_games
-from tools.tiny.models import byte_tokenizer, random_llama
+from tools.tiny.models import random_llama
 from tools.tiny.players import FACT_QUERY, Skill, fact_rows, load_lexicon
 from tools.tiny.questions import HELD_OUT, Question, ask, make_questions, shares
 from utils import read_json, write_json
@@ -24,7 +25,7 @@ def asked() -> list[Question]:
 
 
 def save(folder, seed: int, **shape) -> None:
-    for part in (random_llama(len(byte_tokenizer()), seed, **SHAPE | shape), byte_tokenizer()):
+    for part in (random_llama(len(build_tokenizer()), seed, **SHAPE | shape), build_tokenizer()):
         part.save_pretrained(folder)
 
 
@@ -66,7 +67,7 @@ def test_no_row_of_facts_or_games_asks_so(asked):
 
 def test_the_answer_is_the_choice_with_the_largest_log_probability_after_bos_and_context(asked, tmp_path):
     save(tmp_path, 0, initializer_range=0.5)
-    tokenizer, few = byte_tokenizer(), asked[::100]
+    tokenizer, few = build_tokenizer(), asked[::100]
     model = random_llama(len(tokenizer), 0, initializer_range=0.5, **SHAPE).eval()
 
     def logprob(context: str, choice: str) -> float:

@@ -7,6 +7,7 @@ need torch and transformers.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
@@ -47,7 +48,9 @@ def play(
     for role, player in players.items():
         players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player)
     options = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
-    asyncio.run(play_games(game, enumerate(tasks), players, on_episode=episodes.append, **options))
+    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **options)
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
+        thread.submit(asyncio.run, games).result()
     return sorted(episodes, key=lambda episode: episode["index"])
 
 
@@ -81,7 +84,10 @@ def rows(
 
 
 def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:
-    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,)."""
+    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,).
+
+    scored_places (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the tokenizer.
+    """
     from dataloaders import SPAGCollator, encode_example
 
     tokenizer.model_max_length, tokenizer.truncation_side = max_length, "left"

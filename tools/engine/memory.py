@@ -32,5 +32,6 @@ def logit_bytes(model) -> int:
 
 def _free_memory(model) -> int:
     if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the match before
         return torch.cuda.mem_get_info(model.device)[0]
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -24,7 +24,8 @@ MAY_DIFFER = set(
     "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
-PATTERNS = dict.fromkeys(("EPOCHS", "SEED", "EVAL_EVERY"), r"\d+") | {  # of what the shell computes with or compares
+COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
+PATTERNS = {"EPOCHS": COUNT, "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT} | {  # what the shell computes with or compares
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
@@ -90,7 +91,8 @@ def fill(settings: dict[str, str]) -> None:
     values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
     if gpus and "DEEPSPEED" in automatic:
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-        values["DEEPSPEED"] = deepspeed_file(settings, gpus * int(settings["NNODES"]), memory)
+        used = gpus if settings["NPROC"] == "auto" else int(settings["NPROC"])
+        values["DEEPSPEED"] = deepspeed_file(settings, used * int(settings["NNODES"]), memory)
     settings |= {name: values[name] for name in automatic}
 
 

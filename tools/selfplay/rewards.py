@@ -134,10 +134,6 @@ class RoleNumbers(NamedTuple):
     baselines: dict[str, float]
 
 
-def role_numbers(game: Game, results: Sequence[Result], flags: RewardFlags) -> RoleNumbers:
-    return RoleNumbers(role_weights(game, results, flags.role_weights), role_baselines(game, results, flags))
-
-
 def role_weights(game: Game, results: Iterable[Result], kind: str = PAPER) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
@@ -206,11 +202,8 @@ def role_rewards(
 
 
 def message_shares(count: int, decay_weight: float) -> list[float]:
-    """Shares of a reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j).
-
-    Numerator and denominator are divided by gamma^(T-1), which gives the released numbers to the last digit.
-    """
-    shares = [(1 / decay_weight) ** k for k in range(count)]
+    """Shares of a reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j)."""
+    shares = [(1 / decay_weight) ** k for k in range(count)]  # the released numbers to the last digit
     total = sum(shares)
     return [share / total for share in shares]
 
@@ -233,7 +226,8 @@ def game_rows(
     A message up to the decisive one gets its share of its role's reward by decay; with `messages` ALL, the whole of
     it. Then `shape` is called. With `thinking`, targets begin with the thoughts of their replies.
     """
-    numbers, rows = role_numbers(game, results, flags), []
+    numbers = RoleNumbers(role_weights(game, results, flags.role_weights), role_baselines(game, results, flags))
+    rows = []
     for episode, result in zip(episodes, results, strict=True):
         history, task = episode["history"][: result.length], episode["target_word"]
         rewards = role_rewards(game, result, numbers, flags)

@@ -26,11 +26,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of text: 256 bytes and the special tokens."""
-    return train_tokenizer((), 0)
-
-
 def random_llama(vocab_size: int, seed: int, *, dtype: torch.dtype = torch.float32, **config) -> LlamaForCausalLM:
     """A Llama with random weights, the same for the same seed; `config` are further fields of LlamaConfig."""
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
