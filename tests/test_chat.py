@@ -59,9 +59,6 @@ def rewards(place: Path, **changes) -> list[dict]:
     return read_json_or_jsonl(place / "rows.json")
 
 
-# --- play and training -----------------------------------------------------------------------------------------------
-
-
 class Speaker:
     """Says letters and the token that ends a reply, and keeps the tokens of each prompt and reply."""
 
@@ -126,9 +123,6 @@ def test_the_date_that_a_template_tells_is_a_fixed_one():
     assert chat.join_play_prompt(HISTORY, "defender", "Rules.", "Go.").startswith(f"{DAY}, {DAY}")
 
 
-# --- conversations ---------------------------------------------------------------------------------------------------
-
-
 def test_the_game_is_a_conversation_of_the_player_who_speaks():
     templates = {"rules": ["Rules of {max_turns} turns.\n"], "attacker_instruction": "Make them say {target_word}."}
     templates |= {"defender_instruction": "Find it out."}
@@ -158,9 +152,6 @@ def test_sft_rows_are_one_user_message_and_its_answer():
     assert tokenizer.decode(encode_example(row, tokenizer)["input_ids"]) == row["query"] + row["target"]
 
 
-# --- templates of all kinds ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "template, target",
     [
@@ -186,15 +177,11 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
     assert prompt.endswith("assistant: <none>")
 
 
-THINKING = LINES.replace("END", "'</s>'") + ANSWER.replace("<none>", "<think>\n")
-
-
 @pytest.mark.parametrize(
     "template, complaint",
     [
         ("{{ messages[-1].content }}", "leaves out messages"),
         (LINES.replace("in messages", "in messages[:-1]").replace("END", "'</s>'"), "leaves out messages"),
-        (THINKING, "begins replies with <think>"),
         ("{{ raise_exception('tools only') }}", "refuses the game .tools only"),
         ("", "no chat template"),
     ],
@@ -211,15 +198,12 @@ EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception
 
 def test_an_empty_message_is_shown_as_dots_to_a_template_that_refuses_one():
     history = [HISTORY[0], {"role": "defender", "content": ""}, HISTORY[2]]
-    strict = ChatTemplate(chat_tokenizer("chatml", EMPTY_REFUSED + LINES.replace("END", "'</s>'")), "m")
-    lenient = ChatTemplate(chat_tokenizer("chatml", LINES.replace("END", "'</s>'")), "m")
-    for end, message in ((3, f"assistant: {EMPTY}</s>"), (2, f"user: {EMPTY}</s>")):
-        arguments = (history[:end], GAME.next_role("art", history[:end]), "Rules.", "Go.")
-        assert message in strict.join_play_prompt(*arguments)
-        assert lenient.join_play_prompt(*arguments) == strict.join_play_prompt(*arguments).replace(EMPTY, "")
+    for refusal, shown in ((EMPTY_REFUSED, EMPTY), ("", "")):
+        chat = ChatTemplate(chat_tokenizer("chatml", refusal + LINES.replace("END", "'</s>'")), "m")
+        assert f"assistant: {shown}</s>" in chat.join_play_prompt(history, "defender", "Rules.", "Go.")
 
 
-def test_messages_in_a_row_are_joined_and_a_game_that_a_template_refuses_is_lost():
+def test_messages_of_one_player_in_a_row_are_joined_and_a_game_that_a_template_refuses_is_lost():
     template = (TEMPLATES / "turns.jinja").read_text(encoding="utf-8")  # in which roles must alternate
     strict = "{% if add_generation_prompt and messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     chat = ChatTemplate(chat_tokenizer("turns", template + strict), "m")
@@ -228,7 +212,6 @@ def test_messages_in_a_row_are_joined_and_a_game_that_a_template_refuses_is_lost
         history = [{"role": role, "content": f"Said {place}."} for place, role in enumerate(roles)]
         return Turn(GAME, "attacker", history, 3, 0, {"target_word": "art"}, OWN_PROMPTS).prompt(chat)
 
-    assert "Said 0.\nSaid 1.<end_of_turn>" in prompt("defender", "defender")
     assert "Said 0.\nSaid 1.<end_of_turn>" in prompt("attacker", "attacker", "defender")
     with pytest.raises(ReplyUnavailable, match="^m: its chat template refuses the game"):
         prompt("defender", "attacker")

@@ -1,25 +1,20 @@
-"""Evaluation by match: the games that are played, the models in memory, and the files.
+"""Evaluation by match: the games that are played, and the files.
 
 faults/ kills the program, and refuses its flags and other settings.
 """
 
 import json
-import os
 import shutil
-import weakref
 from collections import Counter
 
 import pytest
 from helpers import TORCHRUN, call, finish, flags_of, start
 
 from tools import evaluate_games
-from tools.engine import local
-from tools.games import taboo
-from tools.matches.stats import Match, pairs
+from tools.matches.stats import pairs
 from utils import read_json_or_jsonl, write_json
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # "one" stands there twice
-GAME = taboo.Taboo()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +63,8 @@ def matches_of(folder):
 def assert_complete(folder, pairs):
     """Every game was played once."""
     games = games_of(folder)
-    assert Counter((*(game[key] for key in Match.keys(GAME)), game["target_word"]) for game in games) == Counter(
+    keys = ("attacker", "defender", "words", "seed", "target_word")
+    assert Counter(tuple(game[key] for key in keys) for game in games) == Counter(
         (*pair, name, seed, word)
         for pair in pairs
         for name, words in (("played", PLAYED), ("held_out", HELD_OUT))
@@ -106,27 +102,6 @@ def test_a_match_does_not_depend_on_those_before_it(place, tiny_model, other_mod
 
     # b and c are the same model. With equal draws, their games would be the same.
     assert said("b", 0) != said("c", 0) and said("b", 0) != said("b", 1)
-
-
-def test_only_the_two_models_of_a_match_are_in_memory(
-    place, tiny_model, other_model, third_model, tmp_path, monkeypatch
-):
-    alive, loads, load = weakref.WeakSet(), [], local.load_local_model
-
-    def load_and_watch(folder, *args, **options):
-        loads.append(len(alive))
-        model = load(folder, *args, **options)
-        alive.add(model.model)
-        return model
-
-    monkeypatch.setattr(local, "load_local_model", load_and_watch)
-    players = {"a": tiny_model, "b": other_model, "c": third_model}
-    call(evaluate_games.main, *flags(place, players, tmp_path, seeds=[0], max_words=2, games_per_word=1))
-    assert len(loads) <= 6 and max(loads) == 1  # three pairs
-    loads.clear()
-    same = {"a": tiny_model, "b": os.path.relpath(tiny_model)}  # one model for both
-    call(evaluate_games.main, *flags(place, same, tmp_path / "same", max_words=1))
-    assert len(loads) == 1
 
 
 def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path):

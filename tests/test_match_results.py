@@ -1,24 +1,19 @@
-"""The schedule of an evaluation by match, and its tables."""
+"""Who meets whom in an evaluation by match, and its tables."""
 
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.matches import text
-from tools.matches.stats import count_matches, pairs, result_rows
+from tools.matches.stats import pairs, result_rows
 
 TABOO = load_game("taboo")
 SETTINGS = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": None}
 SETTINGS |= {"task_type": "sampling", "games_per_word": 1, "max_turns": 5}
-
-# --- the schedule --------------------------------------------------------------------------------------------------
 
 
 def test_every_pair_meets_in_both_roles_or_all_meet_one_player():
     assert pairs(["a", "b", "c"]) == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
     assert pairs(["a", "b", "c"], "b") == [("a", "b"), ("b", "a"), ("c", "b"), ("b", "c")]
     assert pairs(["a"]) == pairs(["a"], "a") == [("a", "a")]
-
-
-# --- the tables ----------------------------------------------------------------------------------------------------
 
 
 def results_of(outcomes, against=None):
@@ -30,8 +25,7 @@ def results_of(outcomes, against=None):
         for (attacker, defender), ends in outcomes.items()
         for number, outcome in enumerate(ends)
     ]
-    rows = list(result_rows(count_matches(games, TABOO)))
-    return {"settings": SETTINGS | {"against": against}, "results": rows, "games_path": "games.json"}
+    return {"settings": SETTINGS | {"against": against}, "results": list(result_rows(games, TABOO))}
 
 
 WIN, LOSS, TIE, BREACH = ATTACKER_WINS, DEFENDER_WINS, TIED, ATTACKER_BREAKS

@@ -1,7 +1,6 @@
 """The report: its numbers and its games, from whole and from partial folders, and the page, parsed."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from tools import report
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
-from tools.matches.stats import count_matches, result_rows
+from tools.matches.stats import result_rows
 from tools.matches.text import shown_rows
 from tools.pages import page
 from tools.pages.contents import marked, read_folder, shown_game
@@ -22,7 +21,6 @@ from utils import UserError, write_json, write_records
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
 SELF_PLAY = {ATTACKER_WINS: 6, DEFENDER_WINS: 8, ATTACKER_BREAKS: 4, TIED: 2}
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 &lt; 'lemon'"
-LINK = "<a href='https://x.example'>x</a> <b>b</b> &lt;i&gt;"
 
 
 def played(outcomes: Mapping[str, int], game=TABOO, **more) -> list[dict]:
@@ -43,16 +41,13 @@ def make_match(folder: Path, games: list[dict], players: list[str], against: str
     """Write what tools/evaluate_games.py leaves of these games."""
     write_records(folder / "games_results.json", games)
     results = {"settings": {"players": players, "against": against}, "games_path": "games_results.json"}
-    write_json(folder / "matches.json", results | {"results": list(result_rows(count_matches(games, TABOO)))})
+    write_json(folder / "matches.json", results | {"results": list(result_rows(games, TABOO))})
 
 
 @pytest.fixture
 def output(tmp_path) -> Path:
-    return make_loop(tmp_path / "demo")
-
-
-def make_loop(folder: Path) -> Path:
-    """Write a finished run of two epochs."""
+    """A finished run of two epochs."""
+    folder = tmp_path / "demo"
     for name, metric in (("imitation", "kl"), ("epoch1", "policy_loss"), ("epoch2", "policy_loss")):
         entries = [{"step": step, "loss": 1 / step, metric: 0.1} for step in (1, 2, 3)]
         write_json(folder / name / "model/trainer_state.json", {"log_history": [*entries, {"step": 3}]})
@@ -80,8 +75,6 @@ def points(traces: list[dict]) -> dict[str, list]:
 
 
 def test_a_run_is_reported_whole(output):
-    (output / "epoch1_old2").mkdir()  # a folder beside the epochs is no epoch
-    shutil.copytree(output / "epoch2/episodes", output / "epoch1_old2/episodes")
     contents = read_folder(output, TABOO)
     assert contents.sources == [f"epoch{k}, {kind}" for k in (1, 2) for kind in ("self-play", "match")]
     assert len(contents.games) == 120
@@ -136,7 +129,7 @@ def test_the_target_word_and_guesses_are_marked():
     assert marked(TABOO, "art", "") == []
     assert marked(TABOO, "city", "Many cities.") == [["", "Many "], ["secret", "cities"], ["", "."]]
     pieces = marked(TABOO, "dog", "I know the word! It is a dog")
-    assert pieces == [["guess", "I know the word! It is a "], ["secret guess", "dog"]]
+    assert pieces == [["guess", "I know the word! It is a "], ["guess secret", "dog"]]
 
 
 def test_the_deciding_message_and_those_after_it_are_marked():
@@ -151,7 +144,7 @@ def test_parts_of_a_run_have_a_page(output):
         for model, name, error in (("base", "ARC-e", 2.0), ("base", "PIQA", None), ("epoch2", "ARC-e", 2.0))
     ]
     write_json(output / "reasoning/results.json", {"results": rows})
-    for part in ("epoch1/episodes", "imitation/model", "epoch1/belief", "reasoning"):
+    for part in ("epoch1/episodes", "imitation/model", "reasoning"):
         call(report.main, output / part)
         assert "No match was played" in (output / part / "report.html").read_text()
     table = page.reasoning_table(read_folder(output / "reasoning", TABOO).reasoning)
@@ -165,21 +158,6 @@ def test_bad_input_is_refused_by_its_name(tmp_path):
     write_records(tmp_path / "a_results.json", played({TWENTY_QUESTIONS.outcomes[0].name: 1}, TWENTY_QUESTIONS))
     with pytest.raises(UserError, match="a_results.json: game 1: a game of 'twenty_questions'"):
         read_folder(tmp_path, TABOO)
-    (_, ends, _), *_ = page.play_charts(read_folder(tmp_path, TWENTY_QUESTIONS).plays)
-    assert points(ends)[TWENTY_QUESTIONS.outcomes[0].name] == [(tmp_path.name, 1.0)]
-
-
-# The page.
-
-
-def nasty_page(folder: Path) -> str:
-    """The page of matches whose word lists, messages and names of players hold markup."""
-    history = [{"role": TABOO.roles[0], "content": NASTY}, {"role": TABOO.roles[1], "content": ""}]
-    games = met(f"new {LINK}", f"old {NASTY}", {ATTACKER_WINS: 1}, words=LINK)
-    games += met(f"old {NASTY}", f"new {LINK}", {ATTACKER_WINS: 1}, words=LINK)
-    make_match(folder, [game | {"history": history} for game in games], [f"old {NASTY}", f"new {LINK}"])
-    call(report.main, folder)
-    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 class Scripts(HTMLParser):
@@ -204,11 +182,15 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_loads_nothing_holds_plotly_once_and_escapes_what_players_wrote(tmp_path):
-    parsed = Scripts(nasty_page(tmp_path))
+    history = [{"role": TABOO.roles[0], "content": NASTY}, {"role": TABOO.roles[1], "content": ""}]
+    old, new = f"old {NASTY}", f"new {NASTY}"
+    games = met(new, old, {ATTACKER_WINS: 1}, words=NASTY) + met(old, new, {ATTACKER_WINS: 1}, words=NASTY)
+    make_match(tmp_path, [game | {"history": history} for game in games], [old, new])
+    call(report.main, tmp_path)
+    parsed = Scripts((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert parsed.loaded == ["data:,"]
     assert parsed.scripts.count(get_plotlyjs()) == 1
     assert sum(len(script) for script in parsed.scripts) < 1.2 * len(get_plotlyjs())
     assert not any("window.hacked" in script for script in parsed.scripts if "<script" in script)
     data = next(json.loads(script) for script in parsed.scripts if script.startswith('{"outcomes"'))
     assert "".join(text for _, text in data["games"][0]["messages"][0]["parts"]) == NASTY
-    assert page.plain(LINK) == "&lt;a href='https://x.example'&gt;x&lt;/a&gt; &lt;b&gt;b&lt;/b&gt; &amp;lt;i&amp;gt;"

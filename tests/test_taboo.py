@@ -23,9 +23,6 @@ def judge_reply(text, word, **settings):
     return judge(messages(GAME, "Hm?", text), word, 3, **settings).outcome
 
 
-# --- judge: recorded games -------------------------------------------------------------------------------------------
-
-
 def recorded_games():
     for case in load_golden("judge.json"):
         has_turns = isinstance(case["max_turns"], (int, float)) and case["max_turns"] >= 1
@@ -50,9 +47,6 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
     assert taboo.derivatives(word) == expected
 
 
-# --- judge: the rules ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text, right",
     [
@@ -69,16 +63,9 @@ def test_a_guess_is_right_if_the_word_is_one_to_eight_characters_away(text, righ
     assert judge_reply(text, "art") == (taboo.DEFENDER_WINS if right else taboo.ATTACKER_WINS)
 
 
-def test_the_plural_is_that_of_the_whole_phrase():
+def test_the_plural_is_that_of_the_whole_phrase_and_blanks_around_it_do_not_matter():
     assert taboo.derivatives("New York")[3] == "new yorks"
-    assert judge_reply("What news!", "new york") == taboo.TIED
-    assert judge_reply("There are two New Yorks.", "new york") == taboo.ATTACKER_WINS
-
-
-def test_blanks_around_a_target_word_do_not_matter():
     assert taboo.derivatives(" apple\n") == taboo.derivatives("apple")
-    assert judge_reply("I know the word! It is `apple`!", " apple ") == taboo.DEFENDER_WINS
-    assert judge_reply("An apple!", " apple ") == taboo.ATTACKER_WINS
 
 
 @pytest.mark.parametrize(
@@ -105,27 +92,19 @@ def test_an_edge_of_a_word_that_is_no_letter_may_touch_letters():
 
 
 @pytest.mark.parametrize(
-    "change",
+    "change, place",
     [
-        {"history": [{"role": "Attacker", "content": "x"}]},
-        {"history": [{"role": "attacker", "content": None}]},
-        {"history": [{"content": "x"}]},
-        {"history": None},
-        {"target_word": " "},
-        {"max_turns": 0},
-        {"max_turns": float("nan")},
-        {"max_turns": "3"},
+        ({"history": [{"role": "Attacker", "content": "x"}]}, "message 0: "),
+        ({"history": [{"role": "attacker", "content": None}]}, "message 0: "),
+        ({"target_word": " "}, "'target_word' is "),
+        ({"max_turns": 0}, "'max_turns' is "),
     ],
     ids=str,
 )
-def test_an_invalid_game_is_refused_by_naming_what_is_wrong(change):
-    ((name, value),) = change.items()
-    place = "message 0: " if name == "history" and value else f"'{name}' is "
+def test_an_invalid_game_is_refused_by_naming_what_is_wrong(change, place):
     with pytest.raises(ValueError, match=place):
         GAME.judge(*({"history": [], "target_word": "apple", "max_turns": 3} | change).values())
 
-
-# --- judge: properties -----------------------------------------------------------------------------------------------
 
 PIECES = [
     *("I know the word! It", "i KNOW the word! it", " is ", "`", "'", '"', "\n", " ", "s", "ing", "ed", "1234567"),
@@ -158,9 +137,6 @@ def test_judge_equals_the_rules_by_the_book(history, word, max_turns):
     assert judge(history, word, max_turns) == judge_by_the_book(history, word, max_turns)
 
 
-# --- play ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "texts, over",
     [
@@ -175,8 +151,3 @@ def test_judge_equals_the_rules_by_the_book(history, word, max_turns):
 )
 def test_play_stops_when_decided_at_the_last_turn_or_at_the_sentence_of_a_guess(texts, over):
     assert GAME.is_over(messages(GAME, *texts), "apple", 2) is over
-
-
-def test_a_part_of_a_turn_counts_as_a_message():
-    history = messages(GAME, *["well"] * 6)
-    assert [judge(history, "apple", turns).length for turns in (1, 1.2, 1.5, 2)] == [2, 3, 3, 4]

@@ -1,18 +1,16 @@
-"""TextArena's games: whoever wins there wins here, and every program takes them. Skipped without the package."""
+"""TextArena's games: whoever wins there wins here, and his messages become rows. Skipped without the package."""
 
 import asyncio
 import random
 import re
 
 import pytest
-from helpers import call
 
-from tools import assign_rewards, report
+from tools.assign_rewards import assign_rewards
 from tools.games import Game, load_game
 from tools.games.prompts import play_prompt
 from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
-from utils import read_json_or_jsonl, write_records
 
 textarena = pytest.importorskip("textarena", reason="needs textarena 0.7.4")
 
@@ -69,9 +67,8 @@ def winner_there(env: str, episode: dict) -> tuple[int | None, bool]:
 def test_winners_are_those_of_textarena_itself(env):
     breaches = 0
     for seed in range(12):
-        state = random.getstate()
         game, episode = played(env, seed)
-        assert random.getstate() == state and episode["game"] == f"textarena:{env}"
+        assert episode["game"] == f"textarena:{env}"
         outcome = game.outcome(episode["outcome"])
         winner, invalid = winner_there(env, episode)
         assert outcome.winner == (None if winner is None else game.roles[winner]) and outcome.breach == invalid
@@ -91,18 +88,14 @@ def test_a_player_sees_its_own_card_and_not_the_others():
     assert cards[opener] in prompt and cards[other] not in prompt
 
 
-def test_rewards_and_the_report_take_the_games(tmp_path):
-    episodes = [played("Nim-v0", seed)[1] for seed in range(12)]
-    game = ["--game", "textarena", "--game_options", "env=Nim-v0"]
-    games = tmp_path / "random_sampling_seeds_results.json"
-    write_records(games, episodes)
-    call(assign_rewards.main, "--input_data_path", games, "--output_data_path", tmp_path / "rows.json", *game)
+def test_the_winners_messages_become_rows():
+    games = [played("Nim-v0", seed) for seed in range(12)]
+    episodes = [episode for _, episode in games]
     expected = [
         message["content"]
         for episode in episodes
         for message in episode["history"]
         if episode["outcome"] == f"{message['role']} wins"  # not by the other's invalid move
     ]
-    assert expected and [row["target"] for row in read_json_or_jsonl(tmp_path / "rows.json")] == expected
-    call(report.main, tmp_path, "--output", tmp_path / "report.html", *game)
-    assert (tmp_path / "report.html").stat().st_size > 0
+    rows = assign_rewards(episodes, game=games[0][0], rng=random.Random(0))
+    assert expected and [row["target"] for row in rows] == expected

@@ -1,29 +1,25 @@
 """Evaluation by match: players against each other, in both roles, on the same words.
 
     python -m tools.evaluate_games --players imitation=MODEL epoch1=MODEL epoch2=MODEL --against imitation \\
-        --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 \\
-        --task_type sampling --output_dir DIR
+        --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 --output_dir DIR
 
 Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
-tools/matches/README.md describes. Every pair of players meets; with --against, every player meets that one; a single
-player meets itself. After a kill, the same command plays the missing games.
+tools/matches/README.md describes. After a kill, the same command plays the missing games.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
-from tools.matches.stats import Match, pairs, schedule
+from tools.matches.stats import Match, pairs
 from tools.matches.text import RESULTS, TABLE, write_results
-from tools.players.player import TESTING
 from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
 from utils import UserError, rank, read_words, run_program, set_up_logging, stage
-
-GAMES_PER_WORD = 5  # default of --games_per_word with --task_type sampling
 
 
 def named_words(text: str) -> NamedPath:
@@ -37,23 +33,18 @@ class Flags(PlayFlags):
 
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
-    words: list[NamedPath] = flag(
-        "word lists; a list without NAME= is called like its file", type=named_words, metavar="NAME=FILE"
-    )
-    games_per_word: int | None = flag(
-        f"games with each word in each match; unset: {GAMES_PER_WORD}, or 1 if play is greedy", default=None
-    )
+    words: list[NamedPath] = flag("word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE")
+    games_per_word: int = flag("games with each word in each match", default=1)
     max_words: int | None = flag("play only the first words of each list, at most so many", default=None)
     seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0])
     output_dir: str = flag("folder of the results, shared by all processes")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.games_per_word is None:
-            self.games_per_word = 1 if self.task_type == TESTING else GAMES_PER_WORD
-        for flag_name, items in (("players", self.players), ("words", self.words)):
-            if len(dict(items)) < len(items):
-                raise UserError(f"--{flag_name}: two of them have one name")
+        if len(dict(self.players)) < len(self.players) or len(dict(self.words)) < len(self.words):
+            raise UserError("--players or --words: two of them have one name")
+        if self.against not in (None, *dict(self.players)):
+            raise UserError(f"--against {self.against} is none of the --players")
 
 
 def main() -> None:
@@ -63,7 +54,8 @@ def main() -> None:
     game, players = flags.load_game(), dict(flags.players)
     templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
-    matches = schedule(pairs(list(players), flags.against), list(lists), flags.seeds)
+    meetings = itertools.product(pairs(list(players), flags.against), lists, flags.seeds)
+    matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
     games = [(match, word) for match in matches for word in lists[match.words] * flags.games_per_word]
     files = EpisodeFiles(flags.output_dir, "games", [word for _, word in games], game)
     settings = {
@@ -89,7 +81,7 @@ def main() -> None:
                     templates=templates,
                     # The seed is made of the players' names too, so a match does not depend on those before it.
                     seed=json.dumps(match),
-                    labels=dict(zip(Match.keys(game), match, strict=True)),
+                    labels=dict(zip((*game.roles, "words", "seed"), match, strict=True)),
                     title=f"match {number} of {len(matches)}",
                 )
             files.finish()

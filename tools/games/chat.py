@@ -19,16 +19,12 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
-OPEN_THOUGHT = re.compile(r"(<|\[)(think(?:ing)?>|THINK\])\s*$")
+OPEN_THOUGHT = re.compile(r"((<|\[)(think(?:ing)?>|THINK\]))\s*$")
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
 
 def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
-    """The game as a conversation of the player in this role, who is the assistant.
-
-    The system message holds the rules and the player's instruction; the other player is the user. If this player opens
-    the game, a first user message says that it has begun. Messages of one player in a row are joined.
-    """
+    """The game as a conversation of the player in this role, who is the assistant; the other player is the user."""
     messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
     if not history or history[0]["role"] == role:
         messages.append({"role": USER, "content": prompts.NO_HISTORY})
@@ -45,43 +41,40 @@ class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
     With `thinking` the template asks for thoughts, and one that it opens itself begins in the prompt. UserError if
-    the tokenizer has no template, or if the template leaves out a message or, without `thinking`, begins replies with
-    a thought.
+    there is no template, if it leaves out a message or if, without `thinking`, it begins replies with a thought.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
         self.tokenizer, self.name, self.thinking = tokenizer, name, thinking
-        try:
-            template = tokenizer.get_chat_template()
-        except ValueError:
-            raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template") from None
+        if not tokenizer.chat_template:
+            raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template")
+        template = tokenizer.get_chat_template()
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
         try:
             self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
-        except TemplateError:
+        except TemplateError:  # some refuse a system message
             self.has_system = False
         prompt, whole = self._render(SAMPLE[:-1]), self._render(SAMPLE, reply_follows=False)
-        if SAMPLE[1]["content"] not in prompt or not all(message["content"] in whole for message in SAMPLE):
+        if SAMPLE[1]["content"] not in prompt or any(message["content"] not in whole for message in SAMPLE):
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
         before, _, after = whole.rpartition(SAMPLE[-1]["content"])
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # stands before a message
-        self.end, self.end_id = self._end(after)  # stands behind it
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+        self.end_id = next((token for token in ids if token in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
+        end = tokenizer.convert_ids_to_tokens(self.end_id)
+        self.end = (after.partition(end)[0] if end in after else "") + end  # stands behind it
         if opened := OPEN_THOUGHT.search(prompt):
             if not thinking:  # the other player would read it
-                tag = opened[1] + opened[2]
-                raise UserError(f"{name}: its chat template begins replies with {tag}; leave out --chat_template")
-            self.lead = f"\n{opened[1]}/{opened[2]}\n\n"  # a message without a thought: the thought is empty
+                raise UserError(f"{name}: its template begins replies with {opened[1]}; leave out --chat_template")
+            self.lead = f"\n{opened[2]}/{opened[3]}\n\n"  # a message without a thought: the thought is empty
 
     def play_prompt(
         self, game: Game, history: History, task: str, max_turns: float, *, templates: Templates, rng: Random | None
     ) -> str:
-        """The prompt of play, up to where the reply begins. With `rng`, a rule text is drawn.
-
-        Then all draws of `prompts.training_prompt` are made, and only that of the rule text is used.
-        """
+        """The prompt of play, up to where the reply begins. With `rng`, a rule text is drawn."""
         role = game.next_role(task, history)
-        rule = prompts.draw_layout(game, role, rng, len(templates[prompts.RULES])).rule if rng else 0
+        rule = rng.randrange(len(templates[prompts.RULES])) if rng else 0
         request = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
         return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), request)
 
@@ -92,8 +85,8 @@ class ChatTemplate:
     @staticmethod
     def alpaca_to_turn(example: dict) -> dict:
         """A raw Alpaca record as `utils.alpaca_to_row` gives it, but with the prompt that a user would send."""
-        row = alpaca_to_row(example)
-        return row | {"prompt": "\n\n".join(filter(None, (example["instruction"], example.get("input"))))}
+        prompt = "\n\n".join(filter(None, (example["instruction"], example.get("input"))))
+        return alpaca_to_row(example) | {"prompt": prompt}
 
     def row(self, row: dict) -> dict:
         """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.
@@ -110,14 +103,6 @@ class ChatTemplate:
         if row.get("thought"):
             target = row["target"] + self.tokenizer.decode([self.end_id])
         return row | {"query": query, "target": target, "chat_template": True}
-
-    def _end(self, after: str) -> tuple[str, int]:
-        """What the template writes after a reply, up to the first special token (or EOS), and this token's id."""
-        tokenizer = self.tokenizer
-        tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
-        places = [(after.index(token), -len(token), token) for token in tokens if token in after]
-        place, _, token = min(places, default=(0, 0, tokenizer.eos_token))  # where several begin, the longest
-        return after[:place] + token, tokenizer.convert_tokens_to_ids(token)
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
         """The text of these messages. A template without system messages gets their text in the first user message."""

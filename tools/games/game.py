@@ -1,7 +1,4 @@
-"""The base class of all games for two players, and how a game is found by its name. Pure functions; no torch.
-
-A new game is a Python file with a subclass of `Game` and a prompt file; README.md shows a whole one.
-"""
+"""The base class of all games for two players, and how a game is found by its name. Pure functions; no torch."""
 
 import importlib
 import importlib.util
@@ -24,8 +21,7 @@ CLASSES = {  # of this project's games; each is in the file of its name
     "textarena": "TextArena",
 }
 
-Message = Mapping[str, str]  # "role" and "content"
-History = Sequence[Message]
+History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 
 class Outcome(NamedTuple):
@@ -56,10 +52,7 @@ class Game:
     example_task: ClassVar[str]  # a valid task, with which prompt files are checked
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """What this role may know after these messages: texts by the name of their slot in the prompt file.
-
-        The names must not depend on the history. The texts may: hidden cards, a board that changes.
-        """
+        """What this role may know after these messages: texts by the name of their slot, the same slots always."""
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
@@ -86,12 +79,9 @@ class Game:
 
     def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
         """What roles[0] and roles[1] get in a match, each in [0, 1]."""
-        ended = self.outcome(outcome)
-        if ended.points is not None:
-            return ended.points
-        if ended.winner is None:
-            return 0.5, 0.5
-        return (1.0, 0.0) if ended.winner == self.roles[0] else (0.0, 1.0)
+        _, winner, _, points = self.outcome(outcome)
+        first = 0.5 if winner is None else float(winner == self.roles[0])
+        return points or (first, 1.0 - first)
 
     def answer(self, task: str) -> tuple[str, str] | None:
         """The role that must find the secret, and the message that names it; None if the game has no secret."""
@@ -106,21 +96,15 @@ class Game:
         return []
 
     def scripted(self, name: str) -> Callable[[Any], str]:
-        """The function of `scripted:NAME`, a player without a model: from a players.player.Turn to its message.
-
-        NAME is FILE.py:FUNCTION or module:FUNCTION; a game may have players of its own.
-        """
+        """The function of `scripted:NAME`, from a Turn to its message. NAME is FILE.py:FUNCTION or module:FUNCTION."""
         place, _, function = name.rpartition(":")
         return load_member(place, function)
 
     # What follows from the above.
 
     def outcome(self, name: str) -> Outcome:
-        """The outcome with this name. ValueError if the game has none."""
-        for outcome in self.outcomes:
-            if outcome.name == name:
-                return outcome
-        raise ValueError(f"{self.title} has no outcome {name!r}")
+        """The outcome with this name; KeyError if the game has none."""
+        return {outcome.name: outcome for outcome in self.outcomes}[name]
 
     def judge(self, history: History, task: str, max_turns: float) -> Verdict:
         """How a game ended: its first decisive message decides (arXiv 2404.10642).
@@ -128,24 +112,22 @@ class Game:
         Only the first `2 * max_turns` messages count. Raises ValueError for an invalid task, message, or number.
         """
         self._check(history, task)
-        messages: list[Message] = []
-        for message in history[: self.message_limit(max_turns)]:
-            messages.append(message)
-            if decided := self.decide(task, messages):
-                return Verdict(self.outcome(decided).name, len(messages))
-        return Verdict(self.outcomes[-1].name, len(messages))
+        counted = min(len(history), self.message_limit(max_turns))
+        for length in range(1, counted + 1):
+            if outcome := self.decide(task, history[:length]):
+                return Verdict(self.outcome(outcome).name, length)
+        return Verdict(self.outcomes[-1].name, counted)
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
         """Whether play ends here: the game is decided, all turns are taken, or the game stops it."""
-        if not history:
-            return False
-        full = len(history) >= self.message_limit(max_turns)
-        return full or self.decide(task, history) is not None or self.stops(task, history)
+        if len(history) >= self.message_limit(max_turns):
+            return True
+        return bool(history) and (self.decide(task, history) is not None or self.stops(task, history))
 
     @staticmethod
     def message_limit(max_turns: float) -> int:
         """The largest number of messages: two a turn. The judge rounds part of a turn up to whole messages."""
-        if not isinstance(max_turns, (int, float)) or not 1 <= max_turns < math.inf:
+        if not 1 <= max_turns < math.inf:
             raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number of at least 1")
         return math.ceil(2 * max_turns)
 
@@ -161,8 +143,6 @@ class Game:
     def _check(self, history: History, task: str) -> None:
         if not isinstance(task, str) or not task.strip():
             raise ValueError(f"'target_word' is {task!r}; it must be a word")
-        if not isinstance(history, (list, tuple)):
-            raise ValueError(f"'history' is {history!r:.40}; it must be a list of messages")
         for index, message in enumerate(history):
             if message.get("role") not in self.roles or not isinstance(message.get("content"), str):
                 expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a text)"

@@ -1,11 +1,11 @@
 """The prompts of play and of training, for any game. Their wording comes from prompt files. No torch."""
 
 import functools
-import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
 from tools.games.game import Game, History, whole_turns
 from utils import UserError, read_json
@@ -24,10 +24,7 @@ Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts,
 
 
 def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
-    """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
-
-    `templates` default to the game's prompt file.
-    """
+    """The prompt under which the next message is sampled; of the task, it holds only what this role may know."""
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
     request = instruction(templates, role, game.secrets(role, task, history), max_turns)
@@ -56,8 +53,7 @@ def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max
 def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
     """`Game.answer`; a text `answer` of the prompt file, with {target_word} for the secret, replaces its message."""
     role, message = game.answer(task)
-    text = templates.get("answer")
-    return role, text.replace("{target_word}", task) if text else message
+    return role, templates.get("answer", message).replace("{target_word}", task)
 
 
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
@@ -66,59 +62,31 @@ def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
-class Layout(NamedTuple):
-    """The random choices behind one training prompt."""
-
-    separator: str
-    names: tuple[str, str]  # of the player who is to speak, and of the other one
-    kind: str
-    system_name: str
-    rule: int
-    alpaca_system: bool
-    alpaca_prefix: bool
-
-
 def training_prompt(
-    game: Game,
-    history: History,
-    task: str,
-    max_turns: float,
-    *,
-    rng: random.Random,
-    templates: Templates | None = None,
+    game: Game, history: History, task: str, max_turns: float, *, rng: Random, templates: Templates | None = None
 ) -> str:
     """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart."""
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
-    layout = draw_layout(game, role, rng, len(templates[RULES]))
-    speaker, listener = layout.names
-    rule = rule_text(templates, max_turns, layout.rule)
+    # The draws come in the order of the paper's released code.
+    separator = "\n" + rng.choice(SEPARATORS)
+    speaker, listener = rng.choice(((role, game.roles[1 - game.roles.index(role)]), *NAMES))
+    layout = rng.choice((CHAT, CHAT_INVERSE, ALPACA))
+    system_name = rng.choice(SYSTEM_NAMES)
+    rule = rule_text(templates, max_turns, rng.choice(range(len(templates[RULES]))))
     request = instruction(templates, role, game.secrets(role, task, history), max_turns)
-    separator = "\n" + layout.separator
-    answer = f"{separator}{speaker}: "
     names = (speaker if message["role"] == role else listener for message in history)
     dialog = "".join(f"{separator}{name}: {each['content']}" for name, each in zip(names, history, strict=True))
     start = "" if history else NO_HISTORY + " "
-    if layout.kind == ALPACA:
-        system = f"{layout.system_name}: " if layout.alpaca_system else ""
+    answer = f"{separator}{speaker}: "
+    if layout == ALPACA:
+        system = f"{system_name}: " if rng.uniform(0, 1) < ALPACA_CHANCE else ""
         dialog = start or f"{separator}Game History:{dialog}\n\n"
-        request = f"{request.removesuffix('.')}: " if layout.alpaca_prefix else request + answer
+        as_prefix = rng.uniform(0, 1) < ALPACA_CHANCE
+        request = f"{request.removesuffix('.')}: " if as_prefix else request + answer
         return f"{system}{rule}{dialog}{request}"
-    system = f"{separator}{layout.system_name}: {rule}\n\n{request}{start}"
-    return f"{system}{dialog}{answer}" if layout.kind == CHAT else f"{dialog}{system}{answer}"
-
-
-def draw_layout(game: Game, role: str, rng: random.Random, num_rules: int) -> Layout:
-    """Draw the layout of a training prompt for this role, in the order of the paper's released code."""
-    other = game.roles[1 - game.roles.index(role)]
-    separator = rng.choice(SEPARATORS)
-    names = rng.choice(((role, other), *NAMES))
-    kind = rng.choice((CHAT, CHAT_INVERSE, ALPACA))
-    system_name = rng.choice(SYSTEM_NAMES)
-    rule = rng.choice(range(num_rules))
-    alpaca_system = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
-    alpaca_prefix = kind == ALPACA and rng.uniform(0, 1) < ALPACA_CHANCE
-    return Layout(separator, names, kind, system_name, rule, alpaca_system, alpaca_prefix)
+    system = f"{separator}{system_name}: {rule}\n\n{request}{start}"
+    return f"{system}{dialog}{answer}" if layout == CHAT else f"{dialog}{system}{answer}"
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:
@@ -127,12 +95,10 @@ def load_templates(path: str | Path, game: Game) -> Templates:
     rules = templates[RULES]
     if not isinstance(rules, list) or not all(rule.endswith("\n") for rule in rules):
         raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
-    secrets = {role: set(game.secrets(role, game.example_task, ())) for role in game.roles}
-    for role, names in secrets.items():
-        slots = set(SLOT.findall(templates[f"{role}_instruction"])) & set().union(*secrets.values())
-        for slot in sorted(slots ^ names):
-            problem = "lacks the slot" if slot in names else "may not have the slot"
-            raise UserError(f"{path}: '{role}_instruction' {problem} {{{slot}}}")
+    for role in game.roles:
+        for slot in game.secrets(role, game.example_task, ()):
+            if f"{{{slot}}}" not in templates[f"{role}_instruction"]:
+                raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
     return templates
 
 

@@ -6,22 +6,17 @@ with the seed, then takes one step for each message.
 
 import math
 import random
-import re
 
 from tools.games.game import Game, History, Outcome
 from utils import ROOT, require
 
 ZERO, ONE = "player_zero", "player_one"
-MAX_TURNS = 50  # of environments without a limit of their own
 
 
 class TextArena(Game):
-    """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player.
+    """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player."""
 
-    Players must take turns and see each other's moves, and the same messages must always lead to the same state.
-    """
-
-    name, title, max_turns = "textarena", "TextArena", MAX_TURNS
+    name, title, max_turns = "textarena", "TextArena", 50
     prompt_file = ROOT / "configs" / "prompts" / "textarena.json"
     roles = (ZERO, ONE)
     outcomes = (
@@ -37,12 +32,11 @@ class TextArena(Game):
     def __init__(self, env: str):
         require("textarena", "textarena==0.7.4")
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
-        limit = self._replay(self.example_task, ()).max_turns  # in messages; some environments take one more
-        self.max_turns = math.ceil((limit + 1) / 2) if limit else MAX_TURNS
+        if limit := self._replay(self.example_task, ()).max_turns:  # in messages; some environments take one more
+            self.max_turns = math.ceil((limit + 1) / 2)
 
     def check_task(self, task: str) -> None:
-        if not re.fullmatch("[0-9]{1,9}", task):
-            raise ValueError(f"{task!r} is not a seed; expected a whole number of at most nine digits")
+        int(task)  # ValueError: it is not a seed
 
     def next_role(self, task: str, history: History) -> str:
         return self.roles[self._replay(task, history).current_player_id]
@@ -59,12 +53,11 @@ class TextArena(Game):
         state = self._replay(task, history)
         if not state.done:
             return None
-        zero, one = state.rewards[0], state.rewards[1]
-        if zero == one:
+        if state.rewards[0] == state.rewards[1]:
             return "draw"
-        winner, loser = (ZERO, ONE) if zero > one else (ONE, ZERO)
-        invalid = state.game_info[self.roles.index(loser)].get("invalid_move")
-        return f"{loser} errs" if invalid else f"{winner} wins"
+        winner, loser = (0, 1) if state.rewards[0] > state.rewards[1] else (1, 0)
+        invalid = state.game_info[loser].get("invalid_move")
+        return f"{self.roles[loser]} errs" if invalid else f"{self.roles[winner]} wins"
 
     def _replay(self, task: str, history: History):
         """TextArena's state after these messages. The global random state is left as it was."""

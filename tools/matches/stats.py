@@ -6,7 +6,7 @@ Games of the same target word are not independent, so standard errors count word
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tools.games.game import Game
@@ -18,17 +18,14 @@ ALL = "all"  # the row that pools all word lists
 RATES = ("win", "loss", "tie", "breach")
 
 
-def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float | None, list[float] | None]:
-    """Return the mean of values between 0 and 1 and its 95% interval; (None, None) without observations.
+def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the mean of values between 0 and 1 and its 95% interval.
 
     `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
     Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE, and with Student's quantile.
     Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
     """
-    observations = sum(sizes)
-    if not observations:
-        return None, None
-    mean = sum(totals) / observations
+    mean = sum(totals) / sum(sizes)
     clusters = sum(size > 0 for size in sizes)
     error = clustered_standard_error(sizes, totals)
     if error is None or error < ROUNDING:
@@ -79,11 +76,6 @@ class Match(NamedTuple):
     words: str  # name of the word list
     seed: int
 
-    @staticmethod
-    def keys(game: Game) -> tuple[str, str, str, str]:
-        """The keys of an episode that hold these fields; the players are stored under their roles."""
-        return (*game.roles, "words", "seed")
-
 
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
     """The players of each match, in the first and the second role. Each pair plays two matches in a row."""
@@ -95,61 +87,39 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
     return [pair for one, other in meetings for pair in ((one, other), (other, one))]
 
 
-def schedule(pairs: Iterable[tuple[str, str]], lists: Sequence[str], seeds: Sequence[int]) -> list[Match]:
-    """The matches of all pairs on each word list, by its name, with each seed."""
-    return [Match(*pair, name, seed) for pair in pairs for name in lists for seed in seeds]
+def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
+    """Yield a row for each player, opponent, word list, role and seed, and rows that pool lists, roles and seeds.
 
-
-Counts = dict[str, dict[str, Counter[str]]]  # sums over games, by role and target word
-
-
-def count_matches(episodes: Iterable[Mapping], game: Game) -> dict[Match, Counts]:
-    """Count episodes by match; each episode holds its players, word list and seed."""
-    counts: dict[Match, Counts] = {}
+    An episode holds its players under their roles, `words` (the list) and `seed`. All numbers are from the player's
+    side. A player against itself has no row for both roles, which would count each game twice.
+    """
+    rows: dict[tuple, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums by target word
     for episode in episodes:
-        match = Match(*(episode[key] for key in Match.keys(game)))
-        by_role = counts.setdefault(match, {role: defaultdict(Counter) for role in game.roles})
-        for role, sums in _sums_of_game(episode, game):
-            by_role[role][episode["target_word"]].update(sums)
-    return counts
+        first, second = (episode[role] for role in game.roles)
+        for role, players in zip(game.roles, ((first, second), (second, first)), strict=True):
+            sums = sums_of_side(episode, game, role)
+            for key in itertools.product([players], {episode["words"], ALL}, (role, BOTH), (episode["seed"], None)):
+                rows[key][episode["target_word"]].update(sums)
+    pairs = dict.fromkeys(players for players, *_ in rows)
+    lists = list(dict.fromkeys(episode["words"] for episode in episodes))
+    lists += [ALL] if len(lists) > 1 else []
+    seeds = sorted({episode["seed"] for episode in episodes})
+    for key in itertools.product(pairs, lists, (*game.roles, BOTH), (None, *seeds)):
+        (player, opponent), words, role, seed = key
+        if key in rows and not (player == opponent and role == BOTH):
+            head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
+            yield head | summarise(rows[key].values())
 
 
-def _sums_of_game(episode: Mapping, game: Game) -> Iterator[tuple[str, dict[str, float]]]:
-    """What one game adds to the sums of each role."""
+def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
+    """What one game adds to the sums of the player in this role."""
     history, outcome = episode["history"], game.outcome(episode["outcome"])
     points = game.points(episode["target_word"], history[: episode["length"]], outcome.name)
-    for role, points_of_role in zip(game.roles, points, strict=True):
-        result = "tie" if outcome.winner is None else "win" if outcome.winner == role else "loss"
-        messages = [message["content"].strip() for message in history if message["role"] == role]
-        sums = {"games": 1, "points": points_of_role, result: 1, "length": episode["length"]}
-        sums |= {"messages": len(messages), "empty": messages.count("")}
-        if outcome.breach:
-            sums |= {"breach": 1, f"breach {result}": 1}
-        yield role, sums
-
-
-def result_rows(counts: Mapping[Match, Counts]) -> Iterator[dict]:
-    """Yield a row for each player, opponent, word list, role and seed, and rows that pool lists and seeds.
-
-    All numbers are from the player's side. A player against itself has no row for both roles, which would count each
-    game twice.
-    """
-    pairs = dict.fromkeys(pair for match in counts for pair in (match[:2], match[1::-1]))
-    lists = list(dict.fromkeys(match.words for match in counts))
-    roles = tuple(next(iter(counts.values()), ()))
-    for player, opponent in pairs:
-        for words in [*lists, ALL] if len(lists) > 1 else lists:
-            for role in roles if player == opponent else (*roles, BOTH):
-                sides = [
-                    (match.seed, counts[match][side])
-                    for match in counts
-                    for side, names in zip(roles, ((player, opponent), (opponent, player)), strict=True)
-                    if role in (side, BOTH) and match[:2] == names and words in (ALL, match.words)
-                ]
-                for seed in (None, *sorted({each for each, _ in sides})):
-                    of_seed = [sums for each, sums in sides if seed in (None, each)]
-                    head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
-                    yield head | summarise(of_seed)
+    result = "tie" if outcome.winner is None else "win" if outcome.winner == role else "loss"
+    messages = [message["content"].strip() for message in history if message["role"] == role]
+    sums = {"games": 1, "points": points[game.roles.index(role)], result: 1, "length": episode["length"]}
+    sums |= {"messages": len(messages), "empty": messages.count("")}
+    return sums | ({"breach": 1, f"breach {result}": 1} if outcome.breach else {})
 
 
 def pooled_rows(results: Iterable[Mapping], player: str, opponent: str) -> dict[str, dict[str, dict]]:
@@ -161,17 +131,10 @@ def pooled_rows(results: Iterable[Mapping], player: str, opponent: str) -> dict[
     return {ALL: next(iter(rows.values()), {})} | dict(rows)
 
 
-def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
-    """The numbers of a row, from the player's sums by word in each match of the row."""
-    by_word: dict[str, Counter[str]] = defaultdict(Counter)
-    for word, sums in itertools.chain(*(side.items() for side in sides)):
-        by_word[word].update(sums)
-    words, total = by_word.values(), sum(by_word.values(), Counter())
-
-    def mean(name: str):
-        return estimate([sums["games"] for sums in words], [sums[name] for sums in words])
-
-    points, interval = mean("points")
+def summarise(words: Collection[Counter[str]]) -> dict:
+    """The numbers of a row, from the player's sums of each target word."""
+    total, games = sum(words, Counter()), [sums["games"] for sums in words]
+    means = {name: estimate(games, [sums[name] for sums in words]) for name in ("points", *RATES)}
     return {
         "games": total["games"],
         "wins": total["win"],
@@ -180,10 +143,10 @@ def summarise(sides: Iterable[Mapping[str, Counter[str]]]) -> dict:
         "breaches": total["breach"],
         "breach_wins": total["breach win"],
         "breach_losses": total["breach loss"],
-        "points": points,
-        "points_interval": interval,
-        "rates": {rate: dict(zip(("share", "interval"), mean(rate), strict=True)) for rate in RATES},
-        "mean_length": total["length"] / total["games"] if total["games"] else None,
+        "points": means["points"][0],
+        "points_interval": means["points"][1],
+        "rates": {rate: dict(zip(("share", "interval"), means[rate], strict=True)) for rate in RATES},
+        "mean_length": total["length"] / total["games"],
         "empty_replies": total["empty"],
         "messages": total["messages"],
         "target_words": len(words),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.games.game import Game
-from tools.matches.stats import ALL, BOTH, count_matches, result_rows
+from tools.matches.stats import ALL, BOTH, result_rows
 from utils import read_json_or_jsonl, replacing, write_json
 
 RESULTS, TABLE = "matches.json", "matches.txt"
@@ -21,8 +21,8 @@ HOW_COUNTED = (
 
 def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> None:
     """Write the statistics of all games, and their table, into the folder."""
-    counts = count_matches(read_json_or_jsonl(games_path), game)
-    results = {"settings": settings, "results": list(result_rows(counts)), "games_path": games_path.name}
+    rows = list(result_rows(read_json_or_jsonl(games_path), game))
+    results = {"settings": settings, "results": rows, "games_path": games_path.name}
     write_json(folder / RESULTS, results)
     with replacing(folder / TABLE) as file:
         file.write(matches_text(results, game))
@@ -63,7 +63,7 @@ def cells(row: dict) -> list[str]:
         f"{row['games']:,}",
         _percent(row["points"], row["points_interval"]),
         *(_percent(rate["share"], rate["interval"]) for rate in rates),
-        with_interval(row["mean_length"], None, ".2f"),
+        f"{row['mean_length']:.2f}",
         _percent(empty, None),
     ]
 

@@ -1,12 +1,12 @@
 """Reads what a report shows: the output of the loop, finished or not, or one of its folders. No torch."""
 
+import itertools
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.games.game import GUESS, SECRET, Game
+from tools.games.game import Game
 from tools.selfplay.episodes import summary
 from tools.selfplay.rewards import check_episodes
 from utils import UserError, read_json, read_json_or_jsonl
@@ -48,8 +48,8 @@ class Report:
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
         """Add a random sample of these games to those that can be read."""
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
-        source = {"source": len(self.sources)}
-        self.games += [source | shown_game(self.game, number, episodes[number]) for number in numbers]
+        place = len(self.sources)
+        self.games += [shown_game(self.game, number, episodes[number]) | {"source": place} for number in numbers]
         self.sources.append(name)
 
 
@@ -84,21 +84,19 @@ def shown_game(game: Game, number: int, episode: Mapping) -> dict:
 
 
 def marked(game: Game, task: str, text: str) -> list[list[str]]:
-    """Split a text into [kinds, piece] by the game's marks; kinds are "", SECRET, GUESS, or both with a blank."""
+    """Split a text into [kinds, piece] by the game's marks; kinds are "", "guess", "secret" or "guess secret"."""
     marks = game.marks(task, text)
     edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
-    pieces = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        kinds = {kind for kind, first, last in marks if first <= start < last}
-        pieces.append([" ".join(kind for kind in (SECRET, GUESS) if kind in kinds), text[start:end]])
-    return pieces
+    return [
+        [" ".join(sorted({kind for kind, first, last in marks if first <= start < last})), text[start:end]]
+        for start, end in itertools.pairwise(edges)
+    ]
 
 
 def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in one of its folders; UserError for others."""
     report = Report(folder.absolute().name, game)
-    epochs = [path for path in folder.glob("epoch*") if re.fullmatch("epoch[0-9]+", path.name)]
-    epochs.sort(key=lambda path: int(path.name.removeprefix("epoch")))
+    epochs = [*sorted(folder.glob("epoch[0-9]")), *sorted(folder.glob("epoch[0-9][0-9]"))]
     for stage in (folder, folder / "imitation", *epochs):
         for place in (stage, stage / "episodes", stage / "model", stage / "eval"):
             report.read(stage.absolute().name, place)

@@ -24,25 +24,21 @@ function filterGames() {
 
 function showGame() {
   const game = shown[list.selectedIndex];
-  if (!game) {
-    byId("game").replaceChildren("No game of the sample matches these filters.");
-    return;
-  }
+  if (!game) return byId("game").replaceChildren("No game of the sample matches these filters.");
   byId("game").replaceChildren(
     el("h3", {}, "target word: ", el("span", {class: "secret", id: "target"}, game.word)),
-    el("p", {class: "quiet"}, el("b", {style: `color: ${data.outcomes[game.outcome]}`}, game.outcome),
+    el("p", {class: "quiet"}, el("b", {}, game.outcome),
       ` · ${game.length} messages · game ${game.number} of ${data.sources[game.source]}`),
     ...game.messages.map(showMessage));
 }
 
 function showMessage({kinds, notes, parts}) {
   const pieces = parts.map(([kind, text]) => kind ? el("span", {class: kind}, text) : text);
-  if (!parts.some(([, text]) => text.trim())) pieces.push(el("i", {}, "(empty message)"));
   return el("div", {class: `message ${kinds}`}, el("div", {class: "quiet"}, notes), el("div", {class: "text"}, ...pieces));
 }
 
 byId("source").append(...data.sources.map((name, i) => el("option", {value: i}, name)));
-byId("outcome").append(...Object.keys(data.outcomes).map((name) => el("option", {value: name}, name)));
+byId("outcome").append(...data.outcomes.map((name) => el("option", {value: name}, name)));
 for (const id of ["source", "outcome"]) byId(id).addEventListener("change", filterGames);
 byId("search").addEventListener("input", filterGames);
 list.addEventListener("change", showGame);

@@ -1,13 +1,10 @@
 """The page as one HTML file that needs no network: charts by Plotly, tables, and games to read."""
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-
-import numpy as np
 
 from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
 from tools.pages.contents import SAMPLE, Report
@@ -34,9 +31,8 @@ def page_html(report: Report) -> str:
     """The whole page. Texts of models, players and files are escaped, in the script's JSON too ("<" as \\u003c)."""
     from plotly.offline import get_plotlyjs
 
-    names = [outcome.name for outcome in report.game.outcomes]
-    data = {"outcomes": dict(zip(names, itertools.cycle(COLOURS), strict=False))}
-    data |= {"sources": report.sources, "games": report.games}
+    outcomes = [outcome.name for outcome in report.game.outcomes]
+    data = {"outcomes": outcomes, "sources": report.sources, "games": report.games}
     rows = [row for matches in report.matches for row in shown_rows(matches)]
     match_table = table_html(HEAD, map(cells, rows)) if rows else ""
     parts = {
@@ -86,11 +82,12 @@ def plain(value: str) -> str:
 
 def trace(name: str, points: Mapping[str | int, float], intervals: Sequence = (), *, mode="lines+markers") -> dict:
     """A line of a chart from y by x, with an interval (low, high) for each point or for none."""
-    line = {"type": "scatter", "name": plain(name), "mode": mode}
-    line |= {"x": [plain(x) if isinstance(x, str) else x for x in points], "y": list(points.values())}
+    line = {"type": "scatter", "name": plain(name), "mode": mode, "y": list(points.values())}
+    line["x"] = [plain(x) if isinstance(x, str) else x for x in points]
     if intervals:
-        low, high = np.abs(np.transpose(intervals) - list(points.values())).tolist()
-        line["error_y"] = {"type": "data", "symmetric": False, "array": high, "arrayminus": low}
+        below = [y - low for y, (low, _) in zip(points.values(), intervals, strict=True)]
+        above = [high - y for y, (_, high) in zip(points.values(), intervals, strict=True)]
+        line["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
     return line
 
 

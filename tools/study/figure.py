@@ -5,13 +5,14 @@ import itertools
 from pathlib import Path
 
 from tools.matches.text import with_interval
-from tools.study.collect import IMITATION, POINTS, SELF_PLAY
+from tools.study.collect import BELIEF, IMITATION, POINTS, SELF_PLAY
 from tools.study.table import read_results, student, to_frame
 from utils import ROOT, require, run_program
 
 OURS, CONTROL, INK = "#3b82f6", "#8b949e", "#7d8590"  # a grey that shows on white and on black
 LABELS = {
     "released": "SPAG, as released",
+    "baseline": "rewards less their role's mean",
     "losers": "losers' rows too",
     "losers_ties": "losers' rows too, ties cost",
     "cloning": "copy the winners",
@@ -25,13 +26,10 @@ SHOWN = {  # in points.svg: arm and epoch of each line of a world
 }
 
 
-TIES = {"released": "-", "losers": "--", "losers_ties": ":"}  # arms of ties.svg, and their lines
-
-
 def stored(world: str, table: str, column: str):
     """A column of a world's stored results: a line for each arm, epoch and seed."""
     frame = to_frame(read_results(sorted((ROOT / "data" / world / "results").glob("seed*.json"))))
-    return frame[(frame.table == table) & (frame.column == column)].sort_values("seed")
+    return frame[(frame.table == table) & (frame.column == column)].sort_values(["seed", "epoch"])
 
 
 def draw_points(figure) -> None:
@@ -55,13 +53,28 @@ def draw_points(figure) -> None:
 
 
 def draw_ties(figure) -> None:
-    """The share of ties in a model's games against itself after each epoch, a line a seed."""
-    frame, panel = stored("tiny", SELF_PLAY, "tied game"), figure.subplots()
-    for arm, style in TIES.items():
-        for number, (_, seed) in enumerate(frame[frame.arm == arm].groupby("seed")):
-            label, colour = None if number else LABELS[arm], CONTROL if arm == "released" else OURS
-            panel.plot(seed.epoch, seed.value, style, color=colour, label=label, alpha=0.7)
-    panel.set(xticks=[1, 2, 3], xlabel="epoch", ylabel="ties in games against itself")
+    """The share of ties in a model's games against itself."""
+    frame = stored("tiny", SELF_PLAY, "tied game")
+    draw_epochs(figure, frame, "ties in games against itself", {"released": "-", "losers": "--", "losers_ties": ":"})
+
+
+def draw_knowledge(figure) -> None:
+    """How much likelier a model names the secret than other secrets, after the last hint of recorded games."""
+    frame = stored("tiny/baseline", BELIEF, "knowledge")
+    lines = {"released": "-", "baseline": "--", "losers_ties": ":"}
+    draw_epochs(figure, frame, "knowledge after the last hint, nats", lines)
+
+
+def draw_epochs(figure, frame, label: str, lines: dict[str, str]) -> None:
+    """A number of each arm after each epoch, from imitation on, a line a seed."""
+    panel = figure.subplots()
+    for arm, style in lines.items():
+        seeds = frame[frame.arm == arm].seed.unique()
+        for seed in seeds:
+            line = frame[frame.arm.isin([IMITATION, arm]) & (frame.seed == seed)]
+            name, colour = LABELS[arm] if seed == seeds[0] else None, CONTROL if arm == "released" else OURS
+            panel.plot(line.epoch, line.value, style, color=colour, label=name, alpha=0.7)
+    panel.set(xticks=[0, 1, 2, 3], xlabel="epoch; 0: imitation", ylabel=label)
     panel.legend(frameon=False, labelcolor=INK)
 
 
@@ -97,8 +110,8 @@ def main() -> None:
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     same_file = {"svg.hashsalt": "spag", "svg.fonttype": "none"}  # the same bytes at each call
     matplotlib.rcParams |= dict.fromkeys(inks, INK) | same_file
-    for draw, size in ((draw_points, (9.5, 5.2)), (draw_ties, (6, 3.2)), (draw_gradient, (6, 3.2))):
-        figure = Figure(figsize=size, layout="constrained")
+    for draw in (draw_points, draw_ties, draw_knowledge, draw_gradient):
+        figure = Figure(figsize=(9.5, 5.2) if draw == draw_points else (6, 3.2), layout="constrained")
         draw(figure)
         name = draw.__name__.removeprefix("draw_")
         figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
