@@ -86,7 +86,6 @@ class SPAGArguments(TrainingArguments):
     allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
-    show_examples: int = _help("Print this many rows as the model sees them and stop; nothing is written.", default=0)
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
@@ -108,8 +107,6 @@ class SPAGArguments(TrainingArguments):
         if self.use_cpu:
             self.tf32 = None  # TensorFloat-32 is a format of GPUs
             self.dataloader_pin_memory = False
-        if self.show_examples:
-            self.deepspeed = None  # no process group is needed
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
         super().__post_init__()

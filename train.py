@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 
 import utils
 from arguments import SPAGArguments, parse_arguments
-from dataloaders import IGNORE_INDEX, RowDataset, SPAGCollator, load_rows
+from dataloaders import RowDataset, SPAGCollator, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
@@ -36,28 +36,6 @@ def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
             f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
             "replies degenerate; --allow_negative_rewards True trains all the same"
         )
-
-
-def training_tokenizer(args: SPAGArguments):
-    """The model's tokenizer with the lengths and sides of training."""
-    return utils.load_tokenizer(
-        args.model_name_or_path,
-        trust_remote_code=args.trust_remote_code,
-        model_max_length=args.max_length,
-        padding_side=args.padding_side,
-        truncation_side=args.truncation_side,
-    )
-
-
-def show_examples(args: SPAGArguments) -> None:
-    """Print the first rows as the model sees them: [[masked text]], then the target."""
-    tokenizer = training_tokenizer(args)
-    rows = load_rows(args.train_data_path, tokenizer).rows
-    for row in rows[: args.show_examples] if utils.rank() == 0 else ():
-        scored = row["labels"] != IGNORE_INDEX
-        masked, target = (tokenizer.decode(row["input_ids"][part]) for part in (~scored, scored))
-        print(f"--- weight {row['weight']:.4g}, reward {row['reward']:.4g}, SFT {row['is_sft']}")
-        print(utils.printable(f"[[{masked}]]{target}"))
 
 
 def check_vocabularies(args: SPAGArguments) -> None:
@@ -150,7 +128,13 @@ def merge_lora(args: SPAGArguments) -> None:
 def set_up(args: SPAGArguments) -> SPAGTrainer:
     """Read the data and the models, in this order: errors of data show before weights are loaded."""
     set_seed(args.seed)
-    tokenizer = training_tokenizer(args)
+    tokenizer = utils.load_tokenizer(
+        args.model_name_or_path,
+        trust_remote_code=args.trust_remote_code,
+        model_max_length=args.max_length,
+        padding_side=args.padding_side,
+        truncation_side=args.truncation_side,
+    )
     check_vocabularies(args)
     train_rows = load_rows(args.train_data_path, tokenizer)
     check_rows(train_rows, args)
@@ -208,8 +192,6 @@ def leave() -> None:
 def train(argv: list[str]) -> None:
     """Do what the command line says, unless an earlier start has finished it."""
     args = parse_arguments(argv)
-    if args.show_examples:
-        return show_examples(args)
     trainer = None
     with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
         if work.todo:

@@ -7,6 +7,7 @@ from helpers import finish, start
 from scripted import messages
 
 from tools.games import prompts
+from tools.games.game import load_member
 from tools.games.taboo import DEFENDER, Taboo
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
 from tools.selfplay.play import play_game
@@ -32,7 +33,7 @@ def test_a_seed_belongs_to_a_game_and_a_message():
 
 def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same_index():
     words = load_lexicon().words
-    players = dict.fromkeys(GAME.roles, ScriptedPlayer(GAME.scripted("tools.tiny.players:lexicon")))
+    players = dict.fromkeys(GAME.roles, ScriptedPlayer(load_member("tools.tiny.players:lexicon")))
 
     def play(index: int) -> dict:
         return asyncio.run(play_game(GAME, words[index % len(words)], players, max_turns=3, index=index))
@@ -44,7 +45,7 @@ def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same
 
 def test_a_function_of_ones_own_plays(tmp_path):
     (tmp_path / "own.py").write_text("def echo(turn):\n    return turn.role\n", encoding="utf-8")
-    assert GAME.scripted(f"{tmp_path}/own.py:echo")(SECOND) == DEFENDER
+    assert load_member(f"{tmp_path}/own.py:echo")(SECOND) == DEFENDER
 
 
 def test_help_needs_no_torch():

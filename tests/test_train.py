@@ -354,14 +354,6 @@ def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp
     assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
-def test_show_examples_prints_rows_and_writes_nothing(tmp_path, tiny_model, other_model):
-    row = {"query": "a question", "target": "an answer", "weight": 0.5, "reward": 0.25}
-    path = write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "p", "answer": "a", "type": "sft"}, row])
-    printed = call(train.main, *flags(tmp_path / "out", offline_po(path, tiny_model, other_model, show_examples=2)))
-    assert "weight 0.5, reward 0.25, SFT False\n[[<s>a question]]an answer</s>\n--- weight 1" in printed.output
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
 def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, tiny_model, other_model, normalization):
     """Micro-batches of two game rows, and of a game row and an SFT row: a mean over micro-batches would be wrong."""

@@ -71,10 +71,7 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
 
     def load_shape(self) -> Shape | None:
         """The function of --shape; data never names it, only the user."""
-        if not self.shape:
-            return None
-        place, _, function = self.shape.rpartition(":")
-        return load_member(place, function)
+        return load_member(self.shape) if self.shape else None
 
     def prompt_fn(self, game: Game, templates: prompts.Templates, chat) -> PromptFn:
         """The function that makes queries: prompts of play, or training prompts drawn at random."""

@@ -10,20 +10,15 @@ command plays the missing ones. Without a launcher (python -m tools.play_llm_gam
 """
 
 import json
-import logging
 from dataclasses import dataclass
 
 from tools.flags import flag, parse_flags
-from tools.games.game import Game
 from tools.players.human import HUMAN
 from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
 from utils import rank, read_json, read_words, run_program, set_up_logging, stage
-
-MOST_TIED = 0.5  # share of undecided games above which there is a warning
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -62,16 +57,7 @@ def main() -> None:
             play_words(game, files.missing(), names, flags, files, templates=templates, seed=flags.seed)
             files.finish()
     if rank() == 0:
-        show_summary(files, game)
-
-
-def show_summary(files: EpisodeFiles, game: Game) -> None:
-    """Print the summary, with a warning if most games give no rows to learn from."""
-    summary = read_json(files.summary_path)
-    logger.info("%s: %d games", files.results_path, summary["games"])
-    if (tied := summary["outcomes"][game.outcomes[-1].name] / summary["games"]) > MOST_TIED:
-        logger.warning("%.0f%% of the games end without a decision, and give no rows to learn from", 100 * tied)
-    print(json.dumps(summary))
+        print(json.dumps(read_json(files.summary_path)))
 
 
 if __name__ == "__main__":

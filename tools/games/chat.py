@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import UserError, alpaca_to_row, load_tokenizer
+from utils import UserError, alpaca_to_row
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
@@ -127,8 +127,3 @@ class ChatTemplate:
             enable_thinking=self.thinking,
             date_string=DAY,
         )
-
-
-def load_chat_template(name: str, thinking: bool = False) -> ChatTemplate:
-    """The chat template of a tokenizer, given as a folder or a name on the hub."""
-    return ChatTemplate(load_tokenizer(name), name, thinking)

@@ -5,7 +5,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -95,11 +95,6 @@ class Game:
         """The parts of a message that the report marks: (SECRET or GUESS, start, end) for each."""
         return []
 
-    def scripted(self, name: str) -> Callable[[Any], str]:
-        """The function of `scripted:NAME`, from a Turn to its message. NAME is FILE.py:FUNCTION or module:FUNCTION."""
-        place, _, function = name.rpartition(":")
-        return load_member(place, function)
-
     # What follows from the above.
 
     def outcome(self, name: str) -> Outcome:
@@ -165,16 +160,16 @@ def whole_word(word: str) -> re.Pattern:
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options."""
-    place, _, class_name = name.rpartition(":")
-    if place:
-        return load_member(place, class_name)(**options)
+    if ":" in name:
+        return load_member(name)(**options)
     if name not in CLASSES:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
-    return load_member(f"{__package__}.{name}", CLASSES[name])(**options)
+    return load_member(f"{__package__}.{name}:{CLASSES[name]}")(**options)
 
 
-def load_member(place: str, name: str) -> Any:
-    """A class or a function of a Python file, or of a module of the current folder or the import path."""
+def load_member(path: str) -> Any:
+    """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path."""
+    place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         sys.path.append("")
         return getattr(importlib.import_module(place), name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.engine.vllm import AUTO, VLLM, VLLMEngine, has_vllm
-from tools.games.game import Game
+from tools.games.game import Game, load_member
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
@@ -39,7 +39,7 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
     if name.startswith(SERVER):
         return {"path": name, "api": flags.openai_api}
     if name.startswith(SCRIPTED):
-        return files_setting(inspect.getfile(flags.load_game().scripted(name.removeprefix(SCRIPTED))))
+        return files_setting(inspect.getfile(load_member(name.removeprefix(SCRIPTED))))
     return model_setting(name) if is_local(name) else name
 
 
@@ -66,7 +66,7 @@ def make_players(
         if name == HUMAN:
             players[name] = HumanPlayer()
         elif name.startswith(SCRIPTED):
-            players[name] = ScriptedPlayer(game.scripted(name.removeprefix(SCRIPTED)), flags.thinking)
+            players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
             players[name] = ServerPlayer(name.removeprefix(SERVER), flags, flags.sampling(), seed, flags.thinking)
         else:

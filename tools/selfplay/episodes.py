@@ -105,10 +105,7 @@ class EpisodeFiles:
 
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
-    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`.
-
-    If there are thoughts, also how many, and how many of them were cut.
-    """
+    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`."""
     outcomes, counts = Counter(), Counter()
     for episode in episodes:
         replies = episode.get("replies") or ()

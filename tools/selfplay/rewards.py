@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import UserError, read_json_or_jsonl, row_texts
+from utils import UserError, load_tokenizer, read_json_or_jsonl, row_texts
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -67,9 +67,9 @@ class ChatFlags:
             raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
         if not self.chat_template:
             return None
-        from tools.games.chat import load_chat_template  # imports transformers, which other rows do not need
+        from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
 
-        return load_chat_template(self.tokenizer, self.thinking)
+        return ChatTemplate(load_tokenizer(self.tokenizer), self.tokenizer, self.thinking)
 
 
 # Games.
@@ -321,11 +321,10 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
         if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
             record = chat.alpaca_to_turn(record)
         try:
-            query, target, _ = row_texts(record)
+            query, target, record = row_texts(record)
         except UserError as error:
             raise UserError(f"{path}: record {number}: {error}") from None
         row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
-        if record.get("chat_template") is True:
-            row["chat_template"] = True
+        row |= {"chat_template": True} if record.get("chat_template") else {}
         rows.append(chat.row(row) if chat else row)
     return rows
