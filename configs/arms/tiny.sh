@@ -21,4 +21,4 @@ arm silent CONTROL=silent                                               # game r
 arm detached DETACH_KL=True                                             # SPAG, KL detached
 
 table=(--minus points losers_ties released --minus points baseline released --minus points baseline losers_ties
-  --minus knowledge losers_ties released --minus knowledge baseline released)
+  --minus knowledge losers_ties released --minus knowledge baseline released --minus knowledge released imitation)
