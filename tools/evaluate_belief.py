@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import utils
 from tools.flags import GameFlags, NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
@@ -25,6 +24,18 @@ from tools.matches.text import with_interval
 from tools.players.player import Sampling
 from tools.reasoning.table import markdown
 from tools.selfplay.rewards import check_episodes
+from utils import (
+    UserError,
+    files_setting,
+    model_folder,
+    model_setting,
+    read_json_or_jsonl,
+    replacing,
+    run_program,
+    set_up_logging,
+    stage,
+    write_json,
+)
 
 NUMBERS, TABLE = "belief.json", "belief.txt"
 ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
@@ -51,18 +62,18 @@ class Flags(GameFlags):
 
     def settings(self, game: Game, templates: Templates) -> dict:
         names = ("split", "seed", "chat_template", "max_length", "bf16")
-        models = {f"model {name}": utils.model_setting(path) for name, path in self.models}
-        settings = {"games": utils.files_setting(self.games), "models": [name for name, _ in self.models]} | models
+        models = {f"model {name}": model_setting(path) for name, path in self.models}
+        settings = {"games": files_setting(self.games), "models": [name for name, _ in self.models]} | models
         return settings | {name: getattr(self, name) for name in names} | self.game_settings(game, templates)
 
 
 def read_games(flags: Flags, game: Game) -> list[dict]:
     """The games of the split."""
-    episodes = utils.read_json_or_jsonl(flags.games)
+    episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
     episodes = [episode for episode in episodes if flags.split in (None, episode.get("split"))]
     if len({episode["target_word"] for episode in episodes}) < 2:
-        raise utils.UserError(f"{flags.games}: no games with two or more secrets (--split {flags.split})")
+        raise UserError(f"{flags.games}: no games with two or more secrets (--split {flags.split})")
     return episodes
 
 
@@ -74,7 +85,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     gc.collect()  # frees the model before
     sampling = Sampling(max_length=flags.max_length, max_new_tokens=0)
     options = {"dtype": "bfloat16" if flags.bf16 else None, "trust_remote_code": flags.trust_remote_code}
-    local = load_local_model(utils.model_folder(path), sampling, **options)
+    local = load_local_model(model_folder(path), sampling, **options)
     if flags.chat_template:
         local.use_chat_template(path)
     secrets = list({episode["target_word"].strip().lower(): episode["target_word"] for episode in episodes}.values())
@@ -135,22 +146,22 @@ def table_text(rows: Sequence[Mapping]) -> str:
 
 def main() -> None:
     flags = parse_flags(Flags, description="What hints tell a model: its belief in the secret, from stored games.")
-    utils.set_up_logging(ranks=False)
+    set_up_logging(ranks=False)
     game, folder = flags.load_game(), Path(flags.output_dir)
     if game.answer(game.example_task) is None:
-        raise utils.UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
+        raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
     templates, episodes = flags.load_templates(game), read_games(flags, game)
     settings = flags.settings(game, templates)
-    with utils.stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
+    with stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
         if work.todo:
             measured = {name: measure(flags, path, game, templates, episodes) for name, path in flags.models}
             add_differences(measured)
             rows = list(table_rows(measured, game))
-            utils.write_json(folder / NUMBERS, {"table": rows, "messages": measured})
-            with utils.replacing(folder / TABLE) as file:
+            write_json(folder / NUMBERS, {"table": rows, "messages": measured})
+            with replacing(folder / TABLE) as file:
                 file.write(table_text(rows))
     print((folder / TABLE).read_text(encoding="utf-8"), end="")
 
 
 if __name__ == "__main__":
-    utils.run_program(main)
+    run_program(main)
