@@ -8,7 +8,6 @@ nats. Other secrets are drawn from the games of the split.
 """
 
 import gc
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ NUMBERS, TABLE = "belief.json", "belief.txt"
 ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
 MEASURES = ("belief", "belief_change", "zero_line", "knowledge", "knowledge_change", "difference")
 WITH_INTERVAL = ("knowledge", "difference")  # in the table
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -93,8 +91,6 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", disable=None)):
         numbers = measure_game(local, game, episode, secrets=secrets, seed=flags.seed, templates=templates)
         messages += [{"game": number} | message for message in numbers]
-    if cut := sum(message["prompt_cut"] for message in messages):
-        logger.warning("%s: %d prompts lost their beginning; use a larger --max_length", path, cut)
     return messages
 
 

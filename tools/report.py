@@ -16,8 +16,7 @@ from utils import printable, replacing, run_program, set_up_logging
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    what = "OUTPUT of the loop, or a folder of played games, a training, matches or reasoning"
-    parser.add_argument("folder", type=Path, help=what)
+    parser.add_argument("folder", type=Path, help="OUTPUT of the loop, or one folder of games, training or results")
     parser.add_argument("--output", type=Path, help="file to write (default: FOLDER/report.html)")
     add_flags(parser, GameFlags)
     flags = vars(parser.parse_args())
@@ -27,8 +26,7 @@ def main() -> None:
     output = output or folder / "report.html"
     with replacing(output) as file:
         file.write(page_html(report))
-    size = output.stat().st_size / 2**20
-    print(printable(f"{output}: {size:.1f} MiB, {len(report.games):,} games to read"))
+    print(printable(f"{output}: {len(report.games):,} games to read"))
 
 
 if __name__ == "__main__":
