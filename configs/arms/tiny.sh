@@ -2,7 +2,6 @@
 # A study of the embedded world (tools/tiny/README.md):
 #
 #   SEEDS="20 21 22" JOBS=2 tools/study/run_study.sh configs/arms/tiny.sh outputs/tiny_study
-#
 # Three epochs; after the last one come games against itself.
 before() { "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"; }
 after() { "$PYTHON" -m tools.tiny.questions --output_dir "$1"; }
@@ -21,4 +20,5 @@ arm silent CONTROL=silent                                               # game r
 arm detached DETACH_KL=True                                             # SPAG, KL detached
 
 table=(--minus points losers_ties released --minus points baseline released --minus points baseline losers_ties
-  --minus knowledge losers_ties released --minus knowledge baseline released --minus knowledge released imitation)
+  --minus knowledge losers_ties released --minus knowledge baseline released --minus knowledge released imitation
+  --minus knowledge released sft --minus points released sft)

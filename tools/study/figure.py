@@ -61,7 +61,7 @@ def draw_ties(figure) -> None:
 def draw_knowledge(figure) -> None:
     """How much likelier a model names the secret than other secrets, after the last hint of recorded games."""
     frame = stored("tiny/baseline", BELIEF, "knowledge")
-    lines = {"released": "-", "baseline": "--", "losers_ties": ":"}
+    lines = {"released": "-", "sft": "-.", "baseline": "--", "losers_ties": ":"}
     draw_epochs(figure, frame, "knowledge after the last hint, nats", lines)
 
 
@@ -72,10 +72,10 @@ def draw_epochs(figure, frame, label: str, lines: dict[str, str]) -> None:
         seeds = frame[frame.arm == arm].seed.unique()
         for seed in seeds:
             line = frame[frame.arm.isin([IMITATION, arm]) & (frame.seed == seed)]
-            name, colour = LABELS[arm] if seed == seeds[0] else None, CONTROL if arm == "released" else OURS
+            name, colour = LABELS[arm] if seed == seeds[0] else None, CONTROL if arm in ("released", "sft") else OURS
             panel.plot(line.epoch, line.value, style, color=colour, label=name, alpha=0.7)
     panel.set(xticks=[0, 1, 2, 3], xlabel="epoch; 0: imitation", ylabel=label)
-    panel.legend(frameon=False, labelcolor=INK)
+    figure.legend(frameon=False, labelcolor=INK, loc="outside upper center", ncols=2)
 
 
 def draw_gradient(figure) -> None:
