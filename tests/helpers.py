@@ -82,6 +82,8 @@ def as_a_process() -> Iterator[None]:
     """Undo, when the block ends, what would end with a process: environment, folder, logging, state of modules."""
     argv, environment, folder = sys.argv, dict(os.environ), os.getcwd()
     handlers, level = logging.root.handlers[:], logging.root.level
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():  # by a test before: train.leave
+        torch.distributed.destroy_process_group()  # would end this process
     try:
         yield
     finally:
