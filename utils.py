@@ -206,15 +206,15 @@ def write_json(path: StrPath, value) -> None:
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
     """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    as_list = "[\n" + ",\n".join(lines) + "\n]\n"
+    text = "\n".join([*lines, ""]) if str(path).endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]\n"
     with replacing(path) as file:
-        file.write("\n".join([*lines, ""]) if str(path).endswith(".jsonl") else as_list)
+        file.write(text)
 
 
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
-    given = f"\n\n### Input: {example['input']}" if example.get("input") else ""
-    prompt = f"### Instruction: {example['instruction']}{given}\n\n### Response: "
+    context = f"\n\n### Input: {example['input']}" if example.get("input") else ""
+    prompt = f"### Instruction: {example['instruction']}{context}\n\n### Response: "
     return {"prompt": prompt, "target": example["output"], "type": "sft"}
 
 
@@ -359,8 +359,10 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 @functools.cache
 def made_by() -> dict[str, str]:
     """Versions of the packages that compute, and this project's commit, with "+" if files were changed."""
-    installed = {each.name: each.version for each in importlib.metadata.distributions()}
-    versions = {name: installed[name] for name in RECORDED_PACKAGES if name in installed}
+    versions = {}
+    for package in RECORDED_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=40"]
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
         versions["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -66,14 +66,14 @@ def play_flags(place: Path, model: str | os.PathLike, output: Path, **changes) -
 def call(main: Callable[[], object], *words, status: int = 0) -> Called:
     """Run a program's `main` in this process with these words as its command line. It must end with `status`."""
     output, errors = io.StringIO(), io.StringIO()
-    found = 0
+    ended_with = 0
     with as_a_process(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         sys.argv = [main.__module__, *map(str, words)]
         try:
             utils.run_program(main)
         except SystemExit as ended:
-            found = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    assert found == status, f"ended with {found}: {errors.getvalue()[-3000:]}"
+            ended_with = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    assert ended_with == status, f"ended with {ended_with}: {errors.getvalue()[-3000:]}"
     return Called(output.getvalue(), errors.getvalue())
 
 

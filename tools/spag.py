@@ -1,7 +1,7 @@
 """One page for people who take a piece: play games, judge them, make rows, compute the loss.
 
 The README has an example. Playing and rows need no torch, unless a model plays in this process. Batches and the loss
-need torch and transformers.
+need torch, transformers and accelerate.
 """
 
 import asyncio

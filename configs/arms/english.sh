@@ -3,7 +3,6 @@
 # (models/smollm2) and its rows of imitation (outputs/english/data) are made, once for all seeds:
 #
 #   SEEDS="0 1 2" tools/study/run_study.sh configs/arms/english.sh outputs/english_study
-#
 # Each seed draws 300 rows of imitation. All its arms have them as SFT rows, which anchor them to imitation.
 data=outputs/english/data
 before() {

@@ -79,9 +79,9 @@ class Game:
 
     def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
         """What roles[0] and roles[1] get in a match, each in [0, 1]."""
-        _, winner, _, points = self.outcome(outcome)
-        first = 0.5 if winner is None else float(winner == self.roles[0])
-        return points or (first, 1.0 - first)
+        ended = self.outcome(outcome)
+        first = 0.5 if ended.winner is None else float(ended.winner == self.roles[0])
+        return ended.points or (first, 1.0 - first)
 
     def answer(self, task: str) -> tuple[str, str] | None:
         """The role that must find the secret, and the message that names it; None if the game has no secret."""

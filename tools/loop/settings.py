@@ -25,7 +25,7 @@ MAY_DIFFER = set(
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
-PATTERNS = {"EPOCHS": COUNT, "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT} | {  # what the shell computes with or compares
+PATTERNS = {"EPOCHS": f"0|{COUNT}", "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT} | {  # the shell computes with them
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
@@ -139,14 +139,14 @@ def check(settings: dict[str, str]) -> None:
 
 def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
     """Raise UserError if the record beside rows of imitation names another layout than that of play."""
-    own = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
+    of_play = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
     for path in settings["IMITATION_DATA"].split():
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
         if not record.is_file():
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             continue
         layout = read_json(record)["settings"]
-        if (bool(layout["chat_template"]), layout["prompt_templates"]["sha256"]) != own:
+        if (bool(layout["chat_template"]), layout["prompt_templates"]["sha256"]) != of_play:
             raise UserError(f"{path}: its CHAT_TEMPLATE or its prompts are not those of play ({prompt_file})")
 
 
