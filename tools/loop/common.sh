@@ -26,7 +26,7 @@ wait_for_child() { # return its exit status; `wait` also returns when it is susp
 }
 
 run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end the script if it fails
-  local status=0 before=$SECONDS size log=$OUTPUT/logs/$1.log
+  local status=0 before=$SECONDS size mistakes log=$OUTPUT/logs/$1.log
   step=$1
   shift
   [ "${NODE_RANK:-0}" -eq 0 ] || log=${log%.log}.node$NODE_RANK.log
@@ -40,8 +40,9 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end th
   wait_for_child || status=$?
   child=''
   if [ "$status" -ne 0 ]; then
-    new_lines "$log" "$size" | { grep ': error: ' || true; } | sort -u >&2 # torchrun writes its own lines below it
-    new_lines "$log" "$size" | tail -n 20 >&2
+    mistakes=$(new_lines "$log" "$size" | grep '^[a-z_]*\.py: error: ' | sort -u) || # torchrun writes more below it
+      mistakes=$(new_lines "$log" "$size" | tail -n 20)
+    printf '%s\n' "$mistakes" >&2
     warn "$step failed; its log: $log"
     [ "$step" = report ] || exit 1 # a missing report loses no results
   fi
