@@ -69,8 +69,8 @@ class Taboo(Game):
 
     def _says(self, text: str, forms: list[str], after: str = "") -> bool:
         said = [form for form in forms if form in text]
-        if self.match == SUBSTRING and not after:  # compiling a pattern for each word takes most of the judge's time
-            return bool(said)
+        if self.match == SUBSTRING and not after:
+            return bool(said)  # without a pattern for each word, which would take most of the judge's time
         return any(re.search(after + self._pattern(form), text) for form in said)
 
     def _pattern(self, form: str) -> str:
