@@ -1,8 +1,6 @@
 """One self-contained page about the output of the loop, finished or not, or one of its folders.
 
-    python -m tools.report FOLDER      writes FOLDER/report.html
-
-The page needs no network. It holds Plotly, which draws its charts, and is therefore about 5 MiB large.
+    python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which needs no network
 """
 
 import argparse
