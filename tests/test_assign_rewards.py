@@ -218,17 +218,6 @@ def test_role_weights_none_weigh_every_row_1_and_outcomes_may_be_permuted(run):
     assert [row["reward"] > 0 for row in rows[:32:4]] == [each.rewards[0] > 0 for each in judged[:8]]
 
 
-def test_listening_adds_the_right_guess_after_the_last_hint_of_every_game(run):
-    rows, printed = run(training_prompt="play", listening=True)
-    winners, _ = run(training_prompt="play")
-    assert rows[:4] == winners  # the breach has no hint, so three games give a row
-    hints = [game["history"][:end] for game, end in ((ATTACKER_WON, 3), (TIED, 1), (DEFENDER_WON, 3))]
-    queries = [prompts.play_prompt(GAME, said, WORD, 5) for said in hints]
-    row = {"target": GUESS, "reward": 1.0, "role": "defender", "weight": 1.0}
-    assert rows[4:] == [{"query": query} | row for query in queries]
-    assert printed["rows"] == {"attacker": 2, "defender": 5, "negative": 0}
-
-
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, documented = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])

@@ -35,10 +35,6 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
-    listening: bool = flag(
-        "True: add a row of each game, its messages up to the last hint -> the right guess; for imitation",
-        default=False,
-    )
     permute_outcomes: bool = flag(
         "True: permute rewards among games of equal length, a control of self-play", default=False
     )
@@ -56,8 +52,6 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
         self.check_rewards(game)
         if self.thinking and self.training_prompt != PLAY:
             raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
-        if self.listening and game.answer(game.example_task) is None:
-            raise UserError(f"--listening True: {game.title} has no message that names a secret")
 
     def settings(self, game: Game, templates: prompts.Templates, chat) -> dict:
         """All that the rows depend on: the flags, files by their content, the chat template by its text."""
@@ -100,9 +94,6 @@ def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> t
     notes["weights"] = numbers.weights
     if flags.baseline == rewards.ROLE:
         notes["baselines"] = numbers.baselines
-    if flags.listening:
-        for episode, result in zip(episodes, results, strict=True):
-            rows += rewards.listening_rows(game, episode, result, prompt, templates)
     if not rows:
         raise UserError(
             f"the games give no rows ({notes['games']}). Likely causes: a --max_length of play that cuts the rules, "

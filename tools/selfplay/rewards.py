@@ -259,23 +259,6 @@ def hint_ends(game: Game, episode: Mapping, result: Result, guesser: str) -> lis
     return [end for end in range(1, length + 1) if episode["history"][end - 1]["role"] != guesser]
 
 
-def listening_rows(
-    game: Game, episode: Mapping, result: Result, prompt: PromptFn, templates: prompts.Templates
-) -> list[dict]:
-    """One row of reward and weight 1: a game up to its last hint -> the right guess, whoever won; [] without a hint.
-
-    For imitation only: in self-play such rows teach to guess before one can know.
-    """
-    history, task = episode["history"], episode["target_word"]
-    guesser, guess = prompts.answer(game, task, templates)
-    ends = hint_ends(game, episode, result, guesser)
-    ends = [end for end in ends if game.next_role(task, history[:end]) == guesser]
-    if not ends:
-        return []
-    query = prompt(history[: ends[-1]], task, episode["max_turns"])
-    return [{"query": query, "target": guess, "reward": 1.0, "role": guesser, "weight": 1.0}]
-
-
 def assign_rewards(
     episodes: Iterable[Mapping],
     *,
