@@ -153,7 +153,6 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 
 
 def run(trainer: SPAGTrainer) -> None:
-    """Train, save and evaluate."""
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()

@@ -30,8 +30,6 @@ ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are 
 
 @dataclass(kw_only=True)
 class Flags(GameFlags, ChatFlags, RewardFlags):
-    """The flags of this program."""
-
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)

@@ -44,8 +44,6 @@ WITH_INTERVAL = ("knowledge", "difference")  # in the table
 
 @dataclass(kw_only=True)
 class Flags(GameFlags):
-    """The flags of this program."""
-
     models: list[NamedPath] = flag(
         "models to compare, the first with the others", type=named_path, metavar="NAME=MODEL"
     )
@@ -66,7 +64,6 @@ class Flags(GameFlags):
 
 
 def read_games(flags: Flags, game: Game) -> list[dict]:
-    """The games of the split."""
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
     episodes = [episode for episode in episodes if flags.split in (None, episode.get("split"))]
@@ -130,7 +127,6 @@ def mean_by_word(messages: Sequence[Mapping], name: str) -> tuple[float, list[fl
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    """The table in Markdown."""
     head = ("model", "outcome", "hints", "games")
     lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
     for row in rows:

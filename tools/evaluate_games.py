@@ -29,8 +29,6 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    """The flags of this program."""
-
     players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag("word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE")

@@ -31,8 +31,6 @@ def benchmark_of(text: str) -> Benchmark:
 
 @dataclass(kw_only=True)
 class Flags:
-    """The flags of this program."""
-
     models: list[NamedPath] = flag("all are compared with the first", type=named_path, metavar="NAME=MODEL")
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",

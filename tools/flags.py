@@ -87,22 +87,17 @@ def named_path(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class GameFlags:
-    """Flags for a game, its options and its prompts."""
-
     game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
     game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
     prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_game(self) -> Game:
-        """The game that the flags name. UserError if there is none."""
         return load_game(self.game, **self._options())
 
     def load_templates(self, game: Game) -> prompts.Templates:
-        """The prompts that the flags name. UserError if the file does not fit the game."""
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
-        """The game and its prompts as settings of a stage."""
         setting = {"name": game.name, "options": self._options()}
         return {"game": setting, "prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
 

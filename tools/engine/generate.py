@@ -21,7 +21,6 @@ class BatchEngine:
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """As Engine.start; `game` and `seed` are not used."""
         self.waiting.append((request, prompt, limit or self.tokens.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:

@@ -19,8 +19,6 @@ def num_blocks_for(tokens: int) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its reply so far."""
-
     number: int
     prompt_ids: list[int]
     prompt_cut: bool
@@ -50,7 +48,6 @@ class Slot:
 
     @property
     def new_positions(self) -> range:
-        """Positions of the new tokens in `token_ids`."""
         return range(self.num_cached_tokens, self.num_cached_tokens + self.num_new_tokens)
 
     @property
@@ -121,7 +118,6 @@ class Scheduler:
 
     @property
     def busy(self) -> list[Slot]:
-        """The slots that have a request."""
         return [slot for slot in self.slots if slot.request]
 
     def common_prefix(self) -> list[int]:

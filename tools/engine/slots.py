@@ -40,13 +40,11 @@ class SlotEngine:
         self.caches: dict[int, LayerCache] = {}  # by layer
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """As Engine.start; `seed` is not used."""
         limit = limit or self.tokens.sampling.max_new_tokens
         self.scheduler.waiting.append(Request(request, *self.tokens.encode(prompt), game, limit))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
-        """As Engine.run."""
         if not self.caches:
             self._compute_prefix()
         while True:

@@ -25,14 +25,11 @@ HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 
 @dataclass(kw_only=True)
 class VLLMFlags:
-    """The flags of `--engine vllm`."""
-
     tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
 
 def has_vllm() -> bool:
-    """Whether the package vllm is installed."""
     return importlib.util.find_spec("vllm") is not None
 
 
@@ -85,7 +82,6 @@ class VLLMEngine:
         self.prompt_cut: dict[str, bool] = {}
 
     def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """As Engine.start; `game` is not used."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -104,7 +100,6 @@ class VLLMEngine:
         self.waiting.append((str(request), {"prompt_token_ids": ids}, params))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """As Engine.run."""
         while self.waiting:
             self.llm.add_request(*self.waiting.popleft())
         replies = []

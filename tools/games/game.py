@@ -25,8 +25,6 @@ History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 
 class Outcome(NamedTuple):
-    """One of the ways in which a game can end."""
-
     name: str  # as stored in episodes
     winner: str | None = None  # the role that gets the point of a match; None: half a point each
     breach: bool = False  # the loser broke the rules: the winner gets the point of a match, but no reward

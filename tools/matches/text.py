@@ -20,7 +20,6 @@ HOW_COUNTED = (
 
 
 def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> None:
-    """Write the statistics of all games, and their table, into the folder."""
     rows = list(result_rows(read_json_or_jsonl(games_path), game))
     results = {"settings": settings, "results": rows, "games_path": games_path.name}
     write_json(folder / RESULTS, results)

@@ -16,8 +16,6 @@ SAMPLE = 200  # games to be read from each file of games
 
 @dataclass
 class Report:
-    """What a page shows."""
-
     name: str
     game: Game
     plays: dict[str, dict] = field(default_factory=dict)  # summaries of self-play by name, such as "epoch1"

@@ -33,8 +33,6 @@ WRONG_SETUP, REFUSED = (401, 403, 404, 405), (400, 422)  # status: key, model or
 
 @dataclass(kw_only=True)
 class ServerFlags:
-    """The flags of players openai:MODEL."""
-
     openai_api: str = flag("endpoint of players openai:MODEL", default="completions", choices=("completions", "chat"))
     openai_base_url: str | None = flag(
         "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None

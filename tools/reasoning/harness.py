@@ -17,8 +17,6 @@ TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harne
 
 
 class Benchmark(NamedTuple):
-    """A column of the table."""
-
     name: str
     task: str  # as the harness calls it
     shots: int | None  # None: as many as the task itself says

@@ -27,8 +27,6 @@ PUBLISHED = {  # as texts, with the digits that are known; README.md says which 
 
 
 class Score(NamedTuple):
-    """A model on a benchmark."""
-
     value: float
     stderr: float
     by_question: dict[str, float]  # empty if the value is not the mean of these

@@ -121,7 +121,6 @@ def _load_model(folder: Path, flags: PlayFlags, models: int):
 
 
 def drop_models() -> None:
-    """Free the memory of the loaded models."""
     import torch
 
     for model in [model for models in _loaded.values() for model in models.values()]:

@@ -62,11 +62,9 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
             raise UserError(f"--temperature must be above 0; --task_type {TESTING} takes the likeliest token")
 
     def turns(self, game: Game) -> int:
-        """Turns of a game."""
         return game.max_turns if self.max_turns is None else self.max_turns
 
     def sampling(self) -> Sampling:
-        """How replies are drawn."""
         return Sampling(**{name: getattr(self, name) for name in DRAWS}, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> str | None:

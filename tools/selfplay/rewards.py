@@ -25,8 +25,6 @@ Shape = Callable[[dict, Mapping, str], float]  # (row, episode, outcome) -> the 
 
 @dataclass(kw_only=True)
 class RewardFlags:
-    """Which messages become rows, and their rewards and weights."""
-
     decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
     losers: float = flag("make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE")
     ties: float = flag("make rows of both players of tied games: reward -COST", default=0.0, metavar="COST")
@@ -76,8 +74,6 @@ class ChatFlags:
 
 
 class Result(NamedTuple):
-    """How a game ended, and what it pays."""
-
     outcome: str
     length: int  # number of messages up to the decisive one, which is included
     rewards: tuple[float, float]  # of the game's first and second role

@@ -37,8 +37,6 @@ Lines = Iterable[Sequence[str]]
 
 @dataclass(kw_only=True)
 class Flags:
-    """The flags of this program."""
-
     results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
     primary: list[list[str]] = flag("a planned difference of two arms in a column", default=[], **COMPARISON)
     minus: list[list[str]] = flag("a further one; without any: each arm minus the first one", default=[], **COMPARISON)
@@ -160,7 +158,6 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: 
 
 
 def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:
-    """All tables in Markdown."""
     refuse_mixed(results)
     frame = to_frame(results)
     first, *others = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]

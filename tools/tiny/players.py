@@ -114,7 +114,6 @@ def lexicon(turn: Turn) -> str:
 
 
 def hinted_clues(history: History) -> list[str]:
-    """The clues of all hints of a game."""
     return [clue for message in history for clue in HINTED.findall(message["content"])]
 
 
