@@ -170,7 +170,6 @@ def run(trainer: SPAGTrainer) -> None:
 
 
 def summary(trainer: SPAGTrainer) -> str:
-    """How far training went, and from which loss to which."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     change = f", loss {losses[0]:.3f} at the first and {losses[-1]:.3f} at the last" if losses else ""
     return f"{trainer.state.global_step} steps{change}"

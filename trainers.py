@@ -170,8 +170,6 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
-    """What sums of costs are divided by."""
-
     game_rows: torch.Tensor | float
     sft_rows: torch.Tensor | float
     tokens: torch.Tensor | float
@@ -198,7 +196,6 @@ class MetricSums:
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, torch.Tensor]) -> None:
-        """Add the metrics of a micro-batch and its number of tokens."""
         metrics = metrics | {"tokens": batch["attention_mask"].sum().float()}
         pairs = {name: x if isinstance(x, tuple) else (x, torch.ones_like(x)) for name, x in metrics.items()}
         self.batches.append(pairs)

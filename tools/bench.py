@@ -36,8 +36,6 @@ class Play:
 
 
 class TimedPlayer(LocalPlayer):
-    """A local player whose replies have lengths of our choice."""
-
     async def reply(self, turn: Turn) -> Reply:
         tokens = reply_tokens(turn.index, len(turn.history))
         return await self.batcher.submit(self.engine, turn.prompt(), game=turn.index, limit=tokens)

@@ -198,7 +198,6 @@ class Scheduler:
         return False
 
     def _preempt(self, slot: Slot) -> None:
-        """Clear a slot, and put its request first among the waiting ones."""
         self.waiting.appendleft(slot.request)
         self.idle.insert(0, slot)
         self._clear(slot)

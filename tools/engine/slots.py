@@ -53,7 +53,6 @@ class SlotEngine:
                 return finished
 
     def _compute_prefix(self) -> None:
-        """Compute and store the common prefix of the first prompts."""
         prefix = self.scheduler.prefix = self.scheduler.common_prefix()
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))

@@ -79,7 +79,6 @@ class ChatTemplate:
         return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), request)
 
     def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
-        """A play prompt from the messages so far, the rule text and the player's instruction."""
         return self._render(chat_messages(history, role, rules, request))
 
     @staticmethod

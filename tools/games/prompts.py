@@ -32,7 +32,6 @@ def play_prompt(game: Game, history: History, task: str, max_turns: float, templ
 
 
 def join_play_prompt(rules: str, history: History, request: str) -> str:
-    """A play prompt from the rule text, the messages so far, and the player's instruction."""
     messages = NO_HISTORY
     if history:
         lines = (f"\n  - {message['role']}: {message['content']}" for message in history)

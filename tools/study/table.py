@@ -120,7 +120,6 @@ def cell(lines: pd.DataFrame, table: str, column: str) -> str:
 
 
 def model_lines(frame: pd.DataFrame, table: str) -> Lines:
-    """A line for each model in this table."""
     frame = frame[frame.table == table]
     columns = frame.column.unique()
     yield ["arm", "epoch", "seeds", *columns]

@@ -41,7 +41,6 @@ class Flags:
 
 
 def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
-    """Complete games of the scripted players about these words."""
     episodes: list[Episode] = []
     players = dict.fromkeys(GAME.roles, ScriptedPlayer(lambda turn: speak(turn, lexicon, skill, rng)))
     options = {"max_turns": MAX_TURNS, "templates": load_templates(PROMPTS, GAME), "concurrent_games": 1}
