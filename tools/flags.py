@@ -71,8 +71,6 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = Non
 
 
 class NamedPath(NamedTuple):
-    """A model or a file, and the name that the user gave it."""
-
     name: str
     path: str
 

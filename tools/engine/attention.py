@@ -47,7 +47,6 @@ class LayerCache:
             self.blocks[:, : old.shape[1]] = old
 
     def move_blocks(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        """Move the content of block sources[i] to block targets[i]."""
         self.blocks.index_copy_(1, targets, self.blocks[:, sources])
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, step: "Step") -> None:

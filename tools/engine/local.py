@@ -75,8 +75,6 @@ class ModelTokens:
 
 
 class LocalModel(ModelTokens):
-    """A causal language model, its tokenizer, and the sampling settings of its replies."""
-
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
         self.model = model

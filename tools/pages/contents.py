@@ -44,7 +44,6 @@ class Report:
                 self.sample(f"{label}, self-play", episodes)
 
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
-        """Add a random sample of these games to those that can be read."""
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
         place = len(self.sources)
         self.games += [shown_game(self.game, number, episodes[number]) | {"source": place} for number in numbers]

@@ -16,8 +16,6 @@ HUMAN = "human"
 
 
 class HumanPlayer(Player):
-    """Shows a person what their role may know of the game, and reads each message as a line."""
-
     at_terminal = True
 
     def __init__(self):

@@ -124,6 +124,5 @@ def cell_text(row: Mapping) -> str:
 
 
 def markdown(lines: Iterable[Sequence]) -> str:
-    """A table, whose first line is its head."""
     head, *body = lines
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))

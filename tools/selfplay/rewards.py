@@ -53,8 +53,6 @@ class RewardFlags:
 
 @dataclass(kw_only=True)
 class ChatFlags:
-    """Whose chat template the rows are in, and whether it asks for thoughts."""
-
     chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
     thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
