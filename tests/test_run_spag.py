@@ -191,11 +191,12 @@ def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_
     loop.commands('*SFTwithKL*) echo \'{"finished": true}\' >"$3/settings.json" ;;', epochs=2)
     games = spag / "epoch1/episodes/imitation_sampling_words_results.json"
     games.write_text("[]")
-    commands = loop.commands(control=control, like=spag, output=own, epochs=2)
+    commands = loop.commands(control=control, like=spag, output=own, epochs=2, lora_rank=4)
     plays = control in ("coin_by_length", "cloning")
     assert "imitation" not in commands and "epoch1_play" not in commands and ("epoch2_play" in commands) == plays
     assert not plays or str(games) in commands["epoch1_rewards"]
     assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
+    assert "--learning_rate 1e-4" in " ".join(commands["epoch1_train"])  # that of LORA_RANK, not the other run's
     assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
     assert f"{own}/epoch2/rows/rows.json" in commands["epoch2_train"]
     check_flags(commands["epoch2_train"])

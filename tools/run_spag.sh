@@ -42,7 +42,8 @@ main() {
 
 imitate() {
   train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL --train_data_path $IMITATION_DATA \
-    --lm_kl_coeff "$IMITATION_KL" --learning_rate "$IMITATION_LR" --seed "$SEED" "${IMITATION_ARGS[@]}"
+    --lm_kl_coeff "$IMITATION_KL" --learning_rate "${IMITATION_LR:-${lora_rate:-5e-6}}" --seed "$SEED" \
+    "${IMITATION_ARGS[@]}"
 }
 
 play() { # the newest model against itself; afterwards $episodes is the file of the games
@@ -84,7 +85,7 @@ learn() {
   case $CONTROL in cloning | sft) set -- --allow_no_game_rows True ;; esac
   train "epoch${epoch}_train" "$folder/model" --train_method OfflinePO --train_data_path "$folder/rows/rows.json" \
     --lm_kl_coeff "$KL" --lm_sft_coeff "$SFT_COEFF" --clip_range "$CLIP_RANGE" --detach_kl "$DETACH_KL" \
-    --learning_rate "$LEARNING_RATE" --seed "$seed" "$@" "${TRAIN_ARGS[@]}"
+    --learning_rate "${LEARNING_RATE:-${lora_rate:-2e-6}}" --seed "$seed" "$@" "${TRAIN_ARGS[@]}"
 }
 
 train() { # train STAGE FOLDER FLAGS...: $model is the start and the reference; afterwards it is the new model
@@ -121,6 +122,7 @@ set_flags() { # flags that several stages share
     fp16) dtype=float16 precision=(--fp16 True) ;;
     fp32) dtype=float32 precision=() ;;
   esac
+  lora_rate=${LORA_RANK:+1e-4} # merging adapters into bf16 weights loses smaller updates
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
   game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${PROMPTS:+--prompt_templates "$PROMPTS"})
   sampling=(--task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --chat_template "$CHAT_TEMPLATE"

@@ -75,10 +75,7 @@ def like(run: str, defaults: dict[str, str]) -> dict[str, str]:
 
 
 def fill(settings: dict[str, str]) -> None:
-    """Set what is `auto`, and the learning rates that are empty."""
-    rate = "1e-4" if settings["LORA_RANK"] else ""  # merging adapters into bf16 weights loses smaller updates
-    settings["IMITATION_LR"] = settings["IMITATION_LR"] or rate or "5e-6"
-    settings["LEARNING_RATE"] = settings["LEARNING_RATE"] or rate or "2e-6"
+    """Set what is `auto`."""
     names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
     automatic = [name for name in names if settings[name] == "auto"]
     if not automatic:
