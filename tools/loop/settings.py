@@ -117,11 +117,9 @@ def check(settings: dict[str, str]) -> None:
     for name, pattern in PATTERNS.items():
         if not re.fullmatch(pattern, settings[name]):
             raise UserError(f"{name}={settings[name]}: expected {pattern}")
-    paths = [settings[name] for name in FILES if settings[name]]
-    paths += [word.rpartition("=")[2] for word in settings["EVAL_WORDS"].split()]
-    for path in paths:
-        if not Path(path).is_file():
-            raise UserError(f"{path}: no such file")
+    for name in FILES:
+        if settings[name] and not Path(settings[name]).is_file():
+            raise UserError(f"{settings[name]}: no such file")
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
     if int(settings["GLOBAL_BATCH"]) % at_once:
         raise UserError(f"GLOBAL_BATCH is no multiple of the {at_once} rows at once: NPROC x NNODES x TRAIN_BATCH")
@@ -172,7 +170,8 @@ def main() -> None:
     options = dict(option.split("=", 1) for option in settings["GAME_OPTIONS"].split())
     game = load_game(settings["GAME"], **options)
     check_layout(settings, settings["PROMPTS"] or game.prompt_file)
-    words = utils.read_words(settings["WORDS"], game.check_task)
+    lists = [settings["WORDS"], *(word.rpartition("=")[2] for word in settings["EVAL_WORDS"].split())]
+    words, *_ = [utils.read_words(path, game.check_task) for path in lists]
     if settings["NODE_RANK"] == "0":
         record(settings, words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"]))
     for name, value in settings.items():  # for `eval`; each *_ARGS is an array
