@@ -64,7 +64,7 @@ DEEPSPEED=auto     # DeepSpeed's configuration, or none; auto: by the GPUs' memo
 GRADIENT_CHECKPOINTING=auto # True or False; auto: True with a GPU
 ENGINE=auto        # engine of play and matches: auto, vllm, slots or generate
 TENSOR_PARALLEL_SIZE=1 # GPUs of each vLLM model; play then has NPROC / this number of processes
-PLAY_BATCH=        # prompts answered at once; empty: chosen from memory
+PLAY_BATCH=        # prompts answered at once; empty: chosen from memory, with ENGINE=generate 32
 SAVE_STEPS=0.2     # steps between checkpoints; below 1: a share of all steps; 0: none
 NPROC=auto         # processes of this machine; auto: its GPUs, or 1
 NNODES=1           # machines; the same command runs on each, with OUTPUT on a shared folder

@@ -60,7 +60,7 @@ COMMANDS = """
 {root}/tools/report.py {out} --game taboo
 """
 LAUNCH = """-m torch.distributed.run --nproc_per_node 8 --nnodes 1 --rdzv_backend c10d --rdzv_endpoint localhost:0
-  --rdzv_id spag-STAGE --rdzv_conf is_host=1,join_timeout=1800,read_timeout=1800"""
+  --rdzv_id spag-STAGE --rdzv_conf is_host=1,join_timeout=86400,read_timeout=86400"""
 TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048
   --padding_side right --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0
   --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --tf32 True --save_strategy steps

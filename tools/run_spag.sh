@@ -137,7 +137,7 @@ set_flags() { # flags that several stages share
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine
   local torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES" --rdzv_backend c10d
     --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
-    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=1800,read_timeout=1800")
+    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=86400,read_timeout=86400")
   [ $((NNODES * $2)) -gt 1 ] || torchrun=()
   run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}"
 }

@@ -77,6 +77,9 @@ class VLLMEngine:
         words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
         words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
+        words += ["--language-model-only"]  # a trained multimodal model has no image processor
+        if models > 1 and flags.tensor_parallel_size == 1:  # the start of the second engine in this process would
+            words += ["--enforce-eager"]  # delete the CUDA graphs of the first, whose replies would be nonsense
         self.llm = _start([*words, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
