@@ -66,8 +66,18 @@ def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
             model.generation_config.validate(strict=True)
         except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
             model.generation_config.do_sample = True
+    restore_rope(model)
     freeze_all_but_text(model)
     return model
+
+
+def restore_rope(model: PreTrainedModel) -> None:
+    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.float())
+            model._init_weights(module)
 
 
 def freeze_all_but_text(model: PreTrainedModel) -> None:
@@ -161,9 +171,9 @@ def run(trainer: SPAGTrainer) -> None:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
     trainer.create_model_card(tags=["spag", args.train_method])
+    if args.lora_merge:
+        utils.on_rank_0(lambda: merge_lora(args))  # without a time limit for the other ranks
     if trainer.is_world_process_zero():
-        if args.lora_merge:
-            merge_lora(args)
         Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     trainer.save_metrics("train", result.metrics)

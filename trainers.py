@@ -218,11 +218,18 @@ class MetricSums:
 
 
 def last_checkpoint(args: SPAGArguments) -> str | None:
-    """The furthest complete checkpoint of a run that holds an optimizer; without one the Trainer would start anew."""
-    optimizer = "global_step*" if args.deepspeed else "optimizer*"
-    marks = Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")
-    complete = [str(mark.parent) for mark in marks if any(mark.parent.glob(optimizer))]
-    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none."""
+    state = "optimizer*"
+    if args.deepspeed:
+        state = f"global_step*/{'zero_pp' if is_deepspeed_zero3_enabled() else 'mp'}_rank_*_model_states.pt"
+    complete = [mark.parent for mark in Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")]
+    with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
+    if complete and not with_state:
+        raise utils.UserError(
+            f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; go on with the one "
+            "before, or delete them"
+        )
+    return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
 class SPAGTrainer(Trainer, TrainerCallback):

@@ -279,6 +279,8 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     assert continued() == str(last) and (last / "complete").read_bytes() == b""
     (last / "optimizer.pt").unlink()  # as with --save_only_model
     assert continued() == str(second)
+    with pytest.raises(utils.UserError, match="another --deepspeed"):
+        trainers.last_checkpoint(SimpleNamespace(output_dir=output, deepspeed="zero2.json"))
     shutil.rmtree(last)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # stopped while it writes it again
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
@@ -383,16 +385,40 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path,
         run(tmp_path / "out", sft(mixed_rows, tiny_model))
 
 
-@pytest.mark.parametrize("lora_rank", [None, 4])
-def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, mixed_rows, lora_rank):
-    """DDP waits for a gradient of each weight that is trained."""
+@pytest.fixture
+def gemma(tmp_path) -> Path:
+    """A multimodal model."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text, vision = shape | {"vocab_size": 260, "head_dim": 8, "num_key_value_heads": 1}, shape | {"image_size": 28}
     config = transformers.Gemma3Config(text_config=text, vision_config=vision)
     config.update({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     for part in (AutoModelForCausalLM.from_config(config), build_tokenizer()):
         part.save_pretrained(tmp_path / "gemma")
-    settings = sft(mixed_rows, tmp_path / "gemma", max_steps=1, lora_rank=lora_rank)
+    return tmp_path / "gemma"
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "gemma"])
+def test_frequencies_of_rope_that_were_rounded_are_computed_anew(model, request, monkeypatch):
+    def rounded(*values, **options):
+        loaded = load(*values, **options)
+        for module in loaded[0].modules():
+            if "Rotary" in type(module).__name__:
+                module.to(torch.bfloat16)
+        return loaded
+
+    name, load = str(request.getfixturevalue(model)), AutoModelForCausalLM.from_pretrained
+    args = SimpleNamespace(trust_remote_code=False, weights_dtype=torch.float32, attn_implementation=None)
+    expected = dict(load(name).named_buffers())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", rounded)
+    buffers = dict(train.load_model(name, args).named_buffers())
+    assert any("inv_freq" in name for name in buffers)
+    assert_close(buffers, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, gemma, mixed_rows, lora_rank):
+    """DDP waits for a gradient of each weight that is trained."""
+    settings = sft(mixed_rows, gemma, max_steps=1, lora_rank=lora_rank)
     trainer = train.set_up(arguments.parse_arguments(flags(tmp_path / "out", settings)))
     trained = {name for name, weights in trainer.model.named_parameters() if weights.requires_grad}
     train.run(trainer)
