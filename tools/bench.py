@@ -42,7 +42,6 @@ class TimedPlayer(LocalPlayer):
 
 
 def reply_tokens(game: int, message: int) -> int:
-    """The length of a reply in tokens, the same with every engine."""
     return min(MOST_TOKENS, 1 + int(random.Random(f"{game}/{message}").expovariate(1 / MEAN_TOKENS)))
 
 

@@ -15,7 +15,6 @@ T = TypeVar("T")
 
 
 def parse_bool(text: str) -> bool:
-    """Read True or False; the `type` of a bool flag."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
     return text.lower() == "true"
@@ -76,7 +75,6 @@ class NamedPath(NamedTuple):
 
 
 def named_path(text: str) -> NamedPath:
-    """Read NAME=MODEL; the `type` of such flags."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"expected NAME=MODEL, got {text!r}")

@@ -47,7 +47,6 @@ class BatchEngine:
 
 
 def generation_config(tokens: ModelTokens) -> GenerationConfig:
-    """Our sampling settings in the form that `generate` takes."""
     sampling = tokens.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(

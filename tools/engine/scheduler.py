@@ -148,7 +148,6 @@ class Scheduler:
             self._assign(slot, request, token_ids, prefix_tokens)
 
     def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
-        """Give a slot to a request, which reuses the cached tokens of the slot or the common prefix."""
         cached = _num_common(slot.token_ids, token_ids)
         if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot has no more than the common prefix has
             cached = slot.num_prefix_tokens = prefix_tokens

@@ -98,7 +98,6 @@ def _percent(share: float | None, interval: Sequence[float] | None) -> str:
 
 
 def _align(lines: Sequence[Sequence[str]]) -> str:
-    """Align cells in columns: names to the left, numbers to the right."""
     columns = []
     for column in zip(*lines, strict=True):
         width = max(map(len, column))

@@ -27,7 +27,6 @@ class Report:
     games: list[dict] = field(default_factory=list)  # to read; "source" is the place in `sources`
 
     def read(self, name: str, folder: Path) -> None:
-        """Add what a folder holds: a training, or games of matches or of self-play."""
         if (path := folder / "trainer_state.json").is_file():
             self.logs[name] = read_json(path)["log_history"]
             return  # train_results.json beside it holds no games

@@ -139,7 +139,6 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
-    """A chart for each logged metric, with a curve for each training."""
     charts = []
     for metric in METRICS:
         curves = {name: {each["step"]: each[metric] for each in log if metric in each} for name, log in logs.items()}

@@ -48,7 +48,6 @@ def show_answers(history: History, role: str) -> None:
 
 
 def read_line(prompt: str) -> str:
-    """The next line that is not blank, stripped."""
     # asyncio's own handler of Ctrl-C only cancels a task, which would have no effect until the line is read.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -104,7 +104,6 @@ def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None)
 
 
 def _load_model(folder: Path, flags: PlayFlags, models: int):
-    """A LocalModel, or a VLLMEngine for one of so many models."""
     from tools.engine import local
 
     options = {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}

@@ -84,5 +84,4 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
 
 def words_setting(path: str, words: Sequence[str]) -> dict[str, str]:
-    """The words of a file that are played, as a setting of a stage."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}

@@ -40,7 +40,6 @@ class RewardFlags:
     roles: str | None = flag("make rows of this role alone, with weight 1", default=None, metavar="ROLE")
 
     def check_rewards(self, game: Game) -> None:
-        """Raise UserError for a flag that is out of bounds or not used."""
         if not 0 < self.decay_weight <= 1:
             raise UserError(f"decay_weight is {self.decay_weight}; it must be above 0 and at most 1")
         if not (self.losers >= 0 and self.ties >= 0):
@@ -58,7 +57,6 @@ class ChatFlags:
     thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
 
     def load_chat_template(self) -> "ChatTemplate | None":
-        """The chat template of --tokenizer, if the flags ask for it."""
         if self.chat_template != (self.tokenizer is not None):
             raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
         if not self.chat_template:

@@ -49,7 +49,6 @@ def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, s
 
 
 def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
-    """All texts of the world, for its tokenizer."""
     templates = load_templates(PROMPTS, GAME)
     for row in rows:
         yield row["query"] + row["target"]
@@ -60,7 +59,6 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 
 
 def write_data(folder: Path, flags: Flags) -> None:
-    """Facts, word lists, scripted games, the rows of imitation, tokenizer and random model."""
     from tools.tiny.models import SHAPE, random_llama, train_tokenizer  # imports torch
 
     lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"

@@ -39,7 +39,6 @@ class Lexicon:
         return self.own[word] + self.shared[word]
 
     def played(self) -> list[str]:
-        """The words of self-play."""
         return [word for number, word in enumerate(self.words, start=1) if number % HELD_OUT_EVERY]
 
     def held_out(self) -> list[str]:
