@@ -85,7 +85,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
         local.use_chat_template(path)
     secrets = list({episode["target_word"].strip().lower(): episode["target_word"] for episode in episodes}.values())
     messages = []
-    for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", disable=None)):
+    for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
         numbers = measure_game(local, game, episode, secrets=secrets, seed=flags.seed, templates=templates)
         messages += [{"game": number} | message for message in numbers]
     return messages
