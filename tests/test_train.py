@@ -205,6 +205,8 @@ def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, oth
 @pytest.mark.parametrize("config", [None, "zero2.json", "zero3.json", "default_offload_opt_param.json"])
 def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config):
     """With offload the model is its own reference, as in the paper; otherwise another model is."""
+    if config:
+        pytest.importorskip("deepspeed")  # for Linux
     reference = tiny_model if config == "default_offload_opt_param.json" else other_model
     settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2)
     settings |= {"gradient_accumulation_steps": 2, "deepspeed": config and ROOT / "configs" / config}
@@ -215,6 +217,7 @@ def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model
 
 def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain_runs, mixed_rows, tiny_model):
     """In one process, which needs no launcher."""
+    pytest.importorskip("deepspeed")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
     finish(start([sys.executable, "train.py", *flags(tmp_path / "out", settings)]))
     steps = steps_of(tmp_path / "out")
@@ -338,6 +341,8 @@ def test_adapters_of_tied_weights_are_not_merged_into_both_layers(tmp_path, mixe
 
 @pytest.mark.parametrize("config", [None, "zero3.json"])
 def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, config):
+    if config:
+        pytest.importorskip("deepspeed")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
     plain = run(tmp_path / "fp32", settings)
     settings |= {"bf16": True, "per_device_train_batch_size": 4, "deepspeed": config and ROOT / "configs" / config}

@@ -4,7 +4,7 @@
 #
 #   bash tools/quickstart.sh
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
-# PYTHON names the interpreter (3.10 or newer), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
+# PYTHON names the interpreter (3.10 to 3.14), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up .venv, and run the linter and the tests. Arguments go to pytest: bash tools/test.sh -k collator
-# PYTHON names the interpreter (3.10 or newer). tests/README.md has more.
+# PYTHON names the interpreter (3.10 to 3.14). tests/README.md has more.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"

@@ -86,6 +86,8 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(
 ):
     if not kill.always and pytestconfig.getoption("campaign") == 1:
         pytest.skip("only in a campaign: --campaign N")
+    if kill.program == "DeepSpeed":
+        pytest.importorskip("deepspeed")  # for Linux
     program, rng = programs[kill.program], random.Random(f"{kill} {campaign_round}")
     name = program.undisturbed or kill.program
     if not (folder / name).exists():

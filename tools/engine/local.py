@@ -102,10 +102,10 @@ def load_local_model(
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, CUDA's or Apple's; the CPU if there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """The GPU of this process, or the CPU: Apple's GPUs are not tested."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 # Players.

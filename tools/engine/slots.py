@@ -125,8 +125,6 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
-    if probabilities.device.type == "mps":  # Apple's GPUs have no float64
-        probabilities = probabilities.cpu()
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     # The first index whose sum is larger than the drawn number. Its probability is never 0.

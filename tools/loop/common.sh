@@ -52,7 +52,7 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end th
 }
 
 new_lines() { # new_lines LOG SIZE: the lines behind the first SIZE bytes, but no bars
-  tail -c "+$(($2 + 1))" "$1" | tr '\r' '\n' | LC_ALL=C tr -d '\000-\010\013-\037\177' |
+  tail -c "+$(($2 + 1))" "$1" | LC_ALL=C tr '\r' '\n' | LC_ALL=C tr -d '\000-\010\013-\037\177' |
     grep -v -e '^ *$' -e '[0-9]%|' || true
 }
 
@@ -60,7 +60,7 @@ show_bar() { # show_bar LOG: while the program is at work, keep the last bar of 
   [ -t 1 ] || return 0
   while kill -0 "$child" 2>/dev/null; do
     {
-      printf '\r\033[K%.*s' "$(($(tput cols || echo 80) - 1))" "$(tail -c 4000 "$1" | tr '\r' '\n' |
+      printf '\r\033[K%.*s' "$(($(tput cols || echo 80) - 1))" "$(tail -c 4000 "$1" | LC_ALL=C tr '\r' '\n' |
         grep -a '[0-9]%|' | tail -n 1 | LC_ALL=C tr -d '\000-\037\177')"
       sleep 1
     } &
