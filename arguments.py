@@ -103,7 +103,7 @@ class SPAGArguments(TrainingArguments):
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
             self.warmup_ratio = None
         self.resume_from_checkpoint = None  # train.py sets it
-        # On Apple's GPUs, which nothing here was tested on, two processes would train without knowing of each other.
+        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:
             self.tf32 = None  # TensorFloat-32 is a format of GPUs

@@ -226,8 +226,8 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
     with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
     if complete and not with_state:
         raise utils.UserError(
-            f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; go on with the one "
-            "before, or delete them"
+            f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
+            "--deepspeed that made them, or delete them"
         )
     return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
 

@@ -46,7 +46,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),
     )
-    per_device_eval_batch_size: int | None = flag("prompts at once; unset: by memory, generate: 32", default=None)
+    per_device_eval_batch_size: int | None = flag("prompts at once; unset: by memory (generate: 32)", default=None)
     concurrent_games: int | None = flag("games played at once; unset: one batch for each model", default=None)
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
