@@ -148,7 +148,35 @@ def test_fields_that_a_server_refuses_are_left_out_from_then_on(refused, stub, p
     assert stored(tmp_path) == [0, 1, 2]
     *_, last = server.requests[-1]
     assert 4 in (last.get("max_tokens"), last.get("max_completion_tokens"))
-    assert errors.count("trying without min_tokens, seed, top_k") == (refused != {"max_tokens"})
+    assert errors.count("only without min_tokens, seed, top_k") == (refused != {"max_tokens"})
+
+
+def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_request(stub, place, tmp_path):
+    """They are the first requests that are answered, and the first of the next start."""
+    refused, answered = f"`{WORDS[0]}`", threading.Event()
+
+    def behave(number, body):
+        if refused in body["prompt"]:
+            return 403, {}, {"error": {"message": "moderation"}}
+        answered.wait(0.3)  # as long as the refused word may need
+        return 200, {}, answer()
+
+    server = stub(behave)
+    arguments = flags(place, tmp_path, server.url)
+    for _ in range(2):
+        assert f"{WORDS[0]}: left unfinished" in run(*arguments, status=3)
+        assert stored(tmp_path) == list(range(1, 12))
+    assert all("top_k" in body for *_, body in server.requests if refused not in body["prompt"])
+
+
+def test_a_lost_game_is_asked_for_with_other_seeds_by_the_next_start(stub, place, tmp_path):
+    """A server that honours seeds would give the same empty reply again."""
+    word = f"`{WORDS[3]}`"
+    server = stub(lambda number, body: FAULTS["no choices"] if word in body["prompt"] else (200, {}, answer()))
+    for _ in range(2):
+        run(*flags(place, tmp_path, server.url), status=3)
+    first, second = (body["seed"] for *_, body in server.requests if word in body["prompt"])
+    assert first != second
 
 
 def test_a_server_here_goes_without_a_proxy_and_one_that_cannot_be_used_is_named(stub, place, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NamedPath, flag, named_path, parse_flags
-from tools.matches.stats import Match, pairs
+from tools.matches.stats import ALL, Match, pairs
 from tools.matches.text import RESULTS, TABLE, write_results
 from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
@@ -41,6 +41,8 @@ class Flags(PlayFlags):
         super().__post_init__()
         if len(dict(self.players)) < len(self.players) or len(dict(self.words)) < len(self.words):
             raise UserError("--players or --words: two of them have one name")
+        if ALL in dict(self.words):
+            raise UserError(f"--words {ALL}=...: {ALL!r} is the table's name for all lists; choose another")
         if self.against not in (None, *dict(self.players)):
             raise UserError(f"--against {self.against} is none of the --players")
 

@@ -35,6 +35,7 @@ def play(
 
     `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
     gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game.
+    A game of which a server gave no reply is left out, with a warning.
     """
     game, episodes = load(game), []
     players = {role: player for role, player in zip(game.roles, (first, second), strict=True)}
@@ -45,8 +46,9 @@ def play(
 
         options = PlayFlags(game=game.name, **flags)
         models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
+    thinking = flags.get("thinking", False)
     for role, player in players.items():
-        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player)
+        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, thinking)
     options = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
     games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **options)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own

@@ -28,7 +28,9 @@ OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own
 LIMIT, CHAT_LIMIT = "max_tokens", "max_completion_tokens"  # in a chat, servers know one or both
 CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
-WRONG_SETUP, REFUSED = (401, 403, 404, 405), (400, 422)  # status: key, model or address are wrong; so is the request
+# Status: the key or the account; the model or the address; the request, or what it says (moderation).
+WRONG_KEY, WRONG_PLACE, REFUSED = (401, 402), (404, 405), (400, 403, 422)
+MOST_REFUSED = 3  # so many games are lost before it is the fault of all requests, if none has succeeded
 
 
 @dataclass(kw_only=True)
@@ -64,46 +66,40 @@ def connect(flags: ServerFlags):
 class ServerPlayer(Player):
     """Plays with a model behind a server, in one event loop. Without `thinking`, thoughts in a chat are dropped.
 
-    Servers know different fields: the first request is sent in one form after another until the server takes it.
+    Servers know different fields: requests are sent in one form after another until the server has taken one.
     """
 
     def __init__(self, model: str, flags: ServerFlags, sampling: Sampling, seed: int | str, thinking: bool):
         self.model, self.sampling, self.seed, self.thinking = model, sampling, seed, thinking
         self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
-        self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]  # the first is in use
-        self.answered = False  # whether any request has succeeded
+        self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
+        self.answered, self.refused = False, 0  # whether any request has succeeded; how many games were refused before
 
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
 
-        UserError for a wrong key or model, a used-up quota, a first request that is refused, and no server.
+        UserError for a wrong key and a used-up quota, and while nothing has succeeded: for no server, a wrong model,
+        and the third request that is refused.
         """
         import openai
 
-        path, body = "/chat/completions" if self.chat else "/completions", None
-        while body is None:
-            form = self.forms[0]
+        path, forms = "/chat/completions" if self.chat else "/completions", self.forms
+        for form in forms:
             try:
                 body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
+                break
             except openai.APIError as error:
-                if not self._other_form(form, error):
+                if form == forms[-1] or getattr(error, "status_code", None) not in REFUSED:
                     raise self._failure(error) from None
-        self.answered = True
+        if not self.answered:
+            self.answered, self.forms = True, [form]
+            if not form[1]:
+                warn_on_rank_0("%s: its server takes requests only without %s", self.model, ", ".join(OWN_FIELDS))
         try:
             return self._read(body)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ReplyUnavailable(f"{self.model}: not a reply ({error!r})") from None
-
-    def _other_form(self, form: tuple[str, bool], error) -> bool:
-        """Whether a request that failed in this form may be sent again in `forms[0]`, another one."""
-        if getattr(error, "status_code", None) not in REFUSED:
-            return False
-        if form == self.forms[0] and len(self.forms) > 1 and not self.answered:
-            del self.forms[0]
-            if form[1] and not self.forms[0][1]:
-                warn_on_rank_0("%s: its server refuses requests; trying without %s", self.model, ", ".join(OWN_FIELDS))
-        return form != self.forms[0]
 
     def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
         sampling, prompt = self.sampling, turn.prompt()
@@ -142,9 +138,11 @@ class ServerPlayer(Player):
         why = f"status {status}: {error.response.text}" if status else f"{error.message} {error.__cause__ or ''}"
         why = printable(" ".join(why.replace(self.client.api_key, "***").split())[:300])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
-        if status in WRONG_SETUP or error.code == "insufficient_quota":
+        self.refused += status in REFUSED
+        wrong_setup = status in (None, *WRONG_PLACE) or self.refused == MOST_REFUSED
+        if status in WRONG_KEY or error.code == "insufficient_quota" or (wrong_setup and not self.answered):
             return UserError(line)
-        return UserError(line) if not self.answered and status in (None, *REFUSED) else ReplyUnavailable(line)
+        return ReplyUnavailable(line)
 
 
 def read_texts(message: dict) -> tuple[str, str]:

@@ -48,7 +48,7 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1].
 
-    The models of an earlier match leave memory. A resumed run draws anew, as fewer `games_left` change torch's seed.
+    The models of an earlier match leave memory. A resumed run draws anew: fewer `games_left` change the seeds.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
@@ -68,7 +68,8 @@ def make_players(
         elif name.startswith(SCRIPTED):
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
-            players[name] = ServerPlayer(name.removeprefix(SERVER), flags, flags.sampling(), seed, flags.thinking)
+            model, draws = name.removeprefix(SERVER), f"{seed}/{games_left}"
+            players[name] = ServerPlayer(model, flags, flags.sampling(), draws, flags.thinking)
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
     # Enough games to keep all of them busy, but no more than have a place of their own in each engine.

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 
 from tqdm import tqdm
 
@@ -66,11 +65,10 @@ async def play_games(
     templates: prompts.Templates | None = None,
     concurrent_games: int,
     on_episode: Callable[[Episode], None],
-    on_lost: Callable[[str, ReplyUnavailable], None] | None = None,
 ) -> None:
-    """Play (index, task) pairs, `concurrent_games` at a time. An exception in a callback ends all games.
+    """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
-    `on_lost` is called for a game that cannot go on because a reply is unavailable. Without it, such a game ends all.
+    A game that cannot go on because a reply is unavailable is left out, with a warning.
     """
     to_play = iter(tasks)
 
@@ -79,9 +77,7 @@ async def play_games(
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
-                if on_lost is None:
-                    raise
-                on_lost(task, error)
+                logger.warning("%s: left unfinished: %s", task, error)
             else:
                 on_episode(episode)
 
@@ -123,9 +119,8 @@ def play_words(
         for player in set(players.values()):  # one player may have both roles
             player.game_over(episode)
 
-    callbacks = {"on_episode": on_episode, "on_lost": partial(logger.warning, "%s: left unfinished: %s")}
     options = {"max_turns": flags.turns(game), "templates": templates, "concurrent_games": games_at_once}
-    games = play_games(game, tasks, players, **options, **callbacks)
+    games = play_games(game, tasks, players, **options, on_episode=on_episode)
     try:
         with closing(bar):
             asyncio.run(games)
