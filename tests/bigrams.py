@@ -58,7 +58,7 @@ def write_data(folder: Path) -> dict[str, list]:
         ("cais/mmlu", "virology", ("dev", "test"), four * 2),
         ("SaylorTwift/bbh", "navigate", ("test",), bbh),
         ("SaylorTwift/bbh", "web_of_lies", ("test",), bbh),
-        ("lighteval/mutual_harness", "default", ("train", "validation"), mutual),
+        ("lighteval/mutual_harness", "mutual", ("train", "validation"), mutual),
         ("allenai/ai2_arc", "ARC-Easy", ("train", "validation", "test"), arc),
         ("allenai/ai2_arc", "ARC-Challenge", ("train", "validation", "test"), arc),
         ("baber/logiqa2", "logiqa2", ("train", "validation", "test"), logiqa),

@@ -102,7 +102,9 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
             assert "RANK" not in env
             value = dict(zip(words, words[1:], strict=False))
             task, out = value["--tasks"], Path(value["--output_path"])
-            model = Path(json.loads(value["--model_args"])["pretrained"]).name
+            arguments = json.loads(value["--model_args"])
+            assert arguments["max_length"] == 4096  # else `auto` looks for room for the longest context
+            model = Path(arguments["pretrained"]).name
             calls.append((model, task, value.get("--num_fewshot")))
             number = right.get(task, right.get(model, 50))
             if number is None:
@@ -115,6 +117,8 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
         monkeypatch.setattr(harness, "subprocess", SimpleNamespace(run=run))
         for model in models:
             shutil.copytree(tiny_model, tmp_path / model, dirs_exist_ok=True)
+            config = json.loads(Path(tiny_model, "config.json").read_text()) | {"max_position_embeddings": 262_144}
+            write_json(tmp_path / model / "config.json", config)
         flags = {"models": [f"{name}={tmp_path / name}" for name in models], "output_dir": tmp_path / "out"}
         flags |= {"tasks": ["PIQA", "ARC-e"], "lm_eval": "stand-in"} | changes
         return call(evaluate_reasoning.main, *flags_of(flags), status=status), calls
@@ -138,6 +142,8 @@ def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):
     assert "base on PIQA: the harness failed" in ended.errors and "out/base/piqa.log" in ended.errors
     assert "| base | - | 50.00 ± 5.00 | - |" in ended.output
     assert len(evaluate()[1]) == 2  # the two that failed are asked again
+    ended, calls = evaluate(models=("epoch2", "epoch3"), tasks=["PIQA:f1", "ARC-e"], status=2)
+    assert "choose one metric of acc,none" in ended.errors and len(calls) == 4  # all are asked before
 
 
 def test_benchmarks_have_their_shots_and_metric_and_the_published_rows_stand_below(evaluate):

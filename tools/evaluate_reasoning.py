@@ -55,20 +55,19 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")  # on CPUs a search takes long
-    settings, versions = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}, set()
-    scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
+    settings, results = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}, {}
     for (name, model), benchmark in itertools.product(flags.models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
         asked = settings | {"model": model_setting(model), "task": benchmark.task, "shots": benchmark.shots}
         try:
-            result = ask(command, asked, path)
+            results[name, benchmark] = ask(command, asked, path)
         except subprocess.CalledProcessError:
             logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, path.with_suffix(".log"))
-            continue
+    scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
+    for (name, benchmark), result in results.items():  # at the end: a metric that is unknown ends the program
         scores[name][benchmark.name] = read_score(result, benchmark.metric)
-        versions.add(result["harness"])
-    return scores, versions
+    return scores, {result["harness"] for result in results.values()}
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from utils import LAUNCHER_VARIABLES, read_json, read_json_or_jsonl, stage, write_json
+from utils import LAUNCHER_VARIABLES, model_folder, read_json, read_json_or_jsonl, stage, write_json
 
 TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
+LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
 
 
 class Benchmark(NamedTuple):
@@ -52,9 +53,11 @@ def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
+    config = read_json(model_folder(settings["model"]["path"]) / "config.json")
+    length = config.get("text_config", config).get("max_position_embeddings", LONGEST)
+    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"], "max_length": min(length, LONGEST)}
     # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.
-    model_args = json.dumps({"pretrained": settings["model"]["path"], "dtype": settings["dtype"]})
-    flags = ["--model", "hf", "--model_args", model_args, "--batch_size", settings["batch_size"]]
+    flags = ["--model", "hf", "--model_args", json.dumps(model), "--batch_size", settings["batch_size"]]
     flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder, "--log_samples"]
     for name, value in (("--num_fewshot", settings["shots"]), ("--limit", settings["limit"])):
         if value is not None:
