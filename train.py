@@ -24,14 +24,16 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
     """Raise UserError for rows from which OfflinePO would learn nothing of a game, or that would ruin the model."""
+    if args.train_method != "OfflinePO":
+        return
     files = ", ".join(args.train_data_path)
-    if rows.is_sft.all() and args.allow_no_game_rows is False:
+    if rows.is_sft.all() and not args.allow_no_game_rows:
         raise utils.UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
     negative = ((rows.rewards < 0) & ~rows.is_sft).sum()
-    if negative and not args.detach_kl and args.allow_negative_rewards is False:
+    if negative and not args.detach_kl and not args.allow_negative_rewards:
         raise utils.UserError(
             f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
             "replies degenerate; --allow_negative_rewards True trains all the same"
@@ -60,7 +62,6 @@ def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
     )
     if loaded["missing_keys"]:
         raise utils.UserError(f"{name}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
-    model.config.use_cache = False
     if model.generation_config is not None:
         try:
             model.generation_config.validate(strict=True)

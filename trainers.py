@@ -61,7 +61,7 @@ def label_logprob(
     `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
     means that padding is on the right, where causal attention needs no mask.
     """
-    labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
+    labels, inputs = batch["labels"], {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
         mask = batch["attention_mask"]
         inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
@@ -249,7 +249,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
         self.load_reference = load_reference
         self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
-        self.add_callback(self)  # for on_train_begin
+        self.add_callback(self)  # for on_train_begin and on_epoch_begin
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Called before the first step; the model is wrapped, on its device and, on resume, loaded."""
@@ -305,10 +305,15 @@ class SPAGTrainer(Trainer, TrainerCallback):
 
     def _get_train_sampler(self, train_dataset=None):
         """The Trainer's sampler, except that `batch_rebalance` gets our seed; there it would always be 42."""
-        sampler = super()._get_train_sampler(train_dataset)
-        if isinstance(sampler, BatchRebalanceSampler):
-            sampler.seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return sampler
+        self.train_sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(self.train_sampler, BatchRebalanceSampler):
+            self.train_sampler.seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return self.train_sampler
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        """Tell `batch_rebalance` its epoch: if a run of several processes continues, the Trainer does not reach it."""
+        if isinstance(self.train_sampler, BatchRebalanceSampler):
+            self.train_sampler.set_epoch(int(state.epoch or 0))
 
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
@@ -363,7 +368,11 @@ class SPAGTrainer(Trainer, TrainerCallback):
             yield self.model_wrapped, self.module
         else:
             model = self._load_reference_model()
-            yield model, getattr(model, "module", model)
+            module = getattr(model, "module", model)
+            yield model, module
+            if is_deepspeed_zero3_enabled():  # DeepSpeed never lets go of a model, so free its weights
+                for weights in module.parameters():
+                    weights.ds_tensor.data = weights.ds_tensor.data.new_empty(0)
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""

@@ -189,6 +189,14 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     assert len(steps) == 9
 
 
+def test_a_run_that_continues_in_its_second_epoch_deals_out_the_rows_of_that_epoch():
+    """With several processes the Trainer does not reach the sampler."""
+    trainer = trainers.SFTTrainer.__new__(trainers.SFTTrainer)
+    trainer.train_sampler = trainers.BatchRebalanceSampler([1, 2], 2, dp_size=1, grad_accum=1)
+    trainer.on_epoch_begin(None, SimpleNamespace(epoch=1.4), None)
+    assert trainer.train_sampler.epoch == 1
+
+
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
 def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, other_model, method):
     kinds = [[row for row in make_rows(160) if ("type" in row) == is_sft] for is_sft in (True, False)]

@@ -113,7 +113,8 @@ belief() { # what the hints of these games tell the newest model; after epoch 1 
   local newest=("$player=$model")
   [ "$epoch" -gt 1 ] || newest=("${models[@]}")
   run "${player}_belief" "$PYTHON" "$root/tools/evaluate_belief.py" --models "${newest[@]}" --games "$BELIEF_GAMES" \
-    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" "${game[@]}" "${BELIEF_ARGS[@]}"
+    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" --max_length "$MAX_LENGTH" "${game[@]}" \
+    "${BELIEF_ARGS[@]}"
 }
 
 set_flags() { # flags that several stages share
@@ -135,11 +136,14 @@ set_flags() { # flags that several stages share
 }
 
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine
-  local torchrun=(-m torch.distributed.run --nproc_per_node "$2" --nnodes "$NNODES" --rdzv_backend c10d
-    --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
+  local threads=$(($(getconf _NPROCESSORS_ONLN) / $2)) torchrun=(-m torch.distributed.run --nproc_per_node "$2"
+    --nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "$RDZV_ID-$1"
     --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=86400,read_timeout=86400")
-  [ $((NNODES * $2)) -gt 1 ] || torchrun=()
-  run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}"
+  if [ $((NNODES * $2)) -eq 1 ]; then
+    run "$1" "$PYTHON" "${@:3}"
+  else # torchrun would give each process one thread; under offload the optimizer needs more
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} run "$1" "$PYTHON" "${torchrun[@]}" "${@:3}"
+  fi
 }
 
 on_machine_0() { [ "$NODE_RANK" -gt 0 ] || "$@"; }
