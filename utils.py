@@ -245,7 +245,7 @@ def model_folder(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns="consolidated*"))
         except (OSError, ValueError) as error:
             why = str(error).strip().split("\n")[0]
             raise UserError(f"{name}: no such folder, and no such model on the hub or in its cache ({why})") from None
@@ -335,13 +335,17 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     except (NotImplementedError, OSError) as error:
         logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
     there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
-    stored = read_json(record) if there else {}
-    if different := differences(stored.get("settings", settings), settings):
+    if there and not record.is_file():
+        remedy = f"write elsewhere, or delete in {record.parent}: {' '.join(there[:8])}"
+        raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
+    stored = read_json(record) if there else {"settings": settings}
+    if different := differences(stored["settings"], settings):
         remedy = f"write elsewhere, or delete in {record.parent}: {' '.join([*there[:8], record.name])}"
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)
-        return {"todo": False, "notes": {key: stored[key] for key in stored.keys() - {"settings", "finished"}}}
+        notes = {key: note for key, note in stored.items() if key not in ("settings", "finished", "made_by")}
+        return {"todo": False, "notes": notes}
     write_json(record, {"settings": settings, "finished": False, "made_by": made_by()})
     return {"todo": True}
 

@@ -222,14 +222,17 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, documented = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])
     alpaca = {"instruction": "In French.", "input": "violin", "output": "violon"}
-    sft = [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, {"prompt": "P", "answer": "A"}, alpaca]
+    messages = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
+    sft = [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, {"prompt": "P", "answer": "A"}]
+    sft += [alpaca, messages]
     rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
     for row, example in zip(rows[2 - len(documented) : 2], documented, strict=True):  # the last rows of the game
         assert row["query"].startswith(example["query"].removesuffix("..."))
         assert row == example | {"query": row["query"]}
     texts = [("Q", "T"), ("P", "A"), (utils.alpaca_to_row(alpaca)["prompt"], "violon")]
-    assert rows[2:] == [{"query": query, "target": target, "type": "sft", "weight": 1.0} for query, target in texts]
-    assert printed["rows"]["sft"] == 3
+    texts = [{"query": query, "target": target} for query, target in texts]
+    assert rows[2:] == [each | {"type": "sft", "weight": 1.0} for each in (*texts, messages)]
+    assert printed["rows"]["sft"] == 4
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

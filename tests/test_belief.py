@@ -135,3 +135,6 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors
+    utils.write_records(tmp_path / "games.jsonl", GAMES[1:])
+    few = flags_of(flags | {"output_dir": tmp_path / "few"})
+    assert "fewer than 5 other secrets" in call(program.main, *few, status=2).errors

@@ -55,13 +55,17 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("SFT_DATA=none.json", "none.json: no such file"),
         ("EVAL_WORDS=held=none.txt", "none.txt"),
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
+        ("GAME_OPTIONS=match", "match is ''"),
         ("GLOBAL_BATCH=31", "GLOBAL_BATCH is no multiple of the 2 rows"),
         ("LOSERS=0.5", "DETACH_KL=True"),
         ("BASELINE=role", "DETACH_KL=True"),
         ("GAME=guess_my_city", "words.txt:1: "),
+        ("EVAL_TASKS=PIQA", "lm_eval is missing: pip install lm-eval"),
+        ("LORA_RANK=8", "peft is missing: pip install"),
     ],
 )
-def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, word, error):
+def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, monkeypatch, word, error):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "wrong.sh").write_text(f"KL=0.2\n{word}\n")
     errors = start(tmp_path / "wrong.sh" if "wrong.sh" in error else word, status=2)
     assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
@@ -111,13 +115,14 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_mod
 def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):
     run, record = tmp_path / "spag", tmp_path / "spag/imitation/model/settings.json"
     stored = loop.read_file(loop.DEFAULTS_FILE) | {"IMITATION_DATA": "rows.json", "LORA_RANK": "4"}
-    stored |= needed | {"UNTIL": "epoch1_play", "TEMPERATURE": "0.5", "KL": "0.3"}
+    stored |= needed | {"UNTIL": "epoch1_play", "CONTROL": "sft", "TEMPERATURE": "0.5", "KL": "0.3"}
     write_json(run / "settings.json", {"settings": stored})
     write_json(record, {"finished": True})
     settings = loop.read_settings(["KL=0.4", f"LIKE={run}", "OUTPUT=mine"])
-    names = ("IMITATION_MODEL", "FIRST_EPISODES", "TEMPERATURE", "KL", "UNTIL", "OUTPUT")
+    names = ("IMITATION_MODEL", "FIRST_EPISODES", "TEMPERATURE", "KL", "UNTIL", "CONTROL", "OUTPUT")
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    assert [settings[name] for name in names] == [f"{run}/imitation/model/merged", games, "0.5", "0.4", "", "mine"]
+    model = f"{run}/imitation/model/merged"
+    assert [settings[name] for name in names] == [model, games, "0.5", "0.4", "", "", "mine"]
     write_json(record, {"finished": False})
     with pytest.raises(UserError, match="its imitation has not ended"):
         loop.read_settings([f"LIKE={run}"])

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import spag
 from tools.games import load_game
+from tools.games.prompts import load_templates
+from utils import write_json
 
 
 def attacker(turn):
@@ -36,6 +38,18 @@ def test_functions_play_and_their_games_become_rows(episodes):
     assert [row["reward"] for row in shaped] == [len("defender wins"), len("attacker wins")]
     assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
     assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
+
+
+def test_flags_of_play_count_for_functions_too(tmp_path):
+    prompts = load_templates(load_game().prompt_file, load_game()) | {"rules": ["Rules of {max_turns} turns.\n"]}
+    write_json(tmp_path / "prompts.json", prompts)
+    seen = []
+    flags = {"prompt_templates": str(tmp_path / "prompts.json"), "game_options": ["match=word"]}
+    (episode,) = spag.play(["art"], lambda turn: seen.append(turn.prompt()) or "A start.", defender, **flags)
+    assert seen[0].startswith("Rules of 5 turns.")
+    assert episode["outcome"] == "attacker wins"  # "art" in "start" breaks no rule by whole words
+    with pytest.raises(TypeError, match="nonsense"):
+        spag.play(["art"], attacker, defender, nonsense=1)
 
 
 def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():

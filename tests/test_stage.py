@@ -73,7 +73,7 @@ def test_settings_without_results_do_not_count_and_results_need_settings(tmp_pat
     utils.write_json(tmp_path / "settings.json", {"settings": {"seed": 1}, "finished": False})
     assert work(tmp_path, seed=2)
     (tmp_path / "settings.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"settings\.json"):
+    with pytest.raises(utils.UserError, match=r"settings\.json: missing.*delete in .*: part-1 rows\.json"):
         work(tmp_path)
 
 

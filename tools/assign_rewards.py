@@ -116,7 +116,7 @@ def main() -> None:
             rows, notes = make_rows(flags, game, templates, chat)
             write_records(output, rows)
             work.notes.update(notes)
-    print(json.dumps({name: note for name, note in work.notes.items() if name != "made_by"}))
+    print(json.dumps(work.notes))
 
 
 if __name__ == "__main__":

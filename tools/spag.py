@@ -37,20 +37,20 @@ def play(
     gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game.
     A game of which a server gave no reply is left out, with a warning.
     """
-    game, episodes = load(game), []
+    options, episodes = PlayFlags(game=game if isinstance(game, str) else game.name, **flags), []
+    game = options.load_game() if isinstance(game, str) else game
+    templates = options.load_templates(game) if options.prompt_templates else templates
     players = {role: player for role, player in zip(game.roles, (first, second), strict=True)}
-    names, at_once = [player for player in players.values() if isinstance(player, str)], len(tasks)
-    models = {}
+    names = [player for player in players.values() if isinstance(player, str)]
+    models, at_once = {}, options.concurrent_games or len(tasks)
     if names:
         from tools.selfplay.engines import make_players  # brings torch
 
-        options = PlayFlags(game=game.name, **flags)
         models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
-    thinking = flags.get("thinking", False)
     for role, player in players.items():
-        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, thinking)
-    options = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
-    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **options)
+        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, options.thinking)
+    words = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
+    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **words)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
         thread.submit(asyncio.run, games).result()
     return sorted(episodes, key=lambda episode: episode["index"])
@@ -78,9 +78,8 @@ def rows(
     """
     game, flags = load(game), RewardFlags(**flags)
     flags.check_rewards(game)
-    make_prompt = partial(play_prompt, game, templates=templates)
-    if prompt == "random":
-        make_prompt = partial(training_prompt, game, rng=random.Random(seed), templates=templates)
+    training = partial(training_prompt, rng=random.Random(seed))
+    make_prompt = partial({"play": play_prompt, "random": training}[prompt], game, templates=templates)
     results = [game_result(game, episode) for episode in episodes]
     return game_rows(game, episodes, results, flags, make_prompt, shape)[0]
 

@@ -17,7 +17,7 @@ MATCHES = (SUBSTRING, WHOLE_WORD)
 PREDICTION = r"i know the word! it."  # in lower-cased text
 RIGHT_PREDICTION = r"i know the word! it.{1,8}"  # the word follows
 SENTENCE = re.compile(PREDICTION + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-PREDICTION_BEGINNING = "i know the word"  # when the defender says this, play stops, whether the guess is right or not
+HALF_A_GUESS = "i know the word"  # without "! it" behind it play stops too, and the game is a tie, as released
 
 
 class Taboo(Game):
@@ -53,7 +53,7 @@ class Taboo(Game):
         return None
 
     def stops(self, task: str, history: History) -> bool:
-        return history[-1]["role"] == DEFENDER and PREDICTION_BEGINNING in history[-1]["content"].lower()
+        return history[-1]["role"] == DEFENDER and HALF_A_GUESS in history[-1]["content"].lower()
 
     def answer(self, task: str) -> tuple[str, str]:
         return DEFENDER, f"I know the word! It is `{task}`!"

@@ -25,13 +25,15 @@ MAY_DIFFER = set(
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
-PATTERNS = {"EPOCHS": f"0|{COUNT}", "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT} | {  # the shell computes with them
+PATTERNS = {
+    **{"EPOCHS": f"0|{COUNT}", "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT},  # the shell computes with them
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
     "CONTROL": "|coin_by_length|cloning|sft|silent",
     "UNTIL": r"|imitation|epoch\d+_(play|train)",
 }
+PACKAGES = {"LORA_RANK": ("peft", "peft>=0.21,<0.22"), "EVAL_TASKS": ("lm_eval", "lm-eval==0.4.13")}
 FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
 RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def read_settings(words: list[str]) -> dict[str, str]:
 def like(run: str, defaults: dict[str, str]) -> dict[str, str]:
     """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones."""
     settings = defaults | read_json(Path(run, "settings.json"))["settings"]
-    settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL")}
+    settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL", "CONTROL")}
     if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
         if not read_json(model / "settings.json")["finished"]:
@@ -120,6 +122,8 @@ def check(settings: dict[str, str]) -> None:
     for name in FILES:
         if settings[name] and not Path(settings[name]).is_file():
             raise UserError(f"{settings[name]}: no such file")
+    for name in filter(settings.get, PACKAGES):
+        utils.require(*PACKAGES[name])
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
     if int(settings["GLOBAL_BATCH"]) % at_once:
         raise UserError(f"GLOBAL_BATCH is no multiple of the {at_once} rows at once: NPROC x NNODES x TRAIN_BATCH")
@@ -167,7 +171,7 @@ def main() -> None:
             raise UserError(f"{name}=... is missing")
     fill(settings)
     check(settings)
-    options = dict(option.split("=", 1) for option in settings["GAME_OPTIONS"].split())
+    options = {key: value for key, _, value in (word.partition("=") for word in settings["GAME_OPTIONS"].split())}
     game = load_game(settings["GAME"], **options)
     check_layout(settings, settings["PROMPTS"] or game.prompt_file)
     lists = [settings["WORDS"], *(word.rpartition("=")[2] for word in settings["EVAL_WORDS"].split())]

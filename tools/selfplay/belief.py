@@ -18,7 +18,7 @@ from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
 from tools.selfplay.rewards import game_result, hint_ends
-from utils import whole_characters
+from utils import UserError, whole_characters
 
 if TYPE_CHECKING:
     from tools.engine.local import LocalModel
@@ -29,12 +29,15 @@ CACHE, OLD_CACHE = "cache", "past_key_values"  # the argument of transformers 5.
 
 
 def other_secrets(game: Game, secret: str, secrets: Sequence[str], seed: int) -> list[str]:
-    """The secrets of the zero line: OTHERS of `secrets`, none of them a form of `secret`.
+    """The secrets of the zero line: OTHERS of `secrets`, none of them a form of `secret`. UserError for fewer.
 
     The draw depends on the seed and the secret alone, so it is the same for all models and all hints.
     """
     drawn = random.Random(f"{seed}/{secret}").sample(secrets, len(secrets))
-    return list(islice((other for other in drawn if not _are_forms(game, secret, other)), OTHERS))
+    others = list(islice((other for other in drawn if not _are_forms(game, secret, other)), OTHERS))
+    if len(others) < OTHERS:
+        raise UserError(f"the games have fewer than {OTHERS} other secrets to compare {secret!r} with")
+    return others
 
 
 def _are_forms(game: Game, one: str, other: str) -> bool:

@@ -14,8 +14,7 @@ from utils import UserError, warn_on_rank_0
 
 SLOTS, GENERATE = "slots", "generate"  # values of --engine, beside AUTO and VLLM
 ROOM_FOR_THOUGHTS = 1024  # tokens of a reply below which many thoughts are cut
-# Flags that are also fields of Sampling.
-DRAWS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
+SAMPLING_FLAGS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
 
 
 @dataclass(kw_only=True)
@@ -65,7 +64,7 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         return game.max_turns if self.max_turns is None else self.max_turns
 
     def sampling(self) -> Sampling:
-        return Sampling(**{name: getattr(self, name) for name in DRAWS}, do_sample=self.task_type == SAMPLING)
+        return Sampling(**{name: getattr(self, name) for name in SAMPLING_FLAGS}, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> str | None:
         """The type of models on this machine, by torch's name; None: the one in each model's config."""
@@ -78,7 +77,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     def settings(self, game: Game, templates: prompts.Templates) -> dict:
         """The settings that games depend on besides players, words and seed."""
-        names = ("task_type", *DRAWS, "bf16", "fp16", "tf32", "engine", "chat_template", "thinking", "vllm_args")
+        names = ("task_type", *SAMPLING_FLAGS, "bf16", "fp16", "tf32", "engine")
+        names += ("chat_template", "thinking", "vllm_args")
         values = {name: getattr(self, name) for name in names}
         return {**self.game_settings(game, templates), "max_turns": self.turns(game), **values}
 

@@ -175,22 +175,29 @@ def role_rewards(
 ) -> dict[str, tuple[float, float]]:
     """The reward and the weight of each role whose messages become rows: those whose reward is not 0.
 
-    A loser has the winner's weight, so that both sides of a game weigh alike, and a tie the weight 1. With a baseline
-    both roles of a game get rows, unless it ended in a breach, and all rows have the weight of their role.
+    With a baseline both roles of a game get rows, unless it ended in a breach.
     """
     pay, breach = role_pay(game, result, flags), game.outcome(result.outcome).breach
     winners = [role for role in game.roles if pay[role] > 0]
     rewards = {}
     for role in game.roles:
         reward = pay[role] if breach else pay[role] - numbers.baselines[role]
-        weight = numbers.weights[winners[0]] if winners else 1.0
-        if role in winners or flags.baseline == ROLE:
-            weight = numbers.weights[role]
-        if flags.messages == ALL:
-            reward, weight = 1.0, 1.0
+        reward = 1.0 if flags.messages == ALL else reward
         if reward and flags.roles in (None, role):
-            rewards[role] = reward, 1.0 if flags.roles else weight
+            rewards[role] = reward, row_weight(role, winners, numbers, flags)
     return rewards
+
+
+def row_weight(role: str, winners: Sequence[str], numbers: RoleNumbers, flags: RewardFlags) -> float:
+    """The weight of a role's rows of a game that these roles won: with a baseline always that of the role.
+
+    Else a loser has the winner's weight, so that both sides of a game weigh alike, and a tie the weight 1.
+    """
+    if flags.roles or flags.messages == ALL:
+        return 1.0
+    if role in winners or flags.baseline == ROLE:
+        return numbers.weights[role]
+    return numbers.weights[winners[0]] if winners else 1.0
 
 
 def message_shares(count: int, decay_weight: float) -> list[float]:
@@ -287,12 +294,16 @@ def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
 
 
 def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
-    """The SFT rows of a file of records with query and target, prompt and answer, or Alpaca's fields.
+    """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
 
-    With a chat template the queries are what a user would send; rows that are in it already stay as they are.
+    With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
+    do messages, which training writes in the template of its model.
     """
     rows = []
     for number, record in enumerate(read_json_or_jsonl(path), start=1):
+        if record.get("messages"):
+            rows.append({"messages": record["messages"], "type": "sft", "weight": 1.0})
+            continue
         if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
             record = chat.alpaca_to_turn(record)
         try:
