@@ -49,8 +49,8 @@ def play(
         models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
     for role, player in players.items():
         players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, options.thinking)
-    words = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
-    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **words)
+    how = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
+    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **how)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
         thread.submit(asyncio.run, games).result()
     return sorted(episodes, key=lambda episode: episode["index"])
