@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +20,6 @@ import utils
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
-TEXTS = ("query", "target", "prompt", "answer", "instruction")  # fields that go before `messages`
 logger = logging.getLogger(__name__)
 
 
@@ -35,11 +35,11 @@ class Row(NamedTuple):
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Read a raw record: its texts, or its `messages` if it has none; a field that is null counts as absent.
+    """Read a raw record: its texts, or its `messages` if it has no target; a field that is null counts as absent.
 
     Weight and reward are 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
-    if record.get("messages") and all(record.get(name) is None for name in TEXTS):
+    if utils.in_messages(record):
         record = record | messages_to_row(record["messages"], tokenizer)
     query, target, record = utils.row_texts(record)
     weight, reward = record.get("weight", 1.0), record.get("reward", 1.0)
@@ -61,8 +61,12 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) ->
     if not replies:
         raise utils.UserError("'messages' has no assistant message, which would be the target")
     before, dialogue = messages[: replies[-1]], messages[: replies[-1] + 1]
-    query = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    whole = tokenizer.apply_chat_template(dialogue, tokenize=False)
+    options = {"tokenize": False, "enable_thinking": False}
+    try:
+        query = tokenizer.apply_chat_template(before, add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(dialogue, **options)
+    except (ValueError, TemplateError) as error:
+        raise utils.UserError(f"the tokenizer's chat template does not take these messages ({error})") from None
     if not whole.startswith(query):
         raise utils.UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}

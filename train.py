@@ -168,6 +168,7 @@ def run(trainer: SPAGTrainer) -> None:
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
     trainer.save_model()
+    utils.on_rank_0(lambda: None)  # with --push_to_hub rank 0 uploads, for longer than the other ranks' NCCL waits
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()

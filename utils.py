@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
+BYTE_LEVEL = re.compile(r'"type":\s*"ByteLevel"')
+TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's digest reads so many samples, each so long, of a file of weights
 # Files that training writes beside a model. They do not change what the model says.
@@ -218,6 +221,11 @@ def alpaca_to_row(example: dict) -> dict:
     return {"prompt": prompt, "target": example["output"], "type": "sft"}
 
 
+def in_messages(record: Mapping) -> bool:
+    """Whether a record is a conversation, `messages`, and has no target of its own."""
+    return bool(record.get("messages")) and all(record.get(name) is None for name in ("target", "answer", "output"))
+
+
 def row_texts(record: Mapping) -> tuple[str, str, dict]:
     """A record's query, its target, and the record without its nulls. UserError for a record without these texts."""
     record = {key: value for key, value in record.items() if value is not None}
@@ -245,7 +253,7 @@ def model_folder(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns="consolidated*"))
+            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
         except (OSError, ValueError) as error:
             why = str(error).strip().split("\n")[0]
             raise UserError(f"{name}: no such folder, and no such model on the hub or in its cache ({why})") from None
@@ -256,15 +264,21 @@ def model_folder(name: str) -> Path:
 
 def load_tokenizer(name: str, **options):
     """A model's tokenizer, never by mistral-common, which reads tekken.json and gives "[INST]" other ids."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = model_folder(name)
     if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
         require("mistral_common", "mistral-common")  # converts it
     try:
-        return AutoTokenizer.from_pretrained(folder, mistral_format=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False, **options)
     except ValueError as error:
         raise UserError(f"{folder}: no tokenizer that can be loaded ({' '.join(str(error).split())})") from error
+    file = folder / "tokenizer.json"
+    if type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file() and BYTE_LEVEL.search(file.read_text("utf-8")):
+        # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks
+        options.pop("trust_remote_code", None)
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    return tokenizer
 
 
 def model_setting(name: str) -> dict[str, str]:

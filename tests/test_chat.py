@@ -119,7 +119,7 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family)
 
 def test_the_date_that_a_template_tells_is_a_fixed_one():
     today = "{% set today = strftime_now('%Y-%m-%d') %}{{ today + ', ' + date_string }}"
-    chat = ChatTemplate(chat_tokenizer("chatml", today + LINES.replace("END", "'</s>'")), "m")
+    chat = ChatTemplate(chat_tokenizer("chatml", today + LINES.replace("END", "'</s>'") + ANSWER), "m")
     assert chat.join_play_prompt(HISTORY, "defender", "Rules.", "Go.").startswith(f"{DAY}, {DAY}")
 
 
@@ -193,13 +193,28 @@ def test_a_template_that_would_change_the_game_is_refused(template, complaint):
         ChatTemplate(tokenizer, "m")
 
 
+def test_replies_that_begin_with_a_text_of_the_models_own_are_refused():
+    """As of gpt-oss, whose template leaves their channel to the model."""
+    channels = LINES.replace("{{ m.role + ': '", "{{ m.role + ': ' + ('final ' if m.role == 'assistant' else '')")
+    with pytest.raises(UserError, match="^m: its replies begin with 'final ', which the other player would read"):
+        ChatTemplate(chat_tokenizer("chatml", channels.replace("END", "'</s>'") + ANSWER.replace("<none>", "")), "m")
+
+
+def test_a_system_text_in_the_last_message_of_the_user_reaches_every_prompt():
+    """As of Mistral, which writes none where the assistant has the last word."""
+    last = "(messages[0].content + ' ' if loop.last and messages[0].role == 'system' else '')"
+    lines = LINES.replace("in messages", "in messages if m.role != 'system'").replace("END", "'</s>'")
+    chat = ChatTemplate(chat_tokenizer("chatml", lines.replace("+ m.content", f"+ {last} + m.content") + ANSWER), "m")
+    assert "user: Rules.\nGo. And on its walls?" in chat.join_play_prompt(HISTORY, "defender", "Rules.", "Go.")
+
+
 EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
 
 
 def test_an_empty_message_is_shown_as_dots_to_a_template_that_refuses_one():
     history = [HISTORY[0], {"role": "defender", "content": ""}, HISTORY[2]]
     for refusal, shown in ((EMPTY_REFUSED, EMPTY), ("", "")):
-        chat = ChatTemplate(chat_tokenizer("chatml", refusal + LINES.replace("END", "'</s>'")), "m")
+        chat = ChatTemplate(chat_tokenizer("chatml", refusal + LINES.replace("END", "'</s>'") + ANSWER), "m")
         assert f"assistant: {shown}</s>" in chat.join_play_prompt(history, "defender", "Rules.", "Go.")
 
 

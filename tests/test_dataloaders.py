@@ -97,7 +97,7 @@ def test_of_a_conversation_the_last_reply_is_learned_in_the_chat_template(chat_t
     assert chat_tokenizer.decode(encoded["input_ids"]) == whole
     assert chat_tokenizer.decode(target_of(encoded)) == "assistant 3<|im_end|>"
     assert encoded["is_sft"] and encoded["weight"] == 1.0
-    texts = {"query": "q", "target": "t", "messages": TALK}  # texts of a row win
+    texts = {"query": "q", "target": "t", "messages": TALK}  # a target of its own wins
     assert not encode_example(texts, chat_tokenizer)["is_sft"]
 
 
@@ -144,6 +144,7 @@ def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, ca
         ({"query": "a"}, "a row needs the texts 'query' and 'target'"),
         ({"query": "a", "target": "b", "reward": math.nan}, "weight 1.0 and reward nan must be finite numbers"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
+        ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
     ],
 )
 def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):

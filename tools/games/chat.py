@@ -20,6 +20,7 @@ DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prom
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 OPEN_THOUGHT = re.compile(r"((<|\[)(think(?:ing)?>|THINK\]))\s*$")
+TAGS = re.compile(r"</?think(ing)?>|\[/?THINK\]")
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
 
@@ -41,7 +42,8 @@ class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
     With `thinking` the template asks for thoughts, and one that it opens itself begins in the prompt. UserError if
-    there is no template, if it leaves out a message or if, without `thinking`, it begins replies with a thought.
+    there is no template, if it leaves out a message, if replies begin with a text that the model has to write, or if,
+    without `thinking`, with a thought.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
@@ -55,11 +57,17 @@ class ChatTemplate:
             self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
         except TemplateError:  # some refuse a system message
             self.has_system = False
-        prompt, whole = self._render(SAMPLE[:-1]), self._render(SAMPLE, reply_follows=False)
-        if SAMPLE[1]["content"] not in prompt or any(message["content"] not in whole for message in SAMPLE):
+        # Mistral's templates write a system message into the last message of the user, so not before a reply.
+        with_system, prompt = self._render(SAMPLE[:2]), self._render(SAMPLE[1:2])
+        whole = self._render(SAMPLE[1:], reply_follows=False)
+        places = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)
+        if not all(message["content"] in text for message, text in places):
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
         before, _, after = whole.rpartition(SAMPLE[-1]["content"])
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # stands before a message
+        shown = tokenizer.decode(tokenizer(self.lead, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+        if TAGS.sub("", shown).strip():  # as gpt-oss, whose replies name their channels
+            raise UserError(f"{name}: its replies begin with {self.lead!r}, which the other player would read")
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
         self.end_id = next((token for token in ids if token in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
         end = tokenizer.convert_ids_to_tokens(self.end_id)

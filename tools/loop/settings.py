@@ -84,7 +84,10 @@ def fill(settings: dict[str, str]) -> None:
         return
     import torch
 
-    gpus = torch.cuda.device_count()  # GPUs before Ampere emulate bf16, most CPUs too: that is slow
+    gpus = torch.cuda.device_count()
+    if gpus and not torch.cuda.is_available():
+        raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
+    # GPUs before Ampere emulate bf16, most CPUs too: that is slow
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
     values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
     values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
@@ -136,6 +139,14 @@ def check(settings: dict[str, str]) -> None:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
 
 
+def check_sft_data(settings: dict[str, str]) -> None:
+    """Raise UserError if MODEL has no chat template for SFT rows of messages: training would find out after play."""
+    path, model = settings["SFT_DATA"], settings["MODEL"]
+    records = utils.read_json_or_jsonl(path) if path else []
+    if any(map(utils.in_messages, records)) and not utils.load_tokenizer(model).chat_template:
+        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
+
+
 def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
     """Raise UserError if the record beside rows of imitation names another layout than that of play."""
     of_play = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
@@ -171,6 +182,7 @@ def main() -> None:
             raise UserError(f"{name}=... is missing")
     fill(settings)
     check(settings)
+    check_sft_data(settings)
     options = {key: value for key, _, value in (word.partition("=") for word in settings["GAME_OPTIONS"].split())}
     game = load_game(settings["GAME"], **options)
     check_layout(settings, settings["PROMPTS"] or game.prompt_file)

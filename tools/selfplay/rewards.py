@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import UserError, load_tokenizer, read_json_or_jsonl, row_texts
+from utils import UserError, in_messages, load_tokenizer, read_json_or_jsonl, row_texts
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -301,7 +301,7 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
     """
     rows = []
     for number, record in enumerate(read_json_or_jsonl(path), start=1):
-        if record.get("messages"):
+        if in_messages(record):
             rows.append({"messages": record["messages"], "type": "sft", "weight": 1.0})
             continue
         if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
