@@ -17,7 +17,7 @@ MATCHES = (SUBSTRING, WHOLE_WORD)
 PREDICTION = r"i know the word! it."  # in lower-cased text
 RIGHT_PREDICTION = r"i know the word! it.{1,8}"  # the word follows
 SENTENCE = re.compile(PREDICTION + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-HALF_A_GUESS = "i know the word"  # without "! it" behind it play stops too, and the game is a tie, as released
+HALF_A_GUESS = "i know the word"  # play stops here too; a guess without "! it" is a tie, as in the first release
 
 
 class Taboo(Game):

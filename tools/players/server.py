@@ -30,7 +30,7 @@ CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
 # Status: the key or the account; the model or the address; the request, or what it says (moderation).
 WRONG_KEY, WRONG_PLACE, REFUSED = (401, 402), (404, 405), (400, 403, 422)
-MOST_REFUSED = 3  # so many games are lost before it is the fault of all requests, if none has succeeded
+MOST_REFUSED = 3  # so many refusals end the run, if no request has succeeded
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class ServerPlayer(Player):
         self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
-        self.answered, self.refused = False, 0  # whether any request has succeeded; how many games were refused before
+        self.answered, self.refused = False, 0  # whether a request has succeeded; how many were refused in each form
 
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
