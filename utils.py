@@ -87,6 +87,11 @@ def warn_on_rank_0(message: str, *values) -> None:
         logger.warning(message, *values)
 
 
+def run_python(*words) -> None:
+    """Run Python with these words as its command line; CalledProcessError if it fails."""
+    subprocess.run([sys.executable, *map(str, words)], check=True)
+
+
 # The ranks of a launch.
 
 _calls = itertools.count()  # of on_rank_0
@@ -201,17 +206,19 @@ def replacing(path: StrPath, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: StrPath, value) -> None:
+def write_text(path: StrPath, text: str) -> None:
     with replacing(path) as file:
-        file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+        file.write(text)
+
+
+def write_json(path: StrPath, value) -> None:
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
     """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    text = "\n".join([*lines, ""]) if str(path).endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]\n"
-    with replacing(path) as file:
-        file.write(text)
+    write_text(path, "\n".join([*lines, ""]) if str(path).endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def alpaca_to_row(example: dict) -> dict:

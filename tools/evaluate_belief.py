@@ -29,11 +29,11 @@ from utils import (
     model_folder,
     model_setting,
     read_json_or_jsonl,
-    replacing,
     run_program,
     set_up_logging,
     stage,
     write_json,
+    write_text,
 )
 
 NUMBERS, TABLE = "belief.json", "belief.txt"
@@ -150,8 +150,7 @@ def main() -> None:
             add_differences(measured)
             rows = list(table_rows(measured, game))
             write_json(folder / NUMBERS, {"table": rows, "messages": measured})
-            with replacing(folder / TABLE) as file:
-                file.write(table_text(rows))
+            write_text(folder / TABLE, table_text(rows))
     print((folder / TABLE).read_text(encoding="utf-8"), end="")
 
 

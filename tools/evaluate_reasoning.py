@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
 from tools.reasoning.table import MEAN, Score, cell_text, read_score, score_rows, table_text
-from utils import model_setting, replacing, require, run_program, set_up_logging, write_json
+from utils import model_setting, require, run_program, set_up_logging, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ def main() -> None:
     rows = score_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
     write_json(f"{flags.output_dir}/results.json", {"settings": settings, "results": rows})
     text = table_text(rows, settings)
-    with replacing(f"{flags.output_dir}/table.md") as file:
-        file.write(text)
+    write_text(f"{flags.output_dir}/table.md", text)
     means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
     print(f"{text}\nreasoning, {MEAN}: {means or '-'}")
     if number := len(flags.models) * len(flags.tasks) - sum(map(len, scores.values())):

@@ -7,8 +7,6 @@ python -m tools.prepare_data english --model models/smollm2 --output_dir outputs
 """
 
 import random
-import subprocess
-import sys
 import tempfile
 import unicodedata
 import zipfile
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_command
-from utils import ROOT, read_json_or_jsonl, read_words, replacing, require, run_program, write_records
+from utils import ROOT, read_json_or_jsonl, read_words, require, run_program, run_python, write_records, write_text
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
@@ -106,13 +104,8 @@ class SmolLM2:
         Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
 
 
-def run_python(*words) -> None:
-    subprocess.run([sys.executable, *map(str, words)], check=True)
-
-
 def write_words(path: str | Path, words: Iterable[str]) -> None:
-    with replacing(path) as file:
-        file.writelines(f"{word}\n" for word in words)
+    write_text(path, "".join(f"{word}\n" for word in words))
 
 
 def main() -> None:

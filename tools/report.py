@@ -9,21 +9,19 @@ from pathlib import Path
 from tools.flags import GameFlags, add_flags
 from tools.pages.contents import read_folder
 from tools.pages.page import page_html
-from utils import printable, replacing, run_program, set_up_logging
+from utils import printable, run_program, set_up_logging, write_text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="OUTPUT of the loop, or one folder of games, training or results")
-    parser.add_argument("--output", type=Path, help="file to write (default: FOLDER/report.html)")
     add_flags(parser, GameFlags)
     flags = vars(parser.parse_args())
-    folder, output = flags.pop("folder"), flags.pop("output")
+    folder = flags.pop("folder")
     set_up_logging(ranks=False)
     report = read_folder(folder, GameFlags(**flags).load_game())
-    output = output or folder / "report.html"
-    with replacing(output) as file:
-        file.write(page_html(report))
+    output = folder / "report.html"
+    write_text(output, page_html(report))
     print(printable(f"{output}: {len(report.games):,} games to read"))
 
 

@@ -152,10 +152,10 @@ def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
     of_play = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
     for path in settings["IMITATION_DATA"].split():
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
-        if not record.is_file():
+        layout = read_json(record)["settings"] if record.is_file() else {}
+        if "prompt_templates" not in layout:  # rows of other people, or of tools/controls.py
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             continue
-        layout = read_json(record)["settings"]
         if (bool(layout["chat_template"]), layout["prompt_templates"]["sha256"]) != of_play:
             raise UserError(f"{path}: its CHAT_TEMPLATE or its prompts are not those of play ({prompt_file})")
 
@@ -171,8 +171,7 @@ def record(settings: dict[str, str], words: list[str]) -> None:
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")
     utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
-    with utils.replacing(folder / "words.txt") as file:
-        file.writelines(f"{word}\n" for word in words)
+    utils.write_text(folder / "words.txt", "".join(f"{word}\n" for word in words))
 
 
 def main() -> None:

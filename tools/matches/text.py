@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tools.games.game import Game
 from tools.matches.stats import ALL, BOTH, result_rows
-from utils import read_json_or_jsonl, replacing, write_json
+from utils import read_json_or_jsonl, write_json, write_text
 
 RESULTS, TABLE = "matches.json", "matches.txt"
 NAMES = ("player", "opponent", "words", "role")
@@ -23,8 +23,7 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
     rows = list(result_rows(read_json_or_jsonl(games_path), game))
     results = {"settings": settings, "results": rows, "games_path": games_path.name}
     write_json(folder / RESULTS, results)
-    with replacing(folder / TABLE) as file:
-        file.write(matches_text(results, game))
+    write_text(folder / TABLE, matches_text(results, game))
 
 
 def matches_text(results: dict, game: Game) -> str:

@@ -8,8 +8,6 @@ for GPT-4, and the facts for Alpaca, so that the whole method runs where there i
 
 import asyncio
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
-from utils import ROOT, files_setting, run_program, stage, write_records
+from utils import ROOT, files_setting, run_program, run_python, stage, write_records, write_text
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
 # Recorded games on which belief is measured: about held-out words, with true hints to the last turn.
@@ -62,9 +60,8 @@ def write_data(folder: Path, flags: Flags) -> None:
     from tools.tiny.models import SHAPE, random_llama, train_tokenizer  # imports torch
 
     lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
     for name, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
-        (data / f"{name}.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+        write_text(data / f"{name}.txt", "".join(f"{word}\n" for word in words))
     pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, flags.facts))
@@ -80,7 +77,7 @@ def write_data(folder: Path, flags: Flags) -> None:
     words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
     words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
     words += ["--output_data_path", data / "imitation.json"]
-    run("tools/assign_rewards.py", *words)
+    run_python(ROOT / "tools/assign_rewards.py", *words)
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
@@ -89,11 +86,7 @@ def pretrain(folder: Path, flags: Flags) -> None:
     words += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
     words += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]
     words += ["--logging_steps", 50, "--save_strategy", "no", "--train_method", "SFT", "--output_dir", folder / "base"]
-    run("train.py", *words)
-
-
-def run(program: str, *words) -> None:
-    subprocess.run([sys.executable, ROOT / program, *map(str, words)], check=True)
+    run_python(ROOT / "train.py", *words)
 
 
 def main() -> None:
