@@ -3,6 +3,7 @@
     torchrun --nproc_per_node=8 train.py --train_method OfflinePO --model_name_or_path M --ref_model_name_or_path M \
         --train_data_path rows.json --output_dir DIR --deepspeed configs/default_offload_opt_param.json --bf16 True
 
+Learning rate, schedule, epochs and batch are the Trainer's unless they are set; README.md has the paper's.
 Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so.
 """
 

@@ -360,7 +360,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
         """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
         self.model.eval()  # until the first step
-        policy, reference = (self.args.run_settings[f"{name}model_name_or_path"] for name in ("", "ref_"))
+        policy = self.args.run_settings["model_name_or_path"]
+        reference = self.args.run_settings["ref_model_name_or_path"]
         if self.args.lora_rank:
             with self.model.disable_adapter():
                 yield self.model_wrapped, self.module
