@@ -113,12 +113,16 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_mod
     assert [settings[name] for name in ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")] == expected
 
 
-def test_gpus_without_a_driver_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
+def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": talk}])
     assert "has none" in start(MODEL=tiny_model, SFT_DATA=str(tmp_path / "sft.json"), status=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
     assert "PyTorch cannot use the GPUs" in start(NPROC="auto", status=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(loop.shutil, "which", lambda program: program)
+    assert "build for CPUs" in start(NPROC="auto", status=2)
 
 
 def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):

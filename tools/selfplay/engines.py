@@ -17,7 +17,7 @@ from utils import UserError, files_setting, model_folder, model_setting, on_rank
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-_loaded: dict[str, dict] = {}  # models of the present match by folder, under the text of all that loading depends on
+_loaded: dict[str, dict] = {}  # models in memory by folder, under the text of all that loading depends on; one match
 
 
 def is_local(name: str) -> bool:
@@ -86,7 +86,7 @@ def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None)
     from tools.engine.memory import slots_for_memory
     from tools.engine.slots import SlotEngine, can_hold
 
-    key = repr((folders, flags))
+    key = repr(([model_setting(str(folder)) for folder in folders], flags))
     if key not in _loaded:
         drop_models()
         _loaded[key] = {folder: _load_model(folder, flags, len(folders)) for folder in folders}
