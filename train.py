@@ -215,8 +215,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    utils.set_up_logging()
-    utils.run_program(lambda: train(sys.argv[1:] if argv is None else argv))
+    utils.run_program(lambda: train(sys.argv[1:] if argv is None else argv), ranks=True)
     leave()
 
 

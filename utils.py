@@ -48,8 +48,9 @@ class UserError(ValueError):
     """An error that the user can mend: where it is, what is wrong, what to do. Programs print it as one line."""
 
 
-def run_program(main: Callable[[], T]) -> T:
-    """Call `main`. UserError and OSError end the program with one line and exit status 2."""
+def run_program(main: Callable[[], T], *, ranks: bool = False) -> T:
+    """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2."""
+    set_up_logging(ranks=ranks)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's
             stream.reconfigure(errors="replace")
@@ -75,11 +76,13 @@ def require(module: str, requirement: str) -> None:
         raise UserError(f"the package {module} is missing: pip install {shlex.quote(requirement)}")
 
 
-def set_up_logging(*, ranks: bool = True) -> None:
+def set_up_logging(*, ranks: bool) -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     who = f"rank {rank()} " if ranks and world_size() > 1 else ""
     level = logging.WARNING if ranks and rank() > 0 else logging.INFO
     logging.basicConfig(level=level, format=f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%X", force=True)
+    for library in ("openai", "httpx", "httpx2"):  # they log each request
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def warn_on_rank_0(message: str, *values) -> None:
@@ -334,7 +337,7 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """
     record, settings = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
-    lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0)
+    lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
         work = Stage(**everywhere(lambda: _begin(record, settings, results, lock)))

@@ -36,7 +36,7 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
 
 def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(prepare_data.subprocess, "run", lambda words, **_: commands.append([*map(str, words)][1:]))
+    monkeypatch.setattr(prepare_data, "run_python", lambda *words: commands.append([*map(str, words)]))
     prepare("english", model="m", output_dir=tmp_path)
     rows, anchor = commands
     assert rows[0].endswith("assign_rewards.py") and rows[-4:] == ["--chat_template", "True", "--tokenizer", "m"]

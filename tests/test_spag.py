@@ -1,6 +1,7 @@
 """The page of pieces: functions play, rows are shaped, the loss of a batch has a gradient."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
 
@@ -38,6 +39,9 @@ def test_functions_play_and_their_games_become_rows(episodes):
     assert [row["reward"] for row in shaped] == [len("defender wins"), len("attacker wins")]
     assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
     assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
+    for use in (spag.rows, lambda games: spag.judge(games[0])):
+        with pytest.raises(ValueError, match="a game of 'twenty_questions', not of 'taboo'"):
+            use([episode | {"game": "twenty_questions"} for episode in episodes])
 
 
 def test_flags_of_play_count_for_functions_too(tmp_path):
@@ -68,6 +72,20 @@ def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     loss.backward()
     assert float(loss) == pytest.approx(-1) and policy.lm_head.weight.grad.abs().sum() > 0  # ratio 1, KL 0
     assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+def test_a_model_that_was_saved_anew_plays_as_it_is_now(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.lm_head.weight.data *= -1
+
+    def hint() -> str:
+        options = {"task_type": "testing", "max_turns": 1, "max_length": 2000, "max_new_tokens": 4}
+        return spag.play(["apple"], str(tmp_path), defender, **options)[0]["history"][0]["content"]
+
+    before = hint()
+    model.save_pretrained(tmp_path)
+    assert hint() != before
 
 
 def test_playing_and_rows_need_no_torch():

@@ -21,7 +21,7 @@ from tools.games import prompts
 from tools.games.game import Game, load_member
 from tools.selfplay import rewards
 from tools.selfplay.rewards import ChatFlags, PromptFn, RewardFlags, Shape, assign_rewards
-from utils import UserError, files_setting, read_json_or_jsonl, run_program, set_up_logging, stage, write_records
+from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
 
 __all__ = ["assign_rewards"]
 RANDOM, PLAY = "random", "play"  # values of --training_prompt
@@ -51,7 +51,7 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
         if self.thinking and self.training_prompt != PLAY:
             raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
 
-    def settings(self, game: Game, templates: prompts.Templates, chat) -> dict:
+    def settings(self, game: Game, chat) -> dict:
         """All that the rows depend on: the flags, files by their content, the chat template by its text."""
         flags = {name: value for name, value in vars(self).items() if name not in ELSEWHERE}
         files = {"input_data_path": files_setting(*self.input_data_path)}
@@ -59,7 +59,7 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
             files["sft_data_path"] = files_setting(self.sft_data_path)
         if self.shape:
             files["shape"] = files_setting(inspect.getfile(self.load_shape()))
-        return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game, templates) | files
+        return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
 
     def load_shape(self) -> Shape | None:
         """The function of --shape; data never names it, only the user."""
@@ -86,7 +86,7 @@ def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> t
     outcomes = Counter(result.outcome for result in results)
     notes: dict = {"games": {"episodes": len(results)} | {each.name: outcomes[each.name] for each in game.outcomes}}
     if flags.permute_outcomes:
-        results, notes["winners_changed"] = rewards.permute_rewards(results, random.Random(flags.seed))
+        results = rewards.permute_rewards(results, random.Random(flags.seed))
     options = {"shape": flags.load_shape(), "thinking": flags.thinking}
     rows, numbers = rewards.game_rows(game, episodes, results, flags, prompt, **options)
     notes["weights"] = numbers.weights
@@ -106,11 +106,10 @@ def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> t
 
 def main() -> None:
     flags = parse_flags(Flags, description="Turn episodes into training rows.")
-    set_up_logging(ranks=False)
     game, output = flags.load_game(), Path(flags.output_data_path)
     flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()
-    settings = flags.settings(game, templates, chat)
+    settings = flags.settings(game, chat)
     with stage(rewards.record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:
         if work.todo:
             rows, notes = make_rows(flags, game, templates, chat)

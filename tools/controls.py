@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.flags import flag, parse_command
 from tools.selfplay.rewards import ChatFlags, count_rows, read_sft_rows, record_path
-from utils import UserError, files_setting, read_json_or_jsonl, run_program, set_up_logging, stage, write_records
+from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
 
 
 def is_sft(row: dict) -> bool:
@@ -105,7 +105,6 @@ class Repeat(Control):
 def main() -> None:
     commands = {kind.__name__.lower(): kind for kind in (Sft, Silent, Cloning, Repeat)}
     control = parse_command(commands, description=__doc__)
-    set_up_logging(ranks=False)
     output = Path(control.output)
     settings = {name: value for name, value in vars(control).items() if name != "output"}
     settings |= {name: files_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}

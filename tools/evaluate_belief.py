@@ -30,7 +30,6 @@ from utils import (
     model_setting,
     read_json_or_jsonl,
     run_program,
-    set_up_logging,
     stage,
     write_json,
     write_text,
@@ -56,11 +55,11 @@ class Flags(GameFlags):
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
 
-    def settings(self, game: Game, templates: Templates) -> dict:
+    def settings(self, game: Game) -> dict:
         names = ("split", "seed", "chat_template", "max_length", "bf16")
         models = {f"model {name}": model_setting(path) for name, path in self.models}
         settings = {"games": files_setting(self.games), "models": [name for name, _ in self.models]} | models
-        return settings | {name: getattr(self, name) for name in names} | self.game_settings(game, templates)
+        return settings | {name: getattr(self, name) for name in names} | self.game_settings(game)
 
 
 def read_games(flags: Flags, game: Game) -> list[dict]:
@@ -138,12 +137,11 @@ def table_text(rows: Sequence[Mapping]) -> str:
 
 def main() -> None:
     flags = parse_flags(Flags, description="What hints tell a model: its belief in the secret, from stored games.")
-    set_up_logging(ranks=False)
     game, folder = flags.load_game(), Path(flags.output_dir)
     if game.answer(game.example_task) is None:
         raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
     templates, episodes = flags.load_templates(game), read_games(flags, game)
-    settings = flags.settings(game, templates)
+    settings = flags.settings(game)
     with stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
         if work.todo:
             measured = {name: measure(flags, path, game, templates, episodes) for name, path in flags.models}

@@ -19,7 +19,7 @@ from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
-from utils import UserError, rank, read_words, run_program, set_up_logging, stage
+from utils import UserError, rank, read_words, run_program, stage
 
 
 def named_words(text: str) -> NamedPath:
@@ -49,7 +49,6 @@ class Flags(PlayFlags):
 
 def main() -> None:
     flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
-    set_up_logging()
     flags.warn()
     game, players = flags.load_game(), dict(flags.players)
     templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))
@@ -66,7 +65,7 @@ def main() -> None:
         "games_per_word": flags.games_per_word,
         **{f"player {name}": player_setting(path, flags) for name, path in players.items()},
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
-        **flags.settings(game, templates),
+        **flags.settings(game),
     }
     with stage(files.record_path, settings, results=[TABLE, RESULTS, *files.patterns]) as work:
         if work.todo:
@@ -92,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, ranks=True)

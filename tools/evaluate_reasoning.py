@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.flags import NamedPath, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
 from tools.reasoning.table import MEAN, Score, cell_text, read_score, score_rows, table_text
-from utils import model_setting, require, run_program, set_up_logging, write_json, write_text
+from utils import model_setting, require, run_program, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
 
 def main() -> None:
     flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
-    set_up_logging(ranks=False)
     scores, versions = ask_all(flags)
     settings = {"harness": ", ".join(sorted(versions)), "dtype": flags.dtype, "limit": flags.limit}
     settings |= {"against": flags.models[0].name, "models": dict(flags.models)}

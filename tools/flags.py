@@ -36,9 +36,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        inner, *_ = [part for part in get_args(hint) if part is not type(None)] or [hint]
-        several = list in (get_origin(hint), get_origin(inner))
-        plain = (*get_args(inner), inner)[0]
+        several = get_origin(hint) is list
+        plain = next(part for part in (*get_args(hint), hint) if part is not type(None))  # int of list[int]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         line = field.metadata["help"]
         if default not in (dataclasses.MISSING, None, []):
@@ -93,7 +92,7 @@ class GameFlags:
     def load_templates(self, game: Game) -> prompts.Templates:
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
-    def game_settings(self, game: Game, templates: prompts.Templates) -> dict:
+    def game_settings(self, game: Game) -> dict:
         setting = {"name": game.name, "options": self._options()}
         return {"game": setting, "prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
 

@@ -18,7 +18,7 @@ from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
-from utils import rank, read_json, read_words, run_program, set_up_logging, stage
+from utils import rank, read_json, read_words, run_program, stage
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,6 @@ class Flags(PlayFlags):
 
 def main() -> None:
     flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
-    set_up_logging()
     flags.warn()
     game = flags.load_game()
     templates = flags.load_templates(game)
@@ -49,7 +48,7 @@ def main() -> None:
         "attacker_model_name_or_path": player_setting(names[0], flags),
         "defender_model_name_or_path": player_setting(names[1], flags),
         "data_path": words_setting(flags.data_path, words),
-        **flags.settings(game, templates),
+        **flags.settings(game),
         "seed": flags.seed,
     }
     with stage(files.record_path, settings, results=files.patterns) as work:
@@ -61,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, ranks=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.flags import GameFlags, add_flags
 from tools.pages.contents import read_folder
 from tools.pages.page import page_html
-from utils import printable, run_program, set_up_logging, write_text
+from utils import printable, run_program, write_text
 
 
 def main() -> None:
@@ -18,7 +18,6 @@ def main() -> None:
     add_flags(parser, GameFlags)
     flags = vars(parser.parse_args())
     folder = flags.pop("folder")
-    set_up_logging(ranks=False)
     report = read_folder(folder, GameFlags(**flags).load_game())
     output = folder / "report.html"
     write_text(output, page_html(report))

@@ -15,7 +15,7 @@ from tools.games.prompts import Templates, play_prompt, training_prompt
 from tools.players.player import ScriptedPlayer, Turn
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
-from tools.selfplay.rewards import RewardFlags, Shape, game_result, game_rows
+from tools.selfplay.rewards import RewardFlags, Shape, checked_rows
 
 Speaker = str | Callable[[Turn], str | Awaitable[str]]  # a model (folder or hub name), openai:MODEL, or a function
 
@@ -26,7 +26,6 @@ def play(
     second: Speaker,
     *,
     game: str | Game = "taboo",
-    max_turns: int | None = None,
     templates: Templates | None = None,
     seed: int = 0,
     **flags,
@@ -49,7 +48,7 @@ def play(
         models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
     for role, player in players.items():
         players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, options.thinking)
-    how = {"max_turns": max_turns or game.max_turns, "templates": templates, "concurrent_games": at_once}
+    how = {"max_turns": options.turns(game), "templates": templates, "concurrent_games": at_once}
     games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **how)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
         thread.submit(asyncio.run, games).result()
@@ -58,7 +57,9 @@ def play(
 
 def judge(episode: Mapping, *, game: str | Game = "taboo") -> Verdict:
     """How a game ended, and its number of messages up to the decisive one."""
-    return load(game).judge(*(episode[key] for key in EPISODE_KEYS))
+    game = load(game)
+    game.check_episode(episode)
+    return game.judge(*(episode[key] for key in EPISODE_KEYS))
 
 
 def rows(
@@ -76,12 +77,10 @@ def rows(
     `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `shape` gives each row its final reward.
     `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles.
     """
-    game, flags = load(game), RewardFlags(**flags)
-    flags.check_rewards(game)
+    game = load(game)
     training = partial(training_prompt, rng=random.Random(seed))
     make_prompt = partial({"play": play_prompt, "random": training}[prompt], game, templates=templates)
-    results = [game_result(game, episode) for episode in episodes]
-    return game_rows(game, episodes, results, flags, make_prompt, shape)[0]
+    return checked_rows(game, episodes, RewardFlags(**flags), make_prompt, shape)
 
 
 def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:

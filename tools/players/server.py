@@ -1,7 +1,6 @@
 """Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client repeats requests that fail."""
 
 import json
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -47,8 +46,6 @@ def connect(flags: ServerFlags):
     require("openai", "openai>=3.54,<4")
     import openai
 
-    for library in ("openai", "httpx", "httpx2"):  # otherwise they log each request
-        logging.getLogger(library).setLevel(logging.WARNING)
     url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL")
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (url or key):

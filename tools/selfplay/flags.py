@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tools.engine.vllm import AUTO, VLLM, VLLMFlags
 from tools.flags import GameFlags, flag
-from tools.games import prompts
 from tools.games.game import Game
 from tools.players.player import SAMPLING, TESTING, Sampling
 from tools.players.server import ServerFlags
@@ -75,12 +74,12 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
         if self.thinking and self.max_new_tokens < ROOM_FOR_THOUGHTS:
             warn_on_rank_0("--max_new_tokens below %d: many thoughts will be cut", ROOM_FOR_THOUGHTS)
 
-    def settings(self, game: Game, templates: prompts.Templates) -> dict:
+    def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
         names = ("task_type", *SAMPLING_FLAGS, "bf16", "fp16", "tf32", "engine")
         names += ("chat_template", "thinking", "vllm_args")
         values = {name: getattr(self, name) for name in names}
-        return {**self.game_settings(game, templates), "max_turns": self.turns(game), **values}
+        return {**self.game_settings(game), "max_turns": self.turns(game), **values}
 
 
 def words_setting(path: str, words: Sequence[str]) -> dict[str, str]:

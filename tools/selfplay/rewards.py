@@ -95,25 +95,22 @@ def game_result(game: Game, episode: Mapping) -> Result:
     return Result(outcome, length, (first, second))
 
 
-def permute_rewards(results: Sequence[Result], rng: random.Random) -> tuple[list[Result], int]:
+def permute_rewards(results: Sequence[Result], rng: random.Random) -> list[Result]:
     """Permute the rewards of games that pay, among games with equally many messages.
 
-    Returns the results, and how many have another winner. How many games of each length a role wins stays the same,
-    so brevity is rewarded as much as in self-play.
+    How many games of each length a role wins stays the same, so brevity is rewarded as much as in self-play.
     """
     same_length = defaultdict(list)
     for place, result in enumerate(results):
         if any(result.rewards):
             same_length[result.length].append(place)
-    permuted, changed = list(results), 0
+    permuted = list(results)
     for _, places in sorted(same_length.items()):
-        rewards = [results[place].rewards for place in places]
-        rng.shuffle(rewards)
-        for place, (first, second) in zip(places, rewards, strict=True):
-            before = results[place].rewards
-            changed += (first > second) != (before[0] > before[1])
-            permuted[place] = results[place]._replace(rewards=(first, second))
-    return permuted, changed
+        shuffled = [results[place].rewards for place in places]
+        rng.shuffle(shuffled)
+        for place, rewards in zip(places, shuffled, strict=True):
+            permuted[place] = results[place]._replace(rewards=rewards)
+    return permuted
 
 
 # Rewards and weights.
@@ -265,21 +262,26 @@ def assign_rewards(
     decay_weight: float = 0.8,
     rng: random.Random,
     templates: prompts.Templates | None = None,
-    losers: float = 0.0,
-    ties: float = 0.0,
+    **flags,
 ) -> list[dict]:
     """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
 
-    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`. `losers` and `ties` are as
-    in `role_pay`. Raises UserError for a coefficient outside its bounds, and for an invalid episode, by its index.
+    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`. `flags` are further ones of
+    RewardFlags. UserError for one outside its bounds, and for an invalid episode, by its index.
     """
-    game, episodes = game or load_game(), list(episodes)
-    flags = RewardFlags(decay_weight=decay_weight, losers=losers, ties=ties)
+    game = game or load_game()
+    prompt = partial(prompts.training_prompt, game, rng=rng, templates=templates)
+    return checked_rows(game, list(episodes), RewardFlags(decay_weight=decay_weight, **flags), prompt)
+
+
+def checked_rows(
+    game: Game, episodes: Sequence[Mapping], flags: RewardFlags, prompt: PromptFn, shape: Shape | None = None
+) -> list[dict]:
+    """`game_rows` of episodes that nobody has checked. UserError as in `assign_rewards`."""
     flags.check_rewards(game)
     check_episodes(game, episodes, "episode", 0)
     results = [game_result(game, episode) for episode in episodes]
-    prompt = partial(prompts.training_prompt, game, rng=rng, templates=templates)
-    return game_rows(game, episodes, results, flags, prompt)[0]
+    return game_rows(game, episodes, results, flags, prompt, shape)[0]
 
 
 def record_path(rows: str | Path) -> Path:

@@ -21,7 +21,7 @@ from tools.matches.text import with_interval
 from tools.reasoning.table import MEAN, UNKNOWN, markdown
 from tools.study import collect
 from tools.study.collect import BASE, BELIEF, IMITATION, POINTS, QUESTIONS, REASONING, SELF_PLAY, TRAINED, TRAINING
-from utils import UserError, differences, read_json, replacing, run_program
+from utils import UserError, differences, read_json, run_program
 
 # Settings of tools/run_spag.sh in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
 RUNS_DIFFER_IN = set(
@@ -30,7 +30,7 @@ RUNS_DIFFER_IN = set(
     "DEEPSPEED".split()
 )
 FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
-COMPARISON = {"nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
+COMPARISON = {"type": str, "nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
 Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm
 Lines = Iterable[Sequence[str]]
 
@@ -40,7 +40,6 @@ class Flags:
     results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
     primary: list[list[str]] = flag("a planned difference of two arms in a column", default=[], **COMPARISON)
     minus: list[list[str]] = flag("a further one; without any: each arm minus the first one", default=[], **COMPARISON)
-    output: str | None = flag("write FOLDER/table.md instead of printing the tables", default=None, metavar="FOLDER")
 
 
 def read_results(names: Sequence[str | Path]) -> list[dict]:
@@ -175,12 +174,7 @@ def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) ->
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    text = tables(read_results(flags.results), flags.primary, flags.minus)
-    if flags.output is None:
-        print(text, end="")
-        return
-    with replacing(Path(flags.output) / "table.md") as file:
-        file.write(text)
+    print(tables(read_results(flags.results), flags.primary, flags.minus), end="")
 
 
 if __name__ == "__main__":
