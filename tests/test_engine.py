@@ -14,7 +14,7 @@ from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.local import LocalModel
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine, can_hold, draw
-from tools.players.player import Sampling
+from tools.players.player import SAMPLING, TESTING, Sampling
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -22,7 +22,7 @@ SHAPE |= {"num_key_value_heads": 2, "vocab_size": 260}
 
 
 def sampling(**changes) -> Sampling:
-    return Sampling(**({"max_length": 400, "max_new_tokens": 10, "do_sample": False} | changes))
+    return Sampling(**({"max_length": 400, "max_new_tokens": 10, "task_type": TESTING} | changes))
 
 
 def llama(settings: Sampling, **changes) -> LocalModel:
@@ -132,8 +132,8 @@ def test_in_half_precision_logits_are_as_exact_as_those_of_a_plain_pass():
     assert 0.5 * by_plain < by_engine < 1.5 * by_plain
 
 
-@pytest.mark.parametrize("do_sample, blocks", [(False, None), (True, 8)])
-def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(do_sample, blocks):
+@pytest.mark.parametrize("task_type, blocks", [(TESTING, None), (SAMPLING, 8)])
+def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(task_type, blocks):
     class WatchedEngine(SlotEngine):
         def _sample(self, slots, logits):
             logged.append(to_cpu(logits).clone())
@@ -141,7 +141,7 @@ def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(do_sample, blo
 
     gpu, found = PretendGPU(), []
     for on_gpu in (False, True):
-        local, logged = llama(sampling(do_sample=do_sample)), []
+        local, logged = llama(sampling(task_type=task_type)), []
         local.cache_tokens = blocks and blocks * BLOCK
         if on_gpu:
             local.model = gpu.move(local.model)
@@ -229,7 +229,7 @@ def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
 )
 def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
     """The order in which slots draw is part of the result of a seed. With 9 blocks, two requests are preempted."""
-    local = llama(sampling(do_sample=True, max_new_tokens=60))
+    local = llama(sampling(task_type=SAMPLING, max_new_tokens=60))
     local.cache_tokens = blocks and blocks * BLOCK
     engine = SlotEngine(local, 6)
     torch.manual_seed(1)
@@ -242,7 +242,7 @@ def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
     "changes", [{}, {"top_k": 0}, {"top_k": 7, "temperature": 0.7}, {"top_k": 0, "top_p": 0.8, "temperature": 1.0}]
 )
 def test_probabilities_are_those_of_plain_generate(changes):
-    local = llama(sampling(do_sample=True, **changes))
+    local = llama(sampling(task_type=SAMPLING, **changes))
     processors = local.model._get_logits_processor(generation_config(local), input_ids_seq_length=1, device="cpu")
     logits = torch.randn(5, 260, generator=torch.Generator().manual_seed(0))
     expected = processors(torch.zeros(5, 1, dtype=torch.long), logits.clone())
@@ -299,7 +299,7 @@ def test_a_model_that_attends_twice_in_a_layer_is_refused():
 
 
 def test_logits_with_nan_are_refused():
-    local = llama(sampling(do_sample=True))
+    local = llama(sampling(task_type=SAMPLING))
     local.model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
         answer(SlotEngine(local, 2), [(0, RULES)])

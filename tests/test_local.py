@@ -27,7 +27,7 @@ from tools.selfplay import engines
 from tools.selfplay.flags import PlayFlags
 from utils import ROOT, UserError, files_setting, model_setting
 
-GREEDY = Sampling(max_length=64, max_new_tokens=8, do_sample=False)
+GREEDY = Sampling(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = Sampling(max_length=64, max_new_tokens=8)
 GAME = Taboo()
 SCRIPT = "scripted:tools.tiny.players:lexicon"

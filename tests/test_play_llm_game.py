@@ -306,7 +306,7 @@ def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path)
     """Greedy games of two models: each message is what its own model says to the prompt."""
     changes = {"task_type": "testing", "defender_model_name_or_path": other_model, "max_games": 6}
     run(*flags(place, tiny_model, tmp_path, **changes))
-    sampling = Sampling(max_length=256, max_new_tokens=4, do_sample=False)
+    sampling = Sampling(max_length=256, max_new_tokens=4, task_type="testing")
     templates = prompts.load_templates(place / "prompts.json", GAME)
     sides = [load_local_model(Path(folder), sampling) for folder in (tiny_model, other_model)]
     for game in results(tmp_path, "im_llama2_testing_all_words"):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tools.flags import flag
 from tools.games import prompts
 from tools.games.game import Game, History
 from utils import UserError
@@ -49,17 +50,30 @@ class Turn:
         return prompts.instruction(templates, self.role, self.secrets, self.max_turns)
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Sampling:
-    """How replies are sampled. Lengths are in tokens."""
+    """How replies are sampled. Prompts are cut to max_length - max_new_tokens."""
 
-    max_length: int = 2048  # prompt and reply together: prompts are cut to max_length - max_new_tokens
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    do_sample: bool = True  # False: the likeliest token each time, without the three settings below
-    temperature: float = 1.2
-    top_k: int = 50  # 0: all tokens
-    top_p: float = 1.0
+    task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
+    max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
+    max_new_tokens: int = flag("largest number of tokens of a reply", default=256)
+    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0)
+    temperature: float = flag("sampling temperature", default=1.2)
+    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50)
+    top_p: float = flag("sample from the likeliest tokens that have this total probability", default=1.0)
+
+    def __post_init__(self):
+        if self.max_length <= self.max_new_tokens:
+            raise UserError(
+                f"--max_length {self.max_length} leaves no room for a prompt: it must be larger than "
+                f"--max_new_tokens {self.max_new_tokens}"
+            )
+        if self.temperature <= 0:
+            raise UserError(f"--temperature must be above 0; --task_type {TESTING} takes the likeliest token")
+
+    @property
+    def do_sample(self) -> bool:
+        return self.task_type == SAMPLING
 
 
 @dataclass(frozen=True)

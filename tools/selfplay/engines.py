@@ -69,7 +69,7 @@ def make_players(
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
             model, draws = name.removeprefix(SERVER), f"{seed}/{games_left}"
-            players[name] = ServerPlayer(model, flags, flags.sampling(), draws, flags.thinking)
+            players[name] = ServerPlayer(model, flags, flags, draws, flags.thinking)
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
     # Enough games to keep all of them busy, but no more than have a place of their own in each engine.
@@ -110,10 +110,10 @@ def _load_model(folder: Path, flags: PlayFlags, models: int):
     options = {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}
     if flags.engine == VLLM:
         size = flags.per_device_eval_batch_size or VLLM_GAMES
-        model = VLLMEngine(folder, flags, flags.sampling(), size, models, **options)
+        model = VLLMEngine(folder, flags, flags, size, models, **options)
         tokens = model.tokens
     else:
-        tokens = model = local.load_local_model(folder, flags.sampling(), **options)
+        tokens = model = local.load_local_model(folder, flags, **options)
     tokens.thinking = flags.thinking
     if flags.chat_template:
         tokens.use_chat_template(str(folder))

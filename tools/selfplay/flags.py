@@ -1,5 +1,6 @@
 """The flags that all programs that play games share. No torch."""
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +8,18 @@ from dataclasses import dataclass
 from tools.engine.vllm import AUTO, VLLM, VLLMFlags
 from tools.flags import GameFlags, flag
 from tools.games.game import Game
-from tools.players.player import SAMPLING, TESTING, Sampling
+from tools.players.player import Sampling
 from tools.players.server import ServerFlags
-from utils import UserError, warn_on_rank_0
+from utils import warn_on_rank_0
 
 SLOTS, GENERATE = "slots", "generate"  # values of --engine, beside AUTO and VLLM
 ROOM_FOR_THOUGHTS = 1024  # tokens of a reply below which many thoughts are cut
-SAMPLING_FLAGS = ("max_length", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
 
 
 @dataclass(kw_only=True)
-class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
-    """First the flags that games depend on besides players, words and seed, then how this machine plays them."""
+class PlayFlags(GameFlags, Sampling, ServerFlags, VLLMFlags):
+    """Beside sampling, first the flags that games depend on, then how this machine plays them."""
 
-    task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_turns: int | None = flag(
         "turns of a game, each of one message per player; unset: the game's default",
         default=None,
@@ -28,12 +27,6 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     )
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
     thinking: bool = flag("True: replies begin with a thought, which the other player does not read", default=False)
-    max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
-    max_new_tokens: int = flag("largest number of tokens of a reply", default=256)
-    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0)
-    temperature: float = flag("sampling temperature", default=1.2)
-    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50)
-    top_p: float = flag("sample from the likeliest tokens that have this total probability", default=1.0)
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
     fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)
 
@@ -50,20 +43,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
     logging_steps: int = flag("show a game after every so many batches of messages; 0: none", default=10)
 
-    def __post_init__(self):
-        if self.max_length <= self.max_new_tokens:
-            raise UserError(
-                f"--max_length {self.max_length} leaves no room for a prompt: it must be larger than "
-                f"--max_new_tokens {self.max_new_tokens}"
-            )
-        if self.temperature <= 0:
-            raise UserError(f"--temperature must be above 0; --task_type {TESTING} takes the likeliest token")
-
     def turns(self, game: Game) -> int:
         return game.max_turns if self.max_turns is None else self.max_turns
-
-    def sampling(self) -> Sampling:
-        return Sampling(**{name: getattr(self, name) for name in SAMPLING_FLAGS}, do_sample=self.task_type == SAMPLING)
 
     def dtype(self) -> str | None:
         """The type of models on this machine, by torch's name; None: the one in each model's config."""
@@ -76,8 +57,8 @@ class PlayFlags(GameFlags, ServerFlags, VLLMFlags):
 
     def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
-        names = ("task_type", *SAMPLING_FLAGS, "bf16", "fp16", "tf32", "engine")
-        names += ("chat_template", "thinking", "vllm_args")
+        names = [field.name for field in dataclasses.fields(Sampling)]
+        names += ["bf16", "fp16", "tf32", "engine", "chat_template", "thinking", "vllm_args"]
         values = {name: getattr(self, name) for name in names}
         return {**self.game_settings(game), "max_turns": self.turns(game), **values}
 
