@@ -35,8 +35,8 @@ LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules"
 # The flags that change the results; `run_settings` adds data, models and the rows of a step. The number of processes,
 # the ZeRO stage, the machine, logging and saving do not change them.
 COMPARED = (
-    *("train_method", "lm_kl_coeff", "lm_sft_coeff", "clip_range", "detach_kl", "loss_normalization"),
-    *("lora_rank", *LORA_ARGUMENTS),
+    *("train_method", "lora_rank", *LORA_ARGUMENTS),
+    *(name for names in METHOD_ARGUMENTS.values() for name in names if not name.startswith(("ref_", "allow_"))),
     *("max_length", "padding_side", "truncation_side"),
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "neftune_noise_alpha", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),

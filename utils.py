@@ -144,14 +144,22 @@ def on_rank_0(make: Callable[[], T]) -> T:
 # Files and what stands in them.
 
 
+def read_text(path: StrPath) -> str:
+    """The text of a file, without a byte order mark. UserError if it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text in UTF-8; save it as UTF-8") from None
+
+
 def read_json(path: StrPath):
     """The content of a JSON file. UserError if it is not JSON."""
-    return _parse(Path(path).read_text(encoding="utf-8-sig"), path)
+    return _parse(read_text(path), path)
 
 
 def read_json_or_jsonl(path: StrPath) -> list[dict]:
     """The objects of a JSON list, or of a file with one object a line. UserError names a line that is not JSON."""
-    text = Path(path).read_text(encoding="utf-8-sig")
+    text = read_text(path)
     if text.lstrip().startswith("["):
         records = _parse(text, path)
     else:  # not splitlines: a reply may hold U+2028
@@ -176,7 +184,7 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
     UserError names the line of a word that has an invisible character inside, or that `check` refuses by ValueError.
     """
     words = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         word = "".join(each for each in line if unicodedata.category(each) != "Cf").strip()
         try:
             if word not in line:

@@ -15,7 +15,7 @@ IMITATION_MODEL=   # a trained imitation model, instead of training one on IMITA
 SFT_DATA=          # SFT examples to train on beside the rows of the games, e.g. Alpaca's
 
 CONTROL=           # rows of a control: coin_by_length, cloning, sft or silent (configs/README.md)
-LIKE=              # OUTPUT of another run, whose settings, imitation model and games of epoch 1 are the start
+LIKE=              # OUTPUT of another run: its settings and, as far as they stay, its imitation and games of epoch 1
 EPOCHS=3           # epochs of self-play
 UNTIL=             # stop after imitation, epochK_play or epochK_train; without it the same command goes on
 SEED=42            # seed of play, rewards and training; epoch k adds k, so take seeds that are further apart

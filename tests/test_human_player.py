@@ -110,10 +110,8 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.read_until("--- attacker wins; the target word was `violin` ---")
     assert "game/s" not in screen.read_all()  # no bar between the lines
     first, second = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
-    assert [message["content"] for message in first["history"][1::2]] == [
-        "Is it large?",
-        "I know the word! It is `piano`!",
-    ]
+    said = [message["content"] for message in first["history"][1::2]]
+    assert said == ["Is it large?", "I know the word! It is `piano`!"]
     assert (first["outcome"], second["outcome"]) == ("defender wins", "attacker wins")
 
 

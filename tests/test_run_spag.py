@@ -235,8 +235,9 @@ def test_a_failing_stage_stops_the_loop_and_names_its_log(loop):
 
 
 def test_the_terminal_shows_warnings_and_the_last_line_of_each_stage_and_logs_hold_all(loop):
-    warns = "*imitation/model*SFT*) for rank in 0 1; do echo 12:00:0$rank rank $rank WARNING saw something; done ;;"
-    printed = finish(loop.start(warns))
+    bar = "'games:  50%|###   | 1/2 [00:01<00:01, 1.0game/s]'"
+    warns = f"for rank in 0 1; do echo {bar}12:00:0$rank rank $rank WARNING saw something; done"
+    printed = finish(loop.start(f"*imitation/model*SFT*) {warns} ;;"))
     assert printed.count("WARNING: saw something") == 1 and printed.count("\nlast words\n") == len(STAGES)
     logs = [(loop.output / "logs" / f"{stage}.log").read_text() for stage in STAGES]
     assert "speaks" not in printed and all("speaks\n" in log and "last words\n" in log for log in logs)

@@ -204,10 +204,10 @@ def test_the_url_may_come_from_the_environment_and_the_other_side_may_be_a_model
 def ask(stub):
     """The player's reply to the first prompt of a game, if this is the answer of its server."""
 
-    def ask(*content, api="chat", thinking=False, limit=256, **message) -> Reply:
+    def ask(*content, api="chat", thinking=False, **message) -> Reply:
         server = stub(lambda *_: (200, {}, answer(*content, **message)))
         server_flags = ServerFlags(openai_base_url=server.url, openai_api=api)
-        player = ServerPlayer("some/model", server_flags, Sampling(max_new_tokens=limit), 0, thinking)
+        player = ServerPlayer("some/model", server_flags, Sampling(), 0, thinking)
         return asyncio.run(player.reply(Turn(GAME, "attacker", (), 3, 0, {"target_word": "art"})))
 
     return ask
@@ -221,13 +221,8 @@ def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal_and_unknown_counts_a
     for reason in ("content_filter", "tool_calls", "SAFETY"):
         with pytest.raises(ReplyUnavailable, match="broken off"):
             ask("A dange", reason)
-    assert ask("", api="completions") == Reply("", STOP, 5)  # a base model ends at once, as in local play
-
-
-def test_a_reply_far_above_the_limit_is_cut_and_half_a_character_is_replaced(ask):
-    assert ask("word " * 3000, limit=4) == Reply("word word word word", LENGTH, 5)
-    assert ask("eight words are twice the limit, not more", limit=4).finish_reason == STOP
     assert ask("a \ud800").text == "a \ufffd"
+    assert ask("", api="completions") == Reply("", STOP, 5)  # a base model ends at once, as in local play
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,9 @@ def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_th
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     model = f"{run}/imitation/model/merged"
     assert [settings[name] for name in names] == [model, games, "0.5", "0.4", "", "", "mine"]
+    for change, expected in (("TEMPERATURE=0.8", [model, ""]), ("IMITATION_LR=1", ["", ""])):
+        settings = loop.read_settings([change, f"LIKE={run}"])
+        assert [settings[name] for name in names[:2]] == expected
     write_json(record, {"finished": False})
     with pytest.raises(UserError, match="its imitation has not ended"):
         loop.read_settings([f"LIKE={run}"])
@@ -152,6 +155,8 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
     start(IMITATION_DATA="foreign.json")  # rows of others have no record: a warning
+    write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
+    start(IMITATION_DATA=str(tmp_path / "rows.json"))
 
 
 def test_play_gets_the_first_words_so_many_times(start, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools import spag
 from tools.games import load_game
 from tools.games.prompts import load_templates
-from utils import write_json
+from utils import UserError, write_json
 
 
 def attacker(turn):
@@ -54,6 +54,9 @@ def test_flags_of_play_count_for_functions_too(tmp_path):
     assert episode["outcome"] == "attacker wins"  # "art" in "start" breaks no rule by whole words
     with pytest.raises(TypeError, match="nonsense"):
         spag.play(["art"], attacker, defender, nonsense=1)
+    for use in (lambda: spag.play(["art"], attacker, defender, engine="fast"), lambda: spag.rows([], baseline=None)):
+        with pytest.raises(UserError, match="(engine is 'fast'|baseline is None); it must be "):
+            use()
 
 
 def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():

@@ -204,7 +204,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path):
     (tmp_path / "arms.sh").write_text(ARMS)
     for arm in ("released", "sft"):
         make_loop(tmp_path / "loops" / arm, 1)
-    variables = {"CALLS": str(calls), "LOOPS": str(tmp_path / "loops"), "SEEDS": "1 2", "PYTHON": sys.executable}
+    variables = {"CALLS": str(calls), "LOOPS": str(tmp_path / "loops"), "SEEDS": "0 2", "PYTHON": sys.executable}
 
     def run(fail: str = "") -> subprocess.CompletedProcess:
         command = ["bash", script, tmp_path / "arms.sh", out, "EPOCHS=1"]
@@ -215,8 +215,8 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path):
     assert failed.returncode != 0 and "seed 2 failed" in failed.stdout and not (out / "table.md").exists()
     first = f"SEED=200 OUTPUT={out}/seed2/released EPOCHS=1 MODEL={out}/seed2/base"
     assert f"WORDS=a b EVAL_SEEDS=2 {first}" in calls.read_text().splitlines()
-    like = f"SEED=100 OUTPUT={out}/seed1/sft LIKE={out}/seed1/released EPOCHS=1 CONTROL=sft"
-    assert f"WORDS=a b EVAL_SEEDS=1 {like}" in calls.read_text().splitlines()
+    like = f"SEED=0 OUTPUT={out}/seed0/sft LIKE={out}/seed0/released EPOCHS=1 CONTROL=sft"
+    assert f"WORDS=a b EVAL_SEEDS=0 {like}" in calls.read_text().splitlines()
     assert read_json(out / "seed2.json")["arms"].keys() == {"imitation", "released"}
     again = run()
     assert again.returncode == 0, again.stderr

@@ -36,11 +36,12 @@ def test_records_are_read_as_they_were_written(tmp_path, name):
         ('{"a": 1}\nnot json\n{"a": 1}\n', ":2: not JSON"),
         ('[\n{"a": 1},\n{"b"', ": not JSON .*line 3"),
         ("", ": the file is empty"),
+        ("[]".encode("utf-16"), ": not a text in UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "records"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(utils.UserError, match=f"{re.escape(str(path))}{message}"):
         utils.read_json_or_jsonl(path)
 
@@ -82,9 +83,7 @@ def test_readers_see_the_old_file_or_the_whole_new_one(tmp_path):
     assert path.read_text() == "old" and [each.name for each in path.parent.iterdir()] == ["file"]
 
 
-def test_null_is_an_absent_field_and_alpaca_becomes_a_prompt():
-    row = {"prompt": "p", "target": "t"}
-    assert utils.row_texts(row | {"query": None, "reward": None}) == ("p", "t", row)
+def test_alpaca_becomes_a_prompt():
     query, target, row = utils.row_texts({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert query == "### Instruction: Add.\n\n### Input: 1 2\n\n### Response: "
     assert target == "3" and row["type"] == "sft"

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game
-from utils import end_with_error, files_setting
+from utils import UserError, end_with_error, files_setting
 
 T = TypeVar("T")
 
@@ -66,6 +66,14 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = Non
     command = parser.parse_args(words[:1]).command
     kind = kinds[command]
     return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
+
+
+def check_choices(flags) -> None:
+    """Check what argparse checks of a command line. UserError for a value that is none of its flag's choices."""
+    for field in dataclasses.fields(flags):
+        choices, value = field.metadata["settings"].get("choices"), getattr(flags, field.name)
+        if choices and value not in choices:
+            raise UserError(f"{field.name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
 
 
 class NamedPath(NamedTuple):

@@ -9,6 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
 from tools.games.prompts import Templates, play_prompt, training_prompt
@@ -17,7 +18,8 @@ from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from tools.selfplay.rewards import RewardFlags, Shape, checked_rows
 
-Speaker = str | Callable[[Turn], str | Awaitable[str]]  # a model (folder or hub name), openai:MODEL, or a function
+# A model (folder or hub name), openai:MODEL, or a function.
+Speaker = str | Path | Callable[[Turn], str | Awaitable[str]]
 
 
 def play(
@@ -39,7 +41,8 @@ def play(
     options, episodes = PlayFlags(game=game if isinstance(game, str) else game.name, **flags), []
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
-    players = {role: player for role, player in zip(game.roles, (first, second), strict=True)}
+    first, second = (str(player) if isinstance(player, Path) else player for player in (first, second))
+    players = dict(zip(game.roles, (first, second), strict=True))
     names = [player for player in players.values() if isinstance(player, str)]
     models, at_once = {}, options.concurrent_games or len(tasks)
     if names:

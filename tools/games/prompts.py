@@ -91,6 +91,9 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
     templates = read_json(path)
+    needed = [RULES, *(f"{role}_instruction" for role in game.roles)]
+    if absent := [name for name in needed if name not in templates]:
+        raise UserError(f"{path}: {absent[0]!r} is missing")
     rules = templates[RULES]
     if not isinstance(rules, list) or not all(rule.endswith("\n") for rule in rules):
         raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
@@ -98,6 +101,12 @@ def load_templates(path: str | Path, game: Game) -> Templates:
         for slot in game.secrets(role, game.example_task, ()):
             if f"{{{slot}}}" not in templates[f"{role}_instruction"]:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
+    if "answer" in templates:
+        role, message = answer(game, game.example_task, templates)
+        history = [{"role": game.roles[0], "content": ""}, {"role": role, "content": message}]
+        ended = game.decide(game.example_task, history)
+        if ended is None or game.outcome(ended).winner != role:
+            raise UserError(f"{path}: to the judge, 'answer' ({message}) is no right guess")
     return templates
 
 

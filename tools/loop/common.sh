@@ -51,9 +51,9 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end th
   new_lines "$log" "$size" | tail -n 1 # the program's summary
 }
 
-new_lines() { # new_lines LOG SIZE: the lines behind the first SIZE bytes, but no bars
+new_lines() { # new_lines LOG SIZE: the lines behind the first SIZE bytes, but no bars, behind which lines may begin
   tail -c "+$(($2 + 1))" "$1" | LC_ALL=C tr '\r' '\n' | LC_ALL=C tr -d '\000-\010\013-\037\177' |
-    grep -v -e '^ *$' -e '[0-9]%|' || true
+    LC_ALL=C sed 's/^.*[0-9]%|[^]]*\]\(\[A\)*//' | grep -v -e '^ *$' -e '[0-9]%|' || true
 }
 
 show_bar() { # show_bar LOG: while the program is at work, keep the last bar of its log on the terminal

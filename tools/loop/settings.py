@@ -26,6 +26,11 @@ MAY_DIFFER = set(
     "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
+OF_IMITATION = {"MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL"}
+OF_PLAY = set(
+    "IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD MAX_LENGTH "
+    "MAX_NEW_TOKENS TEMPERATURE TOP_K PLAY_ARGS".split()
+)
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 PATTERNS = {
     **{"EPOCHS": f"0|{COUNT}", "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT},  # the shell computes with them
@@ -44,7 +49,7 @@ logger = logging.getLogger(__name__)
 def read_file(path: str | Path) -> dict[str, str]:
     """The settings of a file: words NAME=VALUE and comments, as in a shell; $root is the project's folder."""
     settings = {}
-    for word in shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True):
+    for word in shlex.split(utils.read_text(path), comments=True):
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
@@ -61,20 +66,25 @@ def read_settings(words: list[str]) -> dict[str, str]:
     for unknown in changes.keys() - defaults.keys():
         (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
         raise UserError(f"unknown setting {unknown}; did you mean {nearest}?")
-    return (like(changes["LIKE"], defaults) if changes.get("LIKE") else defaults) | changes
+    return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
 
 
-def like(run: str, defaults: dict[str, str]) -> dict[str, str]:
-    """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones."""
+def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
+    """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones.
+
+    Changes on which imitation or these games depend make new ones.
+    """
     settings = defaults | read_json(Path(run, "settings.json"))["settings"]
     settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL", "CONTROL")}
-    if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
+    changed = {name for name, value in changes.items() if value != settings[name]}
+    if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"] and not changed & OF_IMITATION:
         model = Path(run, "imitation", "model")
         if not read_json(model / "settings.json")["finished"]:
             raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
         settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    settings["FIRST_EPISODES"] = settings["FIRST_EPISODES"] or games
+    if not changed & (OF_IMITATION | OF_PLAY):
+        settings["FIRST_EPISODES"] = settings["FIRST_EPISODES"] or games
     return settings
 
 
@@ -171,8 +181,8 @@ def record(settings: dict[str, str], words: list[str]) -> None:
     folder = Path(settings["OUTPUT"])
     path = folder / "settings.json"
     if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
-        stored = read_json(path)["settings"]
-        then, now = ({name: each.get(name) for name in settings.keys() - MAY_DIFFER} for each in (stored, settings))
+        stored = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
+        then, now = ({name: each[name] for name in settings.keys() - MAY_DIFFER} for each in (stored, settings))
         if different := "; ".join(sorted(utils.differences(then, now))):
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")

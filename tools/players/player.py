@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tools.flags import flag
+from tools.flags import check_choices, flag
 from tools.games import prompts
 from tools.games.game import Game, History
 from utils import UserError
@@ -63,6 +63,7 @@ class Sampling:
     top_p: float = flag("sample from the likeliest tokens that have this total probability", default=1.0)
 
     def __post_init__(self):
+        check_choices(self)
         if self.max_length <= self.max_new_tokens:
             raise UserError(
                 f"--max_length {self.max_length} leaves no room for a prompt: it must be larger than "

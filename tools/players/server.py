@@ -123,11 +123,10 @@ class ServerPlayer(Player):
             _, text = split_thought(text, needs_tag=True)
         if self.chat and not text.strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
-        text, cut = cut_text(text, self.sampling.max_new_tokens)
         thought, text = split_thought(text) if self.thinking else ("", text)
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         tokens = tokens if isinstance(tokens, int) else None
-        return Reply(text, LENGTH if cut or reason in CUTS else STOP, tokens, thought=thought or None)
+        return Reply(text, LENGTH if reason in CUTS else STOP, tokens, thought=thought or None)
 
     def _failure(self, error) -> Exception:
         """The exception for an openai.APIError, in one line without the key: UserError ends the run."""
@@ -159,12 +158,3 @@ def part_text(part: object) -> str:
     if isinstance(part, dict):
         return part_text(part.get("text") or part.get("thinking") or part.get("reasoning"))
     return part or ""
-
-
-def cut_text(text: str, max_tokens: int) -> tuple[str, bool]:
-    """A text that must have more than twice this number of tokens is cut to about this number; whether it was.
-
-    A word, or 16 characters of a longer one, counts as a token: hardly any tokenizer needs fewer.
-    """
-    pieces = re.findall(r"\s*\S{1,16}", text)
-    return ("".join(pieces[:max_tokens]), True) if len(pieces) > 2 * max_tokens else (text, False)

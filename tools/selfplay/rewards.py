@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tools.flags import flag
+from tools.flags import check_choices, flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
 from utils import UserError, in_messages, load_tokenizer, read_json_or_jsonl, row_texts
@@ -40,6 +40,7 @@ class RewardFlags:
     roles: str | None = flag("make rows of this role alone, with weight 1", default=None, metavar="ROLE")
 
     def check_rewards(self, game: Game) -> None:
+        check_choices(self)
         if not 0 < self.decay_weight <= 1:
             raise UserError(f"decay_weight is {self.decay_weight}; it must be above 0 and at most 1")
         if not (self.losers >= 0 and self.ties >= 0):

@@ -32,7 +32,7 @@ arm() { # run a loop, unless it has ended with these settings
   fi
   if [ -f "$loop.finished" ] && [ "$(cat "$loop.finished")" = "${all[*]} ${words[*]}" ]; then return 0; fi
   say "seed $seed: $1"
-  "$root/tools/run_spag.sh" "${all[@]}" "SEED=${seed}00" "OUTPUT=$loop" "${words[@]}" >>"$loop.log" 2>&1
+  "$root/tools/run_spag.sh" "${all[@]}" "SEED=$((seed * 100))" "OUTPUT=$loop" "${words[@]}" >>"$loop.log" 2>&1
   after "$loop" >>"$loop.log" 2>&1
   echo "${all[*]} ${words[*]}" >"$loop.finished"
   "$PYTHON" -m tools.study.collect "$folder"
