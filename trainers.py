@@ -235,7 +235,7 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
 class SPAGTrainer(Trainer, TrainerCallback):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method defines `method_loss(logprob, batch, counts) -> (loss, metrics)`. `load_reference` loads the frozen
+    A method defines `method_loss(logprob, batch, denominators) -> (loss, metrics)`. `load_reference` loads the frozen
     reference model. It is not called if the policy can serve as the reference: with its adapters off, or before its
     first step if both are the same checkpoint.
     """
@@ -291,7 +291,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of a step and, unless each is normalized by itself, their counts over all ranks."""
+        """The micro-batches of a step and, unless each is normalized by itself, the Denominators over all ranks."""
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -423,15 +423,15 @@ class SPAGTrainer(Trainer, TrainerCallback):
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
-    def method_loss(self, logprob, batch, counts):
-        return sft_loss(logprob, num_scored(batch), counts.tokens), {}
+    def method_loss(self, logprob, batch, denominators):
+        return sft_loss(logprob, num_scored(batch), denominators.tokens), {}
 
 
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
-    def method_loss(self, logprob, batch, counts):
-        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": counts.game_rows + counts.sft_rows}
+    def method_loss(self, logprob, batch, denominators):
+        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": denominators.game_rows + denominators.sft_rows}
         return sft_kl_loss(logprob, batch["ref_logprobs"], batch["weights"], **coefficients)
 
 
@@ -440,7 +440,7 @@ class OfflinePOTrainer(SPAGTrainer):
 
     compares_sft_rows = False
 
-    def method_loss(self, logprob, batch, counts):
+    def method_loss(self, logprob, batch, denominators):
         return offline_po_loss(
             logprob,
             batch["ref_logprobs"],
@@ -450,8 +450,8 @@ class OfflinePOTrainer(SPAGTrainer):
             kl_coeff=self.args.lm_kl_coeff,
             sft_coeff=self.args.lm_sft_coeff,
             clip_range=self.args.clip_range,
-            num_game_rows=counts.game_rows,
-            num_sft_rows=counts.sft_rows,
+            num_game_rows=denominators.game_rows,
+            num_sft_rows=denominators.sft_rows,
             detach_kl=self.args.detach_kl,
         )
 

@@ -105,7 +105,7 @@ def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> t
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="Turn episodes into training rows.")
+    flags = parse_flags(Flags, description=__doc__)
     game, output = flags.load_game(), Path(flags.output_data_path)
     flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()

@@ -36,7 +36,7 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
 
     OfflinePO averages game rows and SFT rows separately, over batches of `rows_at_once` rows (None: over all). Here
     all rows are in one average, and the weights give each kind the share in the loss that it has there on average: a
-    batch of B rows has a kind of share p with 1 - (1 - p)^B.
+    batch of B rows has a row of a kind, whose share of all rows is p, with the probability 1 - (1 - p)^B.
     """
     total, at_once = len(rows), rows_at_once or math.inf
     number = sum(map(is_sft, rows))

@@ -136,7 +136,7 @@ def table_text(rows: Sequence[Mapping]) -> str:
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="What hints tell a model: its belief in the secret, from stored games.")
+    flags = parse_flags(Flags, description=__doc__)
     game, folder = flags.load_game(), Path(flags.output_dir)
     if game.answer(game.example_task) is None:
         raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")

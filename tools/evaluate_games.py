@@ -48,7 +48,7 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="Players against each other at a game, in both roles.")
+    flags = parse_flags(Flags, description=__doc__)
     flags.warn()
     game, players = flags.load_game(), dict(flags.players)
     templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))

@@ -71,7 +71,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="Checkpoints on reasoning benchmarks, through lm-evaluation-harness.")
+    flags = parse_flags(Flags, description=__doc__)
     scores, versions = ask_all(flags)
     settings = {"harness": ", ".join(sorted(versions)), "dtype": flags.dtype, "limit": flags.limit}
     settings |= {"against": flags.models[0].name, "models": dict(flags.models)}

@@ -36,7 +36,7 @@ class Flags(PlayFlags):
 
 
 def main() -> None:
-    flags = parse_flags(Flags, description="Self-play: both roles by language models, servers, or you.")
+    flags = parse_flags(Flags, description=__doc__)
     flags.warn()
     game = flags.load_game()
     templates = flags.load_templates(game)

@@ -78,8 +78,9 @@ class VLLMEngine:
         words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
         words += ["--language-model-only"]  # a trained multimodal model has no image processor
-        if models > 1 and flags.tensor_parallel_size == 1:  # the start of the second engine in this process would
-            words += ["--enforce-eager"]  # delete the CUDA graphs of the first, whose replies would be nonsense
+        # The start of a second engine in this process deletes the CUDA graphs of the first: its replies are nonsense.
+        if models > 1 and flags.tensor_parallel_size == 1:
+            words += ["--enforce-eager"]
         self.llm = _start([*words, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}

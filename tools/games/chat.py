@@ -60,18 +60,18 @@ class ChatTemplate:
         # Mistral's templates write a system message into the last message of the user, so not before a reply.
         with_system, prompt = self._render(SAMPLE[:2]), self._render(SAMPLE[1:2])
         whole = self._render(SAMPLE[1:], reply_follows=False)
-        places = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)
-        if not all(message["content"] in text for message, text in places):
+        must_appear = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)
+        if not all(message["content"] in text for message, text in must_appear):
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
         before, _, after = whole.rpartition(SAMPLE[-1]["content"])
-        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # stands before a message
+        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # what it writes before a reply
         shown = tokenizer.decode(tokenizer(self.lead, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
         if TAGS.sub("", shown).strip():  # as gpt-oss, whose replies name their channels
             raise UserError(f"{name}: its replies begin with {self.lead!r}, which the other player would read")
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
         self.end_id = next((token for token in ids if token in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
         end = tokenizer.convert_ids_to_tokens(self.end_id)
-        self.end = (after.partition(end)[0] if end in after else "") + end  # stands behind it
+        self.end = (after.partition(end)[0] if end in after else "") + end  # and behind it
         if opened := OPEN_THOUGHT.search(prompt):
             if not thinking:  # the other player would read it
                 raise UserError(f"{name}: its template begins replies with {opened[1]}; leave out --chat_template")

@@ -89,7 +89,7 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
 
 
 def fill(settings: dict[str, str]) -> None:
-    """Set what is `auto`."""
+    """Replace what is `auto`, in place."""
     names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
     automatic = [name for name in names if settings[name] == "auto"]
     if not automatic:

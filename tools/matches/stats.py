@@ -100,11 +100,11 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
             sums = sums_of_side(episode, game, role)
             for key in itertools.product([players], {episode["words"], ALL}, (role, BOTH), (episode["seed"], None)):
                 rows[key][episode["target_word"]].update(sums)
-    pairs = dict.fromkeys(players for players, *_ in rows)
+    met = dict.fromkeys(players for players, *_ in rows)
     lists = list(dict.fromkeys(episode["words"] for episode in episodes))
     lists += [ALL] if len(lists) > 1 else []
     seeds = sorted({episode["seed"] for episode in episodes})
-    for key in itertools.product(pairs, lists, (*game.roles, BOTH), (None, *seeds)):
+    for key in itertools.product(met, lists, (*game.roles, BOTH), (None, *seeds)):
         (player, opponent), words, role, seed = key
         if key in rows and not (player == opponent and role == BOTH):
             head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}

@@ -71,7 +71,7 @@ class ServerPlayer(Player):
         self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
-        self.answered, self.refused = False, 0  # whether a request has succeeded; how many were refused in each form
+        self.answered, self.refused = False, 0  # whether a request has succeeded; how many were refused in all forms
 
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.

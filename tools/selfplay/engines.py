@@ -72,11 +72,11 @@ def make_players(
             players[name] = ServerPlayer(model, flags, flags, draws, flags.thinking)
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
-    # Enough games to keep all of them busy, but no more than have a place of their own in each engine.
+    # As many games as the players answer at once; but a game needs a slot in every engine that keeps games.
     busy = sum(SERVER_GAMES for name in players if name.startswith(SERVER))
     busy += sum(engine.size for engine in engines.values())
-    places = [engine.size for engine in engines.values() if engine.keeps_games]
-    at_once = limit or max(1, min([busy, *places]))
+    slots = [engine.size for engine in engines.values() if engine.keeps_games]
+    at_once = limit or max(1, min([busy, *slots]))
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 

@@ -81,13 +81,13 @@ async def play_games(
             else:
                 on_episode(episode)
 
-    at_once = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
+    workers = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
     try:
-        await asyncio.gather(*at_once)
+        await asyncio.gather(*workers)
     finally:  # the first exception ends the other games; those that they raise are dropped
-        for each in at_once:
-            each.cancel()
-        await asyncio.gather(*at_once, return_exceptions=True)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
 def play_words(

@@ -118,7 +118,7 @@ def permute_rewards(results: Sequence[Result], rng: random.Random) -> list[Resul
 
 
 class RoleNumbers(NamedTuple):
-    """What the rewards of one game are weighed by and compared with: numbers of all games, by role."""
+    """Row weights and reward baselines of each role, computed over all games."""
 
     weights: dict[str, float]
     baselines: dict[str, float]
@@ -187,9 +187,10 @@ def role_rewards(
 
 
 def row_weight(role: str, winners: Sequence[str], numbers: RoleNumbers, flags: RewardFlags) -> float:
-    """The weight of a role's rows of a game that these roles won: with a baseline always that of the role.
+    """The weight of a role's rows in a game that `winners` won.
 
-    Else a loser has the winner's weight, so that both sides of a game weigh alike, and a tie the weight 1.
+    A winner, and with a baseline everybody, has the weight of the own role. A loser has the winner's, so that both
+    sides of a game weigh alike; roles of a tie have 1.
     """
     if flags.roles or flags.messages == ALL:
         return 1.0
