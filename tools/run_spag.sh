@@ -113,8 +113,8 @@ belief() { # what the hints of these games tell the newest model; after epoch 1 
   local newest=("$player=$model")
   [ "$epoch" -gt 1 ] || newest=("${models[@]}")
   run "${player}_belief" "$PYTHON" "$root/tools/evaluate_belief.py" --models "${newest[@]}" --games "$BELIEF_GAMES" \
-    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" --max_length "$MAX_LENGTH" "${game[@]}" \
-    "${BELIEF_ARGS[@]}"
+    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" \
+    --max_length $((MAX_LENGTH - MAX_NEW_TOKENS)) "${game[@]}" "${BELIEF_ARGS[@]}"
 }
 
 set_flags() { # flags that several stages share

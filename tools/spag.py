@@ -35,10 +35,11 @@ def play(
     """Play one game about each task, many at once, and return the episodes in the order of the tasks.
 
     `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
-    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game.
-    A game of which a server gave no reply is left out, with a warning.
+    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game;
+    vLLM, which takes 90% of a GPU, plays only with engine="vllm". The same seed draws the same again: change it each
+    round. A game of which a server gave no reply is left out, with a warning.
     """
-    options, episodes = PlayFlags(game=game if isinstance(game, str) else game.name, **flags), []
+    options = PlayFlags(game=game if isinstance(game, str) else game.name, **flags)
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
     first, second = (str(player) if isinstance(player, Path) else player for player in (first, second))
@@ -52,6 +53,7 @@ def play(
     for role, player in players.items():
         players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, options.thinking)
     how = {"max_turns": options.turns(game), "templates": templates, "concurrent_games": at_once}
+    episodes: list[dict] = []
     games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **how)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
         thread.submit(asyncio.run, games).result()
