@@ -55,7 +55,12 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     )
     parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
-    return kind(**vars(parser.parse_args(argv)))
+    flags = vars(parser.parse_args(argv))
+    for flag_name, values in flags.items():
+        names = [value.name for value in values if hasattr(value, "name")] if isinstance(values, list) else []
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            parser.error(f"--{flag_name}: {twice[0]} stands there twice")
+    return kind(**flags)
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:

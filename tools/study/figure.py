@@ -15,13 +15,14 @@ LABELS = {
     "baseline": "rewards less their role's mean",
     "losers": "losers' rows too",
     "losers_ties": "losers' rows too, ties cost",
+    "detached_matched": "winners' rows repeated, its control",
     "cloning": "copy the winners",
     "sft": "no games, as many steps",
-    "coin_by_length": "winners shuffled",
+    "coin_by_length": "rewards shuffled",
 }
 TITLES = {"tiny": "The embedded world: a Llama of a million parameters", "english": "English: SmolLM2-135M-Instruct"}
 SHOWN = {  # in points.svg: arm and epoch of each line of a world
-    "tiny": [("released", 3), ("losers_ties", 3), ("cloning", 3), ("sft", 3), ("coin_by_length", 3)],
+    "tiny": [(arm, 3) for arm in ("released", "losers_ties", "detached_matched", "cloning", "sft", "coin_by_length")],
     "english": [("released", 3), ("sft", 3), ("released", 1), ("cloning", 1), ("coin_by_length", 1)],
 }
 

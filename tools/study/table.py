@@ -31,6 +31,9 @@ RUNS_DIFFER_IN = set(
 )
 FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
 COMPARISON = {"type": str, "nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
+LEGEND = """Brackets: 95% over seeds, by Student's t. ±: one standard error over questions. (n=K): only K of the seeds.
+The p values of primary comparisons are adjusted for their number, others are not.
+"""
 Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm
 Lines = Iterable[Sequence[str]]
 
@@ -77,10 +80,10 @@ def to_frame(results: Sequence[dict]) -> pd.DataFrame:
 
 
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
-    """Mean over seeds, Student's 95% interval (of two or more), and p value of a mean of 0 (nan for equal values)."""
+    """Mean over seeds, Student's 95% interval and the p value of a mean of 0 (None and nan for equal values)."""
     mean = float(np.mean(values))
     if len(values) < 2 or np.ptp(values) < ROUNDING:
-        return mean, [mean, mean] if len(values) > 1 else None, math.nan
+        return mean, None, math.nan
     test = stats.ttest_1samp(values, 0.0)
     return mean, list(test.confidence_interval(CONFIDENCE)), float(test.pvalue)
 
@@ -109,13 +112,14 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     return None if gaps.empty else (lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist())
 
 
-def cell(lines: pd.DataFrame, table: str, column: str) -> str:
-    """The cell of a model in a column, from a line for each seed."""
+def cell(lines: pd.DataFrame, table: str, column: str, seeds: int) -> str:
+    """The cell of a model in a column, from a line for each of its seeds that have it."""
     values, error = lines.value.tolist(), lines.stderr.iloc[0]
     form = "+" * (" minus " in column) + FORMS.get(column, FORMS.get(table, ".3f"))
+    fewer = f" (n={len(values)})" if len(values) < seeds else ""
     if len(values) == 1 and error > 0:
-        return f"{values[0]:{form}} ± {error:.2f}"
-    return with_interval(*student(values)[:2], form)
+        return f"{values[0]:{form}} ± {error:.2f}{fewer}"
+    return with_interval(*student(values)[:2], form) + fewer
 
 
 def model_lines(frame: pd.DataFrame, table: str) -> Lines:
@@ -123,8 +127,9 @@ def model_lines(frame: pd.DataFrame, table: str) -> Lines:
     columns = frame.column.unique()
     yield ["arm", "epoch", "seeds", *columns]
     for (arm, epoch), lines in frame.groupby(["arm", "epoch"], sort=False):
-        cells = {column: cell(of_column, table, column) for column, of_column in lines.groupby("column")}
-        yield [arm, epoch, lines.seed.nunique(), *(cells.get(column, UNKNOWN) for column in columns)]
+        seeds = lines.seed.nunique()
+        cells = {column: cell(of_column, table, column, seeds) for column, of_column in lines.groupby("column")}
+        yield [arm, epoch, seeds, *(cells.get(column, UNKNOWN) for column in columns)]
 
 
 def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
@@ -142,7 +147,7 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
 
 
 def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: bool = False) -> Lines:
-    """A line for each difference that can be had. p values of primary ones are adjusted for their number."""
+    """A line for each difference that can be had, or is primary: then p values are adjusted for their number."""
     yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if primary else "p", "of each seed"]
     pairs = [paired(frame, *comparison) for comparison in comparisons]
     p_values = [student(pair[-1])[-1] if pair else math.nan for pair in pairs]
@@ -153,6 +158,8 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: 
             difference = with_interval(*student(gaps)[:2], form)
             p_text = UNKNOWN if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
             yield [*comparison, epoch, difference, p_text, ", ".join(format(gap, form) for gap in gaps)]
+        elif primary:
+            yield [*comparison, *[UNKNOWN] * 4]
 
 
 def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:
@@ -169,7 +176,7 @@ def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) ->
         **{table: model_lines(frame, table) for table in (SELF_PLAY, BELIEF, QUESTIONS, REASONING)},
     }
     filled = {title: rows for title, lines in lines_by_title.items() if len(rows := list(lines)) > 1}
-    return "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())
+    return f"{LEGEND}\n" + "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())
 
 
 def main() -> None:

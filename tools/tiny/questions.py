@@ -100,10 +100,11 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
 
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
-    """Whether the choice with the highest log-probability is the right one, for each question."""
+    """Whether the right choice, the first one, has a higher log-probability than all others, for each question."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(str(folder))
     batches = [questions[start : start + AT_ONCE] for start in range(0, len(questions), AT_ONCE)]
-    return [right for batch in batches for right in (choice_logprobs(model, tokenizer, batch).argmax(1) == 0).tolist()]
+    logprobs = torch.cat([choice_logprobs(model, tokenizer, batch) for batch in batches])
+    return (logprobs[:, 0] > logprobs[:, 1:].amax(1)).tolist()
 
 
 def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tuple[float, list[float]]]:
