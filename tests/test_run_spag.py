@@ -29,7 +29,7 @@ FLAGS |= {"evaluate_belief": BeliefFlags}
 
 # In the place of Python, but for the loop's own program: notes the command, leaves a checkpoint, does as a test says.
 STUB = """#!/bin/sh
-case "$1 $2" in "-m tools.loop."*) exec {python} "$@" ;; esac
+case "$1" in */tools/loop/settings.py) exec {python} "$@" ;; esac
 {{ printf '%s\\t' "$@"; echo; }} >>{folder}/calls
 for word; do [ "$last" != --output_dir ] || mkdir -p "$word/checkpoint-1"; last=$word; done
 printf 'games:  45%%|####      | 9/20\\r'

@@ -20,7 +20,8 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local data table smaller=() quick=()
+  local data table word smaller=() quick=()
+  for word; do case $word in OUTPUT=*) OUTPUT=${word#*=} ;; esac; done
   if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
     OUTPUT=${OUTPUT:-outputs/quickstart_quick}
     quick=(--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50)

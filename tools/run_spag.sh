@@ -14,7 +14,7 @@ PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 
 main() {
   [ "$1" != --help ] || { cat "$root/configs/defaults.sh"; exit; }
-  settings=$("$PYTHON" -m tools.loop.settings "$@") # lines NAME='value'; *_ARGS are arrays
+  settings=$("$PYTHON" "$root/tools/loop/settings.py" "$@") # lines NAME='value'; *_ARGS are arrays
   eval "$settings"
   set_flags
   model=${IMITATION_MODEL:-$MODEL} player=imitation # the newest model, and its name in files

@@ -1,6 +1,6 @@
 """The settings of the loop: read, filled in, checked, recorded, and printed for the shell.
 
-    eval "$(python -m tools.loop.settings configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
+    eval "$(python tools/loop/settings.py configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
 
 Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
 with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place.
@@ -26,23 +26,24 @@ MAY_DIFFER = set(
     "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
     "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
-OF_IMITATION = {"MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL"}
+OF_IMITATION = {"MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS"}
 OF_PLAY = set(
     "IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD MAX_LENGTH "
     "MAX_NEW_TOKENS TEMPERATURE TOP_K PLAY_ARGS".split()
 )
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 PATTERNS = {
-    **{"EPOCHS": f"0|{COUNT}", "SEED": f"0|{COUNT}", "EVAL_EVERY": COUNT},  # the shell computes with them
+    **dict.fromkeys(("EPOCHS", "SEED"), f"0|{COUNT}"),  # the shell computes with these and the next
+    **dict.fromkeys(("EVAL_EVERY", "GLOBAL_BATCH", "TRAIN_BATCH", "NPROC", "NNODES", "TENSOR_PARALLEL_SIZE"), COUNT),
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
     "CONTROL": "|coin_by_length|cloning|sft|silent",
-    "UNTIL": r"|imitation|epoch\d+_(play|train)",
+    "UNTIL": rf"|imitation|epoch{COUNT}_(play|train)",
 }
 PACKAGES = {"LORA_RANK": ("peft", "peft>=0.21,<0.22"), "EVAL_TASKS": ("lm_eval", "lm-eval==0.4.13")}
 FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
-RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/checkpoint-*")
+RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/*")
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +54,7 @@ def read_file(path: str | Path) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
-        settings[name] = value.replace("$root", str(ROOT))
+        settings[name] = os.path.expanduser(value.replace("$root", str(ROOT)))
     return settings
 
 
@@ -62,7 +63,7 @@ def read_settings(words: list[str]) -> dict[str, str]:
     defaults, changes = read_file(DEFAULTS_FILE), {}
     for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
         name, equals, value = word.partition("=")
-        changes |= {name: value} if equals else read_file(word)
+        changes |= {name: os.path.expanduser(value)} if equals else read_file(word)
     for unknown in changes.keys() - defaults.keys():
         (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
         raise UserError(f"unknown setting {unknown}; did you mean {nearest}?")
@@ -75,17 +76,18 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
     Changes on which imitation or these games depend make new ones.
     """
     settings = defaults | read_json(Path(run, "settings.json"))["settings"]
-    settings |= {name: defaults[name] for name in ("OUTPUT", "UNTIL", "CONTROL")}
+    own = "OUTPUT UNTIL CONTROL NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID".split()
+    settings |= {name: defaults[name] for name in own}
     changed = {name for name, value in changes.items() if value != settings[name]}
-    if settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"] and not changed & OF_IMITATION:
+    if changed & OF_IMITATION:
+        settings["IMITATION_MODEL"] = ""
+    elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
         if not read_json(model / "settings.json")["finished"]:
             raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
         settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
-    games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    if not changed & (OF_IMITATION | OF_PLAY):
-        settings["FIRST_EPISODES"] = settings["FIRST_EPISODES"] or games
-    return settings
+    games = settings["FIRST_EPISODES"] or f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
+    return settings | {"FIRST_EPISODES": "" if changed & (OF_IMITATION | OF_PLAY) else games}
 
 
 def fill(settings: dict[str, str]) -> None:
@@ -144,8 +146,9 @@ def check(settings: dict[str, str]) -> None:
     for name in filter(settings.get, PACKAGES):
         utils.require(*PACKAGES[name])
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
-    if int(settings["GLOBAL_BATCH"]) % at_once:
-        raise UserError(f"GLOBAL_BATCH is no multiple of the {at_once} rows at once: NPROC x NNODES x TRAIN_BATCH")
+    if int(settings["GLOBAL_BATCH"]) % at_once or int(settings["NPROC"]) % int(settings["TENSOR_PARALLEL_SIZE"]):
+        rows = f"GLOBAL_BATCH is no multiple of the {at_once} rows at once (NPROC x NNODES x TRAIN_BATCH)"
+        raise UserError(f"{rows}, or NPROC is none of TENSOR_PARALLEL_SIZE")
     negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
     if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
