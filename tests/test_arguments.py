@@ -5,10 +5,11 @@ import re
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import utils
-from arguments import COMPARED, METHOD_ARGUMENTS, REFERENCE_NAME, parse_arguments
+from arguments import parse_arguments
 from utils import differences
 
 README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -99,5 +100,8 @@ def test_what_makes_a_run_another_one(given, flags, different):
     then = parse_arguments(minimal(given, *normalization, method="OfflinePO")).run_settings
     now = parse_arguments(minimal(given, *flags.split(), method="OfflinePO")).run_settings
     assert [phrase.split(":")[0] for phrase in differences(then, now)] == different
-    apart = {REFERENCE_NAME, "allow_no_game_rows", "allow_negative_rewards"}
-    assert {name for method in METHOD_ARGUMENTS.values() for name in method} - {*COMPARED} == apart
+    assert differences(then, then | {"eval_data_path": "x"}) and differences(then | {"eval_data_path": "x"}, then)
+
+
+def test_weights_are_whole_without_deepspeed_and_lora(given):
+    assert parse_arguments(minimal(given, "--bf16", "True", "--use_cpu", "True")).weights_dtype is torch.float32

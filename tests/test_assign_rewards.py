@@ -196,7 +196,14 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
         "rows": {"attacker": 2, "defender": 2, "negative": 0},
     }
     assert json.loads(start(decay_weight=0.9, **flags).output) == printed
+    (tmp_path / "half.py").write_text("def half(row, episode, outcome):\n    return row['reward'] / 2\n")
     assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
+
+
+def test_a_function_of_ones_own_shapes_rewards(run, tmp_path):
+    (tmp_path / "half.py").write_text("def half(row, episode, outcome):\n    return row['reward'] / 2\n")
+    rows, _ = run(shape=f"{tmp_path}/half.py:half")
+    assert [2 * row["reward"] for row in rows] == [row["reward"] for row in rows_of(EPISODES)]
 
 
 def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
@@ -210,10 +217,10 @@ def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run
 
 def test_role_weights_none_weigh_every_row_1_and_outcomes_may_be_permuted(run):
     games = 4 * [ATTACKER_WON] + 4 * [DEFENDER_WON] + 12 * [TIED]
-    rows, printed = run(inputs=(games,), role_weights="none", losers=0.5, ties=0.25, permute_outcomes=True)
+    rows, printed = run(inputs=(games,), role_weights="none", losers=0.5, ties=0.25, permute_outcomes=True, seed=1)
     assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
     assert printed["rows"] == {"attacker": 28, "defender": 28, "negative": 40}
-    judged = permute_rewards([game_result(GAME, each) for each in games], random.Random(0))
+    judged = permute_rewards([game_result(GAME, each) for each in games], random.Random(1))
     assert [row["reward"] > 0 for row in rows[:32:4]] == [each.rewards[0] > 0 for each in judged[:8]]
 
 

@@ -15,6 +15,7 @@ from tools.games.chat import DAY, EMPTY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
+from tools.selfplay.rewards import read_sft_rows
 from utils import UserError, read_json_or_jsonl, write_json, write_records
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
@@ -140,12 +141,12 @@ def test_the_game_is_a_conversation_of_the_player_who_speaks():
     ]
 
 
-def test_sft_rows_are_one_user_message_and_its_answer():
+def test_sft_rows_are_one_user_message_and_its_answer(tmp_path):
     tokenizer = chat_tokenizer("headers")
     chat = ChatTemplate(tokenizer, "m")
     example = {"instruction": "Translate.", "input": "violin", "output": "violon "}
-    prompt = chat.alpaca_to_turn(example)["prompt"]
-    row = chat.row({"query": prompt, "target": "violon ", "type": "sft"})
+    write_records(tmp_path / "sft.json", [example])
+    (row,) = read_sft_rows(tmp_path / "sft.json", chat)
     answer = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     assert row["query"] == f"<s><|start_header_id|>user<|end_header_id|>\n\nTranslate.\n\nviolin{answer}"
     assert row["target"] == "violon<|eot_id|>" and chat.row(row) == row

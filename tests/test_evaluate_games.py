@@ -60,6 +60,14 @@ def matches_of(folder):
     return json.loads((folder / "matches.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
+def test_a_player_has_the_role_that_its_games_say(place, tmp_path):
+    (tmp_path / "own.py").write_text("def a(turn):\n    return 'a'\n\n\ndef b(turn):\n    return 'b'\n")
+    players = {name: f"scripted:{tmp_path}/own.py:{name}" for name in "ab"}
+    call(evaluate_games.main, *flags(place, players, tmp_path / "out"))
+    for game in games_of(tmp_path / "out"):
+        assert all(message["content"] == game[message["role"]] for message in game["history"])
+
+
 def assert_complete(folder, pairs):
     """Every game was played once."""
     games = games_of(folder)

@@ -81,18 +81,6 @@ def test_the_answer_is_a_message_that_finds_the_secret(name):
     assert Divide().answer("10") is None
 
 
-def test_points_follow_from_winner_breach_and_outcome():
-    taboo = load_game()
-    points = {outcome.name: taboo.points("apple", [], outcome.name) for outcome in taboo.outcomes}
-    assert points == {
-        "attacker wins": (1.0, 0.0),
-        "defender wins": (0.0, 1.0),
-        "attacker breaks the rules": (0.0, 1.0),
-        "tied game": (0.5, 0.5),
-    }
-    assert taboo.rewards("apple", [], "attacker breaks the rules") == {}
-
-
 @pytest.mark.parametrize(
     "texts, outcome, length",
     [

@@ -24,7 +24,7 @@ from tools.players.human import HumanPlayer
 from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer
 from tools.players.server import ServerPlayer
 from tools.selfplay import engines
-from tools.selfplay.flags import PlayFlags
+from tools.selfplay.flags import PlayFlags, words_setting
 from utils import ROOT, UserError, files_setting, model_setting
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, task_type="testing")
@@ -217,6 +217,11 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     assert engines.player_setting("human", flags) == "human"
     assert engines.player_setting(SCRIPT, flags) == files_setting(ROOT / "tools/tiny/players.py")
     assert engines.player_setting("openai:gpt", flags) == {"path": "openai:gpt", "api": "chat"}
+    assert words_setting("w", ["a", "b"])["sha256"] != words_setting("w", ["a", "c"])["sha256"]
+    for change in ({"chat_template": True}, {"thinking": True}, {"top_p": 0.5}, {"game_options": ["match=word"]}):
+        assert PlayFlags(**change).settings(GAME) != PlayFlags().settings(GAME)
+    with pytest.raises(UserError, match="leaves no room for a prompt"):
+        PlayFlags(max_length=64, max_new_tokens=64)
 
 
 def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):

@@ -1,9 +1,7 @@
 """What all players share: a turn, its seed, and functions as players. Models are in test_local.py."""
 
 import asyncio
-import sys
 
-from helpers import finish, start
 from scripted import messages
 
 from tools.games import prompts
@@ -46,10 +44,3 @@ def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same
 def test_a_function_of_ones_own_plays(tmp_path):
     (tmp_path / "own.py").write_text("def echo(turn):\n    return turn.role\n", encoding="utf-8")
     assert load_member(f"{tmp_path}/own.py:echo")(SECOND) == DEFENDER
-
-
-def test_help_needs_no_torch():
-    for program in ("play_llm_game", "evaluate_games"):
-        code = f"import sys; sys.argv = ['x', '--help']; from tools import {program} as p\ntry: p.main()\nfinally: "
-        code += "assert not {'torch', 'transformers', 'scipy', 'openai'} & set(sys.modules)"
-        assert "--max_turns" in finish(start([sys.executable, "-c", code]))

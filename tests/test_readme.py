@@ -49,12 +49,6 @@ def calls(text: str) -> list[tuple[str, list[str]]]:
     return [(path, shlex.split(words)) for path, (_, words) in zip(paths, found, strict=True)]
 
 
-def test_shell_blocks_have_no_comments():
-    """A Mac's shell takes a comment that is pasted for words of the command."""
-    lines = [line for text in TEXTS.values() for block in blocks(text, "bash") for line in block.splitlines()]
-    assert [line for line in lines if " #" in f" {line}"] == []
-
-
 CALLS = [each for text in TEXTS.values() for each in calls(text)]
 
 

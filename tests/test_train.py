@@ -235,6 +235,17 @@ def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain
     assert abs(steps[0]["log_ratio"]) < 0.02
 
 
+def test_neither_the_side_of_the_padding_nor_detaching_changes_a_loss(tmp_path, tiny_model, other_model, mixed_rows):
+    settings = offline_po(mixed_rows, tiny_model, other_model, max_steps=1)
+    (plain,), (left,) = (run(tmp_path / side, settings, padding_side=side) for side in ("right", "left"))
+    assert_close([left["loss"], left["grad_norm"]], [plain["loss"], plain["grad_norm"]], rtol=1e-4, atol=1e-5)
+    (detached,) = run(tmp_path / "detached", settings, detach_kl=True)
+    assert detached["loss"] == pytest.approx(plain["loss"])
+    assert detached["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    saved, before = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "right", tiny_model))
+    assert (saved.model_max_length, saved.truncation_side) == (before.model_max_length, before.truncation_side)
+
+
 @pytest.fixture
 def loaded(monkeypatch) -> list[str]:
     """The models that train.py loads, by name."""
@@ -280,6 +291,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
     assert not list(output.glob("*.npy"))
 
 
+def test_a_run_continued_without_its_reference_numbers_computes_them_from_the_reference(
+    stopped, plain_runs, tiny_model
+):
+    output, settings = stopped
+    (output / "ref_logprobs.npy").unlink()
+    shutil.rmtree(output / "checkpoint-4")
+    assert_same_curve(run(output, settings), plain_runs[tiny_model][0])
+
+
 def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_out(stopped, monkeypatch):
     output, settings = stopped
     second, last = output / "checkpoint-2", output / "checkpoint-4"
@@ -297,6 +317,9 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
         run(output, settings)
     assert last.is_dir() and continued() == str(second)
+    shutil.copytree(second, output / "checkpoint-10")
+    assert continued().endswith("-10")
+    shutil.rmtree(output / "checkpoint-10")
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
@@ -471,17 +494,23 @@ def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, mixed_ro
     refused(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "larger"), "different vocabularies")
     layerless = Path(shutil.copytree(tiny_model, tmp_path / "layerless"))
     weights = load_file(layerless / "model.safetensors")
+    pickled = Path(shutil.copytree(tiny_model, tmp_path / "pickled"))
+    (pickled / "model.safetensors").unlink()
+    torch.save(weights, pickled / "pytorch_model.bin")
+    refused(tmp_path / "out", sft(mixed_rows, pickled), "safetensors")
     del weights["model.norm.weight"]
     save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
 
 
-@pytest.mark.parametrize("logging_steps", [1, 100])
-def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(tmp_path, mixed_rows, tiny_model, logging_steps):
+@pytest.mark.parametrize("logging_steps, save_steps", [(1, 3), (100, 3), (100, 9)])
+def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(
+    tmp_path, mixed_rows, tiny_model, logging_steps, save_steps
+):
     settings = sft(mixed_rows, tiny_model, learning_rate=1e30, max_steps=4, logging_steps=logging_steps)
-    settings |= {"save_strategy": "steps", "save_steps": 3}
+    settings |= {"save_strategy": "steps", "save_steps": save_steps}
     for _ in range(2):
-        refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [23]; no model is saved")
+        refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [234]; no model is saved")
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
 
 
