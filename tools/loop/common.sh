@@ -77,7 +77,7 @@ stop() { # stop STATUS: end what this script has started, within 10 s, and then 
       kill -0 -- "-$child" 2>/dev/null || break
       sleep 0.1
     done
-    pkill -KILL -P "$child" || true # torchrun's processes are no part of its group
+    pkill -KILL -P "$child" 2>/dev/null || true # torchrun's processes are no part of its group
     kill -KILL -- "-$child" 2>/dev/null || true
   fi
   printf '\n%s: stopped%s; the same command continues\n' "${0##*/}" "${step:+ in $step}" >&2

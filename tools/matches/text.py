@@ -14,8 +14,8 @@ RATE_COLUMNS = ("win", "tie", "loss", "breach")
 HEAD = (*NAMES, "games", "points", *RATE_COLUMNS, "length", "empty")
 HOW_COUNTED = (
     "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
-    "games that ended by breaking the rules. All shares are in percent, with 95% intervals over target words. Empty: "
-    "the player's empty replies."
+    "games that ended by breaking the rules. All shares are in percent, with 95% intervals over target words, not "
+    "over trainings. Empty: the player's empty replies."
 )
 
 

@@ -22,6 +22,7 @@ LAYOUT = {
 }
 SHARES = {"yaxis": {"rangemode": "tozero", "tickformat": ".1%"}}
 POINTS = {"yaxis": {"range": [0, 1], "tickformat": ".0%"}}
+REASONING = "Percent ± one standard error over questions. reasoning/table.md compares models question by question."
 BELIEF = "How much likelier a model names the secret of a stored game than other secrets, in nats, after each hint."
 
 Chart = tuple[str, list[dict], dict]  # title, traces and layout, as Plotly takes them
@@ -41,7 +42,7 @@ def page_html(report: Report) -> str:
         "verdict": escape(points_line(rows) or "No match was played."),
         "matches": section("Matches", HOW_COUNTED, match_charts(rows), match_table),
         "plays": section("Games", "All games of self-play are counted.", play_charts(report.plays)),
-        "reasoning": section("Reasoning", "Percent ± one standard error.", [], reasoning_table(report.reasoning)),
+        "reasoning": section("Reasoning", REASONING, [], reasoning_table(report.reasoning)),
         "belief": section("Belief", BELIEF, belief_charts(report.belief)),
         "training": section("Training", "As train.py logs them, by optimizer step.", training_charts(report.logs)),
         "sample": str(SAMPLE),
