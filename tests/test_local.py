@@ -220,7 +220,7 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     assert words_setting("w", ["a", "b"])["sha256"] != words_setting("w", ["a", "c"])["sha256"]
     for change in ({"chat_template": True}, {"thinking": True}, {"top_p": 0.5}, {"game_options": ["match=word"]}):
         assert PlayFlags(**change).settings(GAME) != PlayFlags().settings(GAME)
-    with pytest.raises(UserError, match="leaves no room for a prompt"):
+    with pytest.raises(UserError, match="must be above --max_new_tokens"):
         PlayFlags(max_length=64, max_new_tokens=64)
 
 

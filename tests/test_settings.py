@@ -120,9 +120,9 @@ def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
     assert "PyTorch cannot use the GPUs" in start(NPROC="auto", status=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(loop.shutil, "which", lambda program: program)
-    assert "build for CPUs" in start(NPROC="auto", status=2)
+    assert "built for CPUs" in start(NPROC="auto", status=2)
 
 
 def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):

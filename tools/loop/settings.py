@@ -101,10 +101,8 @@ def fill(settings: dict[str, str]) -> None:
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
         raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
-    builds = torch.version.cuda, torch.version.hip
-    if builds == (None, None) and shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        way = "delete .venv, or install another one; CUDA_VISIBLE_DEVICES= computes on the CPU"
-        raise UserError(f"PyTorch's build for CPUs is installed, but this machine has GPUs: {way}")
+    if not torch.backends.cuda.is_built() and shutil.which("nvidia-smi") and os.getenv("CUDA_VISIBLE_DEVICES") != "":
+        raise UserError("PyTorch is built for CPUs, and here are GPUs: delete .venv; CUDA_VISIBLE_DEVICES= hides them")
     # GPUs before Ampere emulate bf16, most CPUs too: that is slow
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
     values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}

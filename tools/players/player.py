@@ -65,10 +65,7 @@ class Sampling:
     def __post_init__(self):
         check_choices(self)
         if self.max_length <= self.max_new_tokens:
-            raise UserError(
-                f"--max_length {self.max_length} leaves no room for a prompt: it must be larger than "
-                f"--max_new_tokens {self.max_new_tokens}"
-            )
+            raise UserError(f"--max_length {self.max_length} must be above --max_new_tokens {self.max_new_tokens}")
         if self.temperature <= 0:
             raise UserError(f"--temperature must be above 0; --task_type {TESTING} takes the likeliest token")
 
