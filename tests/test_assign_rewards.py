@@ -196,7 +196,6 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
         "rows": {"attacker": 2, "defender": 2, "negative": 0},
     }
     assert json.loads(start(decay_weight=0.9, **flags).output) == printed
-    (tmp_path / "half.py").write_text("def half(row, episode, outcome):\n    return row['reward'] / 2\n")
     assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
 
 

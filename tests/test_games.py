@@ -72,13 +72,16 @@ def test_shipped_prompt_files_fit_their_game(name):
 
 
 @pytest.mark.parametrize("name", OWN_GAMES)
-def test_the_answer_is_a_message_that_finds_the_secret(name):
+def test_the_answer_is_a_message_that_finds_the_secret(name, tmp_path):
     game = load_game(name)
     role, answer = game.answer(game.example_task)
     texts = [answer] if role == game.roles[0] else ["Hm?", answer]
     outcome = game.outcome(game.judge(messages(game, *texts), game.example_task, 3).outcome)
     assert game.rewards(game.example_task, messages(game, *texts), outcome.name)[role] == 1.0
     assert Divide().answer("10") is None
+    own = prompts.default_templates(game) | {"answer": answer.replace(game.example_task, "{target_word}")}
+    (tmp_path / "prompts.json").write_text(json.dumps(own))
+    assert prompts.load_templates(tmp_path / "prompts.json", game) == own
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("EVAL_WORDS=held=none.txt", "none.txt"),
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
         ("GAME_OPTIONS=match", "match is ''"),
-        ("GLOBAL_BATCH=31", "GLOBAL_BATCH is no multiple of the 2 rows"),
+        ("GLOBAL_BATCH=31", "GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, 2"),
         ("LOSERS=0.5", "DETACH_KL=True"),
         ("BASELINE=role", "DETACH_KL=True"),
         ("GAME=guess_my_city", "words.txt:1: "),

@@ -101,11 +101,11 @@ def load_templates(path: str | Path, game: Game) -> Templates:
         for slot in game.secrets(role, game.example_task, ()):
             if f"{{{slot}}}" not in templates[f"{role}_instruction"]:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
-    if "answer" in templates:
+    if "answer" in templates and game.answer(game.example_task):
         role, message = answer(game, game.example_task, templates)
         history = [{"role": game.roles[0], "content": ""}, {"role": role, "content": message}]
         ended = game.decide(game.example_task, history)
-        if ended is None or game.outcome(ended).winner != role:
+        if ended is None or not game.rewards(game.example_task, history, ended).get(role):
             raise UserError(f"{path}: to the judge, 'answer' ({message}) is no right guess")
     return templates
 

@@ -60,7 +60,7 @@ show_bar() { # show_bar LOG: while the program is at work, keep the last bar of 
   [ -t 1 ] || return 0
   while kill -0 "$child" 2>/dev/null; do
     {
-      printf '\r\033[K%.*s' "$(($(tput cols 2>/dev/null || echo 80) - 1))" "$(tail -c 4000 "$1" | LC_ALL=C tr '\r' '\n' |
+      printf '\r\033[K%.*s' "$(($(tput -T "${TERM:-dumb}" cols || echo 80) - 1))" "$(tail -c 4000 "$1" | LC_ALL=C tr '\r' '\n' |
         grep -a '[0-9]%|' | tail -n 1 | LC_ALL=C tr -d '\000-\037\177')"
       sleep 1
     } &

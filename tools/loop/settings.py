@@ -1,6 +1,6 @@
 """The settings of the loop: read, filled in, checked, recorded, and printed for the shell.
 
-    eval "$(python tools/loop/settings.py configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
+    eval "$(PYTHONPATH=. python tools/loop/settings.py configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
 
 Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
 with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place.
@@ -80,7 +80,8 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
     settings |= {name: defaults[name] for name in own}
     changed = {name for name, value in changes.items() if value != settings[name]}
     if changed & OF_IMITATION:
-        settings["IMITATION_MODEL"] = ""
+        trained = changes.get("IMITATION_DATA", settings["IMITATION_DATA"])
+        settings["IMITATION_MODEL"] = "" if trained else settings["IMITATION_MODEL"]
     elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
         if not read_json(model / "settings.json")["finished"]:
@@ -101,7 +102,8 @@ def fill(settings: dict[str, str]) -> None:
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
         raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
-    if not torch.backends.cuda.is_built() and shutil.which("nvidia-smi") and os.getenv("CUDA_VISIBLE_DEVICES") != "":
+    hidden = os.getenv("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and not torch.backends.cuda.is_built() and shutil.which("nvidia-smi"):
         raise UserError("PyTorch is built for CPUs, and here are GPUs: delete .venv; CUDA_VISIBLE_DEVICES= hides them")
     # GPUs before Ampere emulate bf16, most CPUs too: that is slow
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
@@ -145,8 +147,8 @@ def check(settings: dict[str, str]) -> None:
         utils.require(*PACKAGES[name])
     at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
     if int(settings["GLOBAL_BATCH"]) % at_once or int(settings["NPROC"]) % int(settings["TENSOR_PARALLEL_SIZE"]):
-        rows = f"GLOBAL_BATCH is no multiple of the {at_once} rows at once (NPROC x NNODES x TRAIN_BATCH)"
-        raise UserError(f"{rows}, or NPROC is none of TENSOR_PARALLEL_SIZE")
+        rows = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
+        raise UserError(f"{rows}, and NPROC of TENSOR_PARALLEL_SIZE")
     negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
     if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")

@@ -187,11 +187,7 @@ def role_rewards(
 
 
 def row_weight(role: str, winners: Sequence[str], numbers: RoleNumbers, flags: RewardFlags) -> float:
-    """The weight of a role's rows in a game that `winners` won.
-
-    A winner, and with a baseline everybody, has the weight of the own role. A loser has the winner's, so that both
-    sides of a game weigh alike; roles of a tie have 1.
-    """
+    """A role's weight in a game: its own if it won or with a baseline, else the winner's, and 1 in a tie."""
     if flags.roles or flags.messages == ALL:
         return 1.0
     if role in winners or flags.baseline == ROLE:

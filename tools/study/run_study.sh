@@ -53,5 +53,6 @@ printf '%s\n' ${SEEDS:-0} | xargs -P "${JOBS:-1}" -I{} bash "$0" --seed {} "$@"
 arm() { :; } # now for the flags of the table alone
 # shellcheck source=/dev/null
 . "$arms"
-"$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" >"$output/table.md"
+"$PYTHON" -m tools.study.table --results "$output"/seed*.json "${table[@]}" >"$output/.table.md"
+mv "$output/.table.md" "$output/table.md"
 say "finished; tables are in $output/table.md"

@@ -80,7 +80,7 @@ def to_frame(results: Sequence[dict]) -> pd.DataFrame:
 
 
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
-    """Mean over seeds, Student's 95% interval and the p value of a mean of 0 (None and nan for equal values)."""
+    """Mean over seeds, Student's 95% interval, p value of a mean of 0 (None and nan: one seed, or equal values)."""
     mean = float(np.mean(values))
     if len(values) < 2 or np.ptp(values) < ROUNDING:
         return mean, None, math.nan
