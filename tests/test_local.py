@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Batcher, LocalModel, load_local_model
 from tools.engine.slots import SlotEngine
+from tools.flags import parse_flags
 from tools.games.taboo import Taboo
 from tools.players.human import HumanPlayer
 from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer
@@ -220,6 +221,7 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     assert words_setting("w", ["a", "b"])["sha256"] != words_setting("w", ["a", "c"])["sha256"]
     for change in ({"chat_template": True}, {"thinking": True}, {"top_p": 0.5}, {"game_options": ["match=word"]}):
         assert PlayFlags(**change).settings(GAME) != PlayFlags().settings(GAME)
+    assert parse_flags(PlayFlags, ["--thinking", "False", "--chat_template", "true"], description="").thinking is False
     with pytest.raises(UserError, match="must be above --max_new_tokens"):
         PlayFlags(max_length=64, max_new_tokens=64)
 
