@@ -51,7 +51,7 @@ run() { # run STAGE COMMAND...: its output goes to OUTPUT/logs/STAGE.log; end th
   new_lines "$log" "$size" | tail -n 1 # the program's summary
 }
 
-new_lines() { # new_lines LOG SIZE: the lines behind the first SIZE bytes, but no bars, behind which lines may begin
+new_lines() { # new_lines LOG SIZE: the lines behind the first SIZE bytes, without bars; a line may begin behind one
   tail -c "+$(($2 + 1))" "$1" | LC_ALL=C tr '\r' '\n' | LC_ALL=C tr -d '\000-\010\013-\037\177' |
     LC_ALL=C sed 's/^.*[0-9]%|[^]]*\]\(\[A\)*//' | grep -v -e '^ *$' -e '[0-9]%|' || true
 }

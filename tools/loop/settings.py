@@ -73,7 +73,7 @@ def read_settings(words: list[str]) -> dict[str, str]:
 def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
     """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones.
 
-    Changes on which imitation or these games depend make new ones.
+    A changed setting on which imitation or these games depend makes new ones.
     """
     settings = defaults | read_json(Path(run, "settings.json"))["settings"]
     own = "OUTPUT UNTIL CONTROL NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID".split()

@@ -17,7 +17,7 @@ from utils import UserError, files_setting, model_folder, model_setting, on_rank
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-_loaded: dict[str, dict] = {}  # models in memory by folder, under the text of all that loading depends on; one match
+_loaded: dict[str, dict] = {}  # one match's models by folder, under the text of all that loading depends on
 
 
 def is_local(name: str) -> bool:

@@ -187,7 +187,7 @@ def role_rewards(
 
 
 def row_weight(role: str, winners: Sequence[str], numbers: RoleNumbers, flags: RewardFlags) -> float:
-    """A role's weight in a game: its own if it won or with a baseline, else the winner's, and 1 in a tie."""
+    """The weight of a role's rows: its own if it won or if there is a baseline, else the winner's; 1 in a tie."""
     if flags.roles or flags.messages == ALL:
         return 1.0
     if role in winners or flags.baseline == ROLE:
