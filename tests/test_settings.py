@@ -101,10 +101,9 @@ def large_model(tmp_path) -> Path:
     ],
 )
 def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_model, gpus, gib, bf16, lora, expected):
-    properties = types.SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     settings = loop.read_settings([f"MODEL={large_model}", f"LORA_RANK={lora}"])
@@ -114,10 +113,11 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_mod
 
 
 def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": talk}])
+    write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
     assert "has none" in start(MODEL=tiny_model, SFT_DATA=str(tmp_path / "sft.json"), status=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "PyTorch cannot use the GPUs" in start(NPROC="auto", status=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
