@@ -7,17 +7,17 @@ from tools import prepare_data
 from utils import read_json_or_jsonl
 
 
-def prepare(command: str, **flags) -> None:
-    call(prepare_data.main, command, *flags_of(flags))
+def prepare(command: str, status: int = 0, **flags):
+    return call(prepare_data.main, command, *flags_of(flags), status=status)
 
 
 def test_a_list_is_split_into_words_of_training_and_held_out_ones_which_have_none_in_common_in_any_case(tmp_path):
     first = [*(f"word{number}" for number in range(40)), "New  York", "Stra\u00dfe", "caf\u00e9"]
     again = [*map(str.upper, first), "new york", "STRASSE", "cafe\u0301"]
     (tmp_path / "all.txt").write_text("\n".join(first + again), encoding="utf-8")
+    paths = {"input": tmp_path / "all.txt", "output": tmp_path / "train.txt", "held_out": tmp_path / "held.txt"}
 
     def split(seed: int) -> list[list[str]]:
-        paths = {"input": tmp_path / "all.txt", "output": tmp_path / "train.txt", "held_out": tmp_path / "held.txt"}
         prepare("split", **paths, number=10, seed=seed)
         return [paths[name].read_text(encoding="utf-8").splitlines() for name in ("output", "held_out")]
 
@@ -25,6 +25,7 @@ def test_a_list_is_split_into_words_of_training_and_held_out_ones_which_have_non
     assert len(held_out) == 10 and sorted(train + held_out) == sorted(first)
     assert [train, held_out] == [sorted(each, key=first.index) for each in (train, held_out)]
     assert split(seed=0) == [train, held_out] != split(seed=1)
+    assert "smaller --number" in prepare("split", **paths, number=43, status=2).errors
 
 
 def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):

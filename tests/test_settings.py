@@ -168,8 +168,7 @@ def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp
     start(SEED="9")
     before = start()  # nothing is there yet
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
-    errors = start(status=2, KL="0.3")
-    assert "made with other settings (KL: 0.2 then, 0.3 now)" in errors
+    assert "made with other settings (KL: 0.2 then, 0.3 now)" in start(status=2, KL="0.3")
     assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
     free = {"NPROC": "2", "SAVE_STEPS": "0", "EPOCHS": "5", "EVAL_SEEDS": "0 1"}
     assert start(**free) == before | free

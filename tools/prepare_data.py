@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import utils
 from tools.flags import flag, parse_command
-from utils import ROOT, read_json_or_jsonl, read_words, require, run_program, run_python, write_records, write_text
+from utils import ROOT, UserError, read_json_or_jsonl, read_words, run_program, run_python, write_records, write_text
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
@@ -41,6 +42,8 @@ class Split:
         words: dict[str, str] = {}
         for word in read_words(self.input):
             words.setdefault(" ".join(unicodedata.normalize("NFKC", word).casefold().split()), word)
+        if self.number >= len(words):
+            raise UserError(f"{self.input} has {len(words)} words: give a smaller --number of words to hold out")
         drawn = set(random.Random(self.seed).sample(list(words.values()), self.number))
         write_words(self.held_out, [word for word in words.values() if word in drawn])
         write_words(self.output, [word for word in words.values() if word not in drawn])
@@ -70,14 +73,13 @@ class English:
     output_dir: str = flag("folder to write to")
 
     def run(self) -> None:
-        folder = Path(self.output_dir)
         Imitation(output_dir=self.output_dir, games=str(ENGLISH / "plain_games.jsonl")).run()
-        rows, prompts = folder / "imitation.json", ENGLISH / "prompts.json"
+        folder, prompts = Path(self.output_dir), ENGLISH / "prompts.json"
+        rows, anchor = folder / "imitation.json", folder / "anchor.json"
         words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
         words += ["--prompt_templates", prompts, "--training_prompt", "play"]
         run_python(ROOT / "tools/assign_rewards.py", *words, "--chat_template", True, "--tokenizer", self.model)
-        words = ["--rows", rows, "--number", 300, "--output", folder / "anchor.json"]
-        run_python(ROOT / "tools/controls.py", "repeat", *words)
+        run_python(ROOT / "tools/controls.py", "repeat", "--rows", rows, "--number", 300, "--output", anchor)
 
 
 @dataclass(kw_only=True)
@@ -87,7 +89,7 @@ class SmolLM2:
     output_dir: str = flag("folder of the model")
 
     def run(self) -> None:
-        require("gguf", "gguf>=0.19,<0.20")
+        utils.require("gguf", "gguf>=0.19,<0.20")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.quantization_config import GgufConfig

@@ -76,8 +76,7 @@ def write_data(folder: Path, flags: Flags) -> None:
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
     words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
     words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
-    words += ["--output_data_path", data / "imitation.json"]
-    run_python(ROOT / "tools/assign_rewards.py", *words)
+    run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
 
 
 def pretrain(folder: Path, flags: Flags) -> None:

@@ -125,8 +125,7 @@ def models_of_loop(loop: Path) -> dict[str, Path]:
     settings = read_json(loop / "settings.json")["settings"]
     imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model"
     folders = {"base": Path(settings["MODEL"]), "imitation": Path(imitation)}
-    for epoch in range(1, int(settings["EPOCHS"]) + 1):
-        folders[f"epoch{epoch}"] = loop / f"epoch{epoch}" / "model"
+    folders |= {f"epoch{epoch}": loop / f"epoch{epoch}/model" for epoch in range(1, int(settings["EPOCHS"]) + 1)}
     return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 
