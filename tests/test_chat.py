@@ -165,8 +165,7 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path):
 )  # fmt: skip
 def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(template, target):
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    row = chat.row({"query": "", "target": " Coats.\n"})
-    assert row["target"] == target
+    assert chat.row({"query": "", "target": " Coats.\n"})["target"] == target
     assert target.endswith(chat.tokenizer.decode([chat.end_id]))
 
 

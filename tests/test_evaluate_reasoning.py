@@ -78,8 +78,7 @@ def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tm
                     answered = bigrams.is_right(folder, question, right[part][sample["doc_id"]])
                     expected[f"{part}/{sample['doc_id']}"] = 100.0 * answered
             result = json.loads((tmp_path / f"out/{name}/{benchmark.task}.json").read_text())
-            score = read_score(result, benchmark.metric)
-            assert score.by_question == expected
+            assert read_score(result, benchmark.metric).by_question == expected
             values[name, benchmark.name] = pytest.approx(float(np.mean(list(expected.values()))))
     for name in ("BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "PIQA"):  # two of three answers are `yes`, one is `no`
         assert [values[model, name].expected for model in models] == pytest.approx([200 / 3, 100 / 3]), name

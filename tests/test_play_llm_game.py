@@ -229,8 +229,7 @@ def test_the_summary_worked_by_hand():
         "cut_prompts": 5,
         "new_tokens": 10,
     }
-    questions = load_game("twenty_questions")
-    counts = summary(questions, [{"history": [], "outcome": "found", "length": 0}])
+    counts = summary(load_game("twenty_questions"), [{"history": [], "outcome": "found", "length": 0}])
     assert (counts["outcomes"]["found"], counts["answerer_share_of_decided"]) == (1, None)  # nobody wins alone
 
 

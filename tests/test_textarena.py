@@ -40,8 +40,7 @@ class RandomPlayer:
 def played(env: str, seed: int) -> tuple[Game, Episode]:
     """An environment, and a game of it between random players."""
     game = load_game("textarena", env=env)
-    player = RandomPlayer(MOVES[env], random.Random(f"{env} {seed}"))
-    players = dict.fromkeys(game.roles, player)
+    players = dict.fromkeys(game.roles, RandomPlayer(MOVES[env], random.Random(f"{env} {seed}")))
     return game, asyncio.run(play_game(game, str(seed), players, max_turns=game.max_turns, index=seed))
 
 

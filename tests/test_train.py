@@ -254,13 +254,15 @@ def loaded(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_reference_equal_to_the_start_is_never_loaded_and_starts_at_ratio_one(
-    tmp_path, loaded, mixed_rows, tiny_model
-):
+def test_a_reference_equal_to_the_start_is_never_loaded_and_none_has_dropout(tmp_path, loaded, mixed_rows, tiny_model):
     copy = shutil.copytree(tiny_model, tmp_path / "copy")  # known by its content
     steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, copy))
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
     assert abs(steps[-1]["log_ratio"]) > 1e-3 and loaded == [tiny_model]
+    config = utils.read_json(copy / "config.json")
+    utils.write_json(copy / "config.json", config | {"attention_dropout": 0.5})  # of no effect in eval mode
+    assert_same_curve(run(tmp_path / "dropout", offline_po(mixed_rows, tiny_model, copy)), steps)
+    assert loaded[1:] == [tiny_model, str(copy)]
 
 
 def stop(*_, **__):
