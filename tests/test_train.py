@@ -354,7 +354,9 @@ def assert_merged(output: Path, base) -> None:
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
-    steps = run(tmp_path / "out", settings, gradient_checkpointing=True)
+    steps = run(tmp_path / "out", settings, lora_alpha=6, gradient_checkpointing=True)
+    adapter = utils.read_json(tmp_path / "out/adapter_config.json")
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
     assert_merged(tmp_path / "out", tiny_model)
