@@ -34,11 +34,8 @@ def read_loop(arm: str, loop: Path) -> dict:
     for model, table, columns in read_tables(loop):
         by_model.setdefault(model, {}).setdefault(table, {}).update(columns)
     arms = {name: {"epochs": {"0": by_model.pop(name)}} for name in (BASE, IMITATION) if name in by_model}
-    arms[arm] = {
-        "settings": settings,
-        "made": record["made_by"],
-        "epochs": {model.removeprefix("epoch"): tables for model, tables in by_model.items()},
-    }
+    epochs = {model.removeprefix("epoch"): tables for model, tables in by_model.items()}
+    arms[arm] = {"settings": settings, "made": record["made_by"], "epochs": epochs}
     return {"seed": int(settings["SEED"]), "arms": arms}
 
 

@@ -55,28 +55,31 @@ def draw_points(figure) -> None:
 
 def draw_ties(figure) -> None:
     """The share of ties in a model's games against itself."""
-    frame = stored("tiny", SELF_PLAY, "tied game")
-    draw_epochs(figure, frame, "ties in games against itself", {"released": "-", "losers": "--", "losers_ties": ":"})
+    frame, lines = stored("tiny", SELF_PLAY, "tied game"), {"released": "-", "losers": "--", "losers_ties": ":"}
+    draw_epochs(figure.subplots(), frame, "ties in games against itself", lines)
+    figure.legend(loc="outside upper center", ncols=2)
 
 
 def draw_knowledge(figure) -> None:
     """How much likelier a model names the secret than other secrets, after the last hint of recorded games."""
-    frame = stored("tiny/baseline", BELIEF, "knowledge")
     lines = {"released": "-", "sft": "-.", "baseline": "--", "losers_ties": ":"}
-    draw_epochs(figure, frame, "knowledge after the last hint, nats", lines)
+    panels = figure.subplots(1, len(TITLES))
+    for panel, world in zip(panels, TITLES, strict=True):
+        frame = stored(f"{world}/baseline", BELIEF, "knowledge")
+        draw_epochs(panel, frame, "knowledge after the last hint, nats", lines)
+        panel.set_title(TITLES[world], loc="left", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
-def draw_epochs(figure, frame, label: str, lines: dict[str, str]) -> None:
+def draw_epochs(panel, frame, label: str, lines: dict[str, str]) -> None:
     """A number of each arm after each epoch, from imitation on, a line a seed."""
-    panel = figure.subplots()
     for arm, style in lines.items():
         seeds = frame[frame.arm == arm].seed.unique()
         for seed in seeds:
             line = frame[frame.arm.isin([IMITATION, arm]) & (frame.seed == seed)]
             name, colour = LABELS[arm] if seed == seeds[0] else None, CONTROL if arm in ("released", "sft") else OURS
             panel.plot(line.epoch, line.value, style, color=colour, label=name, alpha=0.7)
-    panel.set(xticks=[0, 1, 2, 3], xlabel="epoch; 0: imitation", ylabel=label)
-    figure.legend(frameon=False, labelcolor=INK, loc="outside upper center", ncols=2)
+    panel.set(xticks=range(frame.epoch.max() + 1), xlabel="epoch; 0: imitation", ylabel=label)
 
 
 def draw_gradient(figure) -> None:
@@ -97,7 +100,7 @@ def draw_gradient(figure) -> None:
         panel.plot(logprob.detach(), gradient, style, color=colour, label=label)
     panel.axhline(0, color=INK, linewidth=0.5)
     panel.set(ylim=(-0.5, 1.2), xlabel="l - l_ref, nats a token", ylabel="gradient of the loss by l")
-    panel.legend(frameon=False, labelcolor=INK)
+    panel.legend()
 
 
 def main() -> None:
@@ -108,11 +111,12 @@ def main() -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
     same_file = {"svg.hashsalt": "spag", "svg.fonttype": "none"}  # the same bytes at each call
-    matplotlib.rcParams |= dict.fromkeys(inks, INK) | same_file
+    matplotlib.rcParams |= dict.fromkeys(inks, INK) | same_file | {"legend.frameon": False}
+    wide = {draw_points: (9.5, 5.2), draw_knowledge: (9.5, 3.6)}
     for draw in (draw_points, draw_ties, draw_knowledge, draw_gradient):
-        figure = Figure(figsize=(9.5, 5.2) if draw == draw_points else (6, 3.2), layout="constrained")
+        figure = Figure(figsize=wide.get(draw, (6, 3.2)), layout="constrained")
         draw(figure)
         name = draw.__name__.removeprefix("draw_")
         figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
