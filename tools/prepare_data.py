@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import utils
 from tools.flags import flag, parse_command
 from utils import ROOT, UserError, read_json_or_jsonl, read_words, run_program, run_python, write_records, write_text
 
@@ -89,7 +88,9 @@ class SmolLM2:
     output_dir: str = flag("folder of the model")
 
     def run(self) -> None:
-        utils.require("gguf", "gguf>=0.19,<0.20")
+        from utils import require
+
+        require("gguf", "gguf>=0.19,<0.20")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.quantization_config import GgufConfig

@@ -63,12 +63,11 @@ def draw_ties(figure) -> None:
 def draw_knowledge(figure) -> None:
     """How much likelier a model names the secret than other secrets, after the last hint of recorded games."""
     lines = {"released": "-", "sft": "-.", "baseline": "--", "losers_ties": ":"}
-    panels = figure.subplots(1, len(TITLES))
-    for panel, world in zip(panels, TITLES, strict=True):
+    for panel, world in zip(figure.subplots(1, len(TITLES)), TITLES, strict=True):
         frame = stored(f"{world}/baseline", BELIEF, "knowledge")
         draw_epochs(panel, frame, "knowledge after the last hint, nats", lines)
         panel.set_title(TITLES[world], loc="left", fontsize=9)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
 def draw_epochs(panel, frame, label: str, lines: dict[str, str]) -> None:
