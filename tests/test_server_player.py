@@ -232,7 +232,6 @@ def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal_and_unknown_counts_a
         ("A secret.</think>One.", {}),
         ("One.", {"reasoning_content": "A secret."}),
         ("One.", {"reasoning": "A secret."}),
-        ([{"type": "thinking", "thinking": "A secret."}, {"type": "text", "text": "One."}], {}),
     ],
 )
 def test_a_thought_is_dropped_or_with_the_flag_kept_apart(content, message, ask):

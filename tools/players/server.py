@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -114,7 +113,9 @@ class ServerPlayer(Player):
         answer = json.loads(body)
         choice = answer["choices"][0]
         reason = str(choice.get("finish_reason") or STOP).lower()
-        text, thought = read_texts(choice["message"] if self.chat else {"content": choice["text"]})
+        message = choice["message"] if self.chat else {"content": choice["text"]}
+        text = whole_characters(message["content"] or "")
+        thought = whole_characters(message.get("reasoning_content") or message.get("reasoning") or "")
         if reason in REFUSALS:
             raise ValueError(f"it was broken off: {reason}")
         if self.thinking and thought:  # the server has taken the tags away
@@ -139,22 +140,3 @@ class ServerPlayer(Player):
         if status in WRONG_KEY or error.code == "insufficient_quota" or (wrong_setup and not self.answered):
             return UserError(line)
         return ReplyUnavailable(line)
-
-
-def read_texts(message: dict) -> tuple[str, str]:
-    """The text and the thought of a message, whose content is a text or a list of parts."""
-    content = message["content"]
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    thoughts = [part for part in parts if re.search("think|reason", part["type"])]
-    text = part_text([part for part in parts if part not in thoughts])
-    thought = message.get("reasoning_content") or message.get("reasoning") or thoughts
-    return whole_characters(text), whole_characters(part_text(thought))
-
-
-def part_text(part: object) -> str:
-    """The text of a part, whose text may be a list of parts, or of such a list."""
-    if isinstance(part, list):
-        return "".join(map(part_text, part))
-    if isinstance(part, dict):
-        return part_text(part.get("text") or part.get("thinking") or part.get("reasoning"))
-    return part or ""
