@@ -39,8 +39,6 @@ class Flags(PlayFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(dict(self.players)) < len(self.players) or len(dict(self.words)) < len(self.words):
-            raise UserError("--players or --words: two of them have one name")
         if ALL in dict(self.words):
             raise UserError(f"--words {ALL}=...: {ALL!r} is the table's name for all lists; choose another")
         if self.against not in (None, *dict(self.players)):
