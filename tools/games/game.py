@@ -130,7 +130,7 @@ class Game:
             raise ValueError(f"'{absent[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (game := episode.get("game") or DEFAULT_GAME) != self.name:
             raise ValueError(f"a game of {game!r}, not of {self.name!r}; pass --game with the one that was played")
-        whole_turns(episode["max_turns"])
+        self.message_limit(episode["max_turns"])
         self._check(episode["history"], episode["target_word"])
 
     def _check(self, history: History, task: str) -> None:
@@ -141,14 +141,6 @@ class Game:
                 expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a text)"
                 raise ValueError(f"message {index}: {expected}, got {message!r:.60}")
         self.check_task(task)
-
-
-def whole_turns(max_turns: float) -> int:
-    """A number of turns for prompts and rows: 3 for 3.0, as other tools write it. ValueError for 2.5 and True."""
-    numeric = isinstance(max_turns, (int, float)) and not isinstance(max_turns, bool)
-    if not numeric or not 1 <= max_turns < math.inf or max_turns != int(max_turns):
-        raise ValueError(f"'max_turns' is {max_turns!r}; it must be a whole number of at least 1")
-    return int(max_turns)
 
 
 def whole_word(word: str) -> re.Pattern:

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.games.game import Game, History, whole_turns
+from tools.games.game import Game, History
 from utils import UserError, read_json
 
 RULES = "rules"  # a key of prompt files
@@ -57,7 +57,7 @@ def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
 
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values."""
-    values = {MAX_TURNS: str(whole_turns(max_turns)), **secrets}
+    values = {MAX_TURNS: f"{max_turns:g}", **secrets}  # 3 for 3.0, as other tools write it
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
