@@ -57,6 +57,8 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
         ("GAME_OPTIONS=match", "match is ''"),
         ("GLOBAL_BATCH=31", "GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, 2"),
+        ("MAX_NEW_TOKENS=2048", "MAX_LENGTH must be above MAX_NEW_TOKENS"),
+        ("GAMES=0", "GAMES=0: expected"),
         ("LOSERS=0.5", "DETACH_KL=True"),
         ("BASELINE=role", "DETACH_KL=True"),
         ("GAME=guess_my_city", "words.txt:1: "),
@@ -154,6 +156,7 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
     start(IMITATION_DATA=rows(own))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
+    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own), THINKING="True")
     start(IMITATION_DATA="foreign.json")  # rows of others have no record: a warning
     write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
     start(IMITATION_DATA=str(tmp_path / "rows.json"))

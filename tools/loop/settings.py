@@ -23,21 +23,24 @@ DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
 # The machine, how much is done, and what is measured of the models. (Stages refuse what would mix with their results.)
 MAY_DIFFER = set(
     "OUTPUT NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID TENSOR_PARALLEL_SIZE PLAY_BATCH DEEPSPEED SAVE_STEPS "
-    "GRADIENT_CHECKPOINTING TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS "
-    "EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
+    "GRADIENT_CHECKPOINTING ENGINE TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY "
+    "EVAL_ARGS EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
 )
 OF_IMITATION = {"MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS"}
 OF_PLAY = set(
     "IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD MAX_LENGTH "
     "MAX_NEW_TOKENS TEMPERATURE TOP_K PLAY_ARGS".split()
 )
+SIZES = "GLOBAL_BATCH TRAIN_BATCH NPROC NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS".split()
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 PATTERNS = {
     **dict.fromkeys(("EPOCHS", "SEED"), f"0|{COUNT}"),  # the shell computes with these and the next
-    **dict.fromkeys(("EVAL_EVERY", "GLOBAL_BATCH", "TRAIN_BATCH", "NPROC", "NNODES", "TENSOR_PARALLEL_SIZE"), COUNT),
+    **dict.fromkeys((*SIZES, "EVAL_EVERY", "GAMES_PER_WORD"), COUNT),
     "PRECISION": "bf16|fp16|fp32",
     "CHAT_TEMPLATE": "True|False",
     "THINKING": "True|False",
+    "GAMES": f"|{COUNT}",
+    **dict.fromkeys(("LOSERS", "TIES"), r"\d*\.?\d+"),
     "CONTROL": "|coin_by_length|cloning|sft|silent",
     "UNTIL": rf"|imitation|epoch{COUNT}_(play|train)",
 }
@@ -145,10 +148,7 @@ def check(settings: dict[str, str]) -> None:
             raise UserError(f"{settings[name]}: no such file")
     for name in filter(settings.get, PACKAGES):
         utils.require(*PACKAGES[name])
-    at_once = int(settings["NPROC"]) * int(settings["NNODES"]) * int(settings["TRAIN_BATCH"])
-    if int(settings["GLOBAL_BATCH"]) % at_once or int(settings["NPROC"]) % int(settings["TENSOR_PARALLEL_SIZE"]):
-        rows = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
-        raise UserError(f"{rows}, and NPROC of TENSOR_PARALLEL_SIZE")
+    check_sizes({name: int(settings[name]) for name in SIZES})
     negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
     if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
@@ -156,6 +156,15 @@ def check(settings: dict[str, str]) -> None:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
+
+
+def check_sizes(sizes: dict[str, int]) -> None:
+    at_once = sizes["NPROC"] * sizes["NNODES"] * sizes["TRAIN_BATCH"]
+    if sizes["GLOBAL_BATCH"] % at_once or sizes["NPROC"] % sizes["TENSOR_PARALLEL_SIZE"]:
+        rows = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
+        raise UserError(f"{rows}, and NPROC of TENSOR_PARALLEL_SIZE")
+    if sizes["MAX_NEW_TOKENS"] >= sizes["MAX_LENGTH"]:  # play would find out, after imitation
+        raise UserError("MAX_LENGTH must be above MAX_NEW_TOKENS: it holds the prompt too")
 
 
 def check_sft_data(settings: dict[str, str]) -> None:
@@ -168,15 +177,17 @@ def check_sft_data(settings: dict[str, str]) -> None:
 
 def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
     """Raise UserError if the record beside rows of imitation names another layout than that of play."""
-    of_play = (settings["CHAT_TEMPLATE"] == "True", utils.files_setting(prompt_file)["sha256"])
+    prompts = utils.files_setting(prompt_file)["sha256"]
+    of_play = (settings["CHAT_TEMPLATE"] == "True", settings["THINKING"] == "True", prompts)
     for path in settings["IMITATION_DATA"].split():
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
         layout = read_json(record)["settings"] if record.is_file() else {}
         if "prompt_templates" not in layout:  # rows of other people, or of tools/controls.py
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             continue
-        if (bool(layout["chat_template"]), layout["prompt_templates"]["sha256"]) != of_play:
-            raise UserError(f"{path}: its CHAT_TEMPLATE or its prompts are not those of play ({prompt_file})")
+        thinking, prompts = bool(layout.get("thinking")), layout["prompt_templates"]["sha256"]
+        if (bool(layout["chat_template"]), thinking, prompts) != of_play:
+            raise UserError(f"{path}: its CHAT_TEMPLATE, THINKING or prompts are not those of play ({prompt_file})")
 
 
 def record(settings: dict[str, str], words: list[str]) -> None:
