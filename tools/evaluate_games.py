@@ -82,6 +82,7 @@ def main() -> None:
                     title=f"match {number} of {len(matches)}",
                 )
             files.finish()
+            work.notes["engine"] = flags.engine
             if rank() == 0:
                 write_results(files.folder, files.results_path, settings, game)
     if rank() == 0:

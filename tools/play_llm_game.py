@@ -55,6 +55,7 @@ def main() -> None:
         if work.todo:
             play_words(game, files.missing(), names, flags, files, templates=templates, seed=flags.seed)
             files.finish()
+            work.notes["engine"] = flags.engine
     if rank() == 0:
         print(json.dumps(read_json(files.summary_path)))
 

@@ -58,7 +58,7 @@ class PlayFlags(GameFlags, Sampling, ServerFlags, VLLMFlags):
     def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
         names = [field.name for field in dataclasses.fields(Sampling)]
-        names += ["bf16", "fp16", "tf32", "engine", "chat_template", "thinking", "vllm_args"]
+        names += ["bf16", "fp16", "tf32", "chat_template", "thinking", "vllm_args"]
         values = {name: getattr(self, name) for name in names}
         return {**self.game_settings(game), "max_turns": self.turns(game), **values}
 
