@@ -199,6 +199,14 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
 
 
+def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("from tools.games.taboo import Taboo\n\n\nclass Own(Taboo):\n    name = 'taboo'\n")
+    run(game=f"{own}:Own")
+    own.write_text(own.read_text() + "    title = 'Own'\n")
+    assert "game_file: " in refuse(game=f"{own}:Own")
+
+
 def test_a_function_of_ones_own_shapes_rewards(run, tmp_path):
     (tmp_path / "half.py").write_text("def half(row, episode, outcome):\n    return row['reward'] / 2\n")
     rows, _ = run(shape=f"{tmp_path}/half.py:half")
