@@ -21,6 +21,5 @@ class ScriptedPlayer(Player):
     async def reply(self, turn: Turn) -> Reply:
         """The next line of the script."""
         self.asked.append(turn)
-        spoken = sum(message["role"] == turn.role for message in turn.history)
-        text = self.lines[turn.index][spoken]
+        text = self.lines[turn.index][sum(message["role"] == turn.role for message in turn.history)]
         return Reply(text, STOP, len(text.split()))

@@ -91,8 +91,7 @@ def target_of(row: dict) -> list[int]:
 
 
 def test_of_a_conversation_the_last_reply_is_learned_in_the_chat_template(chat_tokenizer):
-    row = {"messages": [*TALK, {"role": "user", "content": "unanswered"}]}
-    encoded = encode_example(row, chat_tokenizer)
+    encoded = encode_example({"messages": [*TALK, {"role": "user", "content": "unanswered"}]}, chat_tokenizer)
     whole = chat_tokenizer.apply_chat_template(TALK, tokenize=False).rstrip()
     assert chat_tokenizer.decode(encoded["input_ids"]) == whole
     assert chat_tokenizer.decode(target_of(encoded)) == "assistant 3<|im_end|>"

@@ -291,8 +291,7 @@ def test_models_that_do_not_attend_to_all_tokens_are_left_to_plain_batches(confi
 
 
 def test_a_model_that_attends_twice_in_a_layer_is_refused():
-    config = DiffLlamaConfig(**SHAPE | {"num_key_value_heads": 4})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SHAPE | {"num_key_value_heads": 4})).eval()
     engine = SlotEngine(LocalModel(model, build_tokenizer(), sampling()), 2)
     with pytest.raises(RuntimeError, match="attends twice.* --engine generate"):
         answer(engine, [(game, f"{RULES} and more") for game in range(2)])

@@ -236,8 +236,7 @@ def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal_and_unknown_counts_a
 )
 def test_a_thought_is_dropped_or_with_the_flag_kept_apart(content, message, ask):
     assert ask(content, **message) == Reply("One.", STOP, 5)
-    opening = "" if content == "A secret.</think>One." else "<think>"
-    thought = f"{opening}A secret.</think>"
+    thought = "<think>" * (content != "A secret.</think>One.") + "A secret.</think>"
     assert ask(content, thinking=True, **message) == Reply("One.", STOP, 5, thought=thought)
 
 

@@ -98,6 +98,7 @@ def test_an_edge_of_a_word_that_is_no_letter_may_touch_letters():
         ({"history": [{"role": "attacker", "content": None}]}, "message 0: "),
         ({"target_word": " "}, "'target_word' is "),
         ({"max_turns": 0}, "'max_turns' is "),
+        ({"max_turns": "5"}, "'max_turns' is "),
     ],
     ids=str,
 )

@@ -120,7 +120,7 @@ class Game:
     @staticmethod
     def message_limit(max_turns: float) -> int:
         """The largest number of messages: two a turn. The judge rounds part of a turn up to whole messages."""
-        if not 1 <= max_turns < math.inf:
+        if not isinstance(max_turns, (int, float)) or not 1 <= max_turns < math.inf:
             raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number of at least 1")
         return math.ceil(2 * max_turns)
 

@@ -98,7 +98,7 @@ class ServerPlayer(Player):
             raise ReplyUnavailable(f"{self.model}: not a reply ({error!r})") from None
 
     def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
-        sampling, prompt = self.sampling, turn.prompt()
+        sampling, prompt = self.sampling, whole_characters(turn.prompt())
         fields: dict[str, object] = {"temperature": 0, "min_tokens": sampling.min_new_tokens}
         if sampling.do_sample:
             fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

@@ -118,7 +118,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
             cut_prompts=sum(bool(reply.get("prompt_cut")) for reply in replies),
             new_tokens=new_tokens(episode),
             thoughts=sum("thought" in reply for reply in replies),
-            cut_thoughts=sum(map(_thought_was_cut, replies)),
+            cut_thoughts=sum(thought_is_open(reply) and reply["finish_reason"] == LENGTH for reply in replies),
         )
     won = Counter()  # games that a role won without a breach
     for outcome in game.outcomes:
@@ -140,8 +140,9 @@ def new_tokens(episode: Mapping) -> int:
     return sum(reply.get("tokens") or 0 for reply in episode.get("replies") or ())
 
 
-def _thought_was_cut(reply: Mapping) -> bool:
-    return "thought" in reply and reply["finish_reason"] == LENGTH and not reply["thought"].endswith(THOUGHT_ENDS)
+def thought_is_open(reply: Mapping) -> bool:
+    """Whether a reply is a thought without its closing tag, so that its message is empty."""
+    return "thought" in reply and not reply["thought"].endswith(THOUGHT_ENDS)
 
 
 def _open_to_append(path: Path) -> BinaryIO:

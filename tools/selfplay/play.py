@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.player import Player, ReplyUnavailable, Turn
+from tools.players.player import STOP, Player, ReplyUnavailable, Turn
 from tools.selfplay.engines import make_players
-from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens
+from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens, thought_is_open
 from tools.selfplay.flags import PlayFlags
 from utils import printable, rank, world_size
 
@@ -152,6 +152,10 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
         if any(reply.get("prompt_cut") for reply in episode["replies"]) and not counts["cut"]:
             counts["cut"] = 1
             logger.warning("a prompt lost its beginning, where the rules stand; --max_length is too small for it")
+        ended = [reply for reply in episode["replies"] if reply["finish_reason"] == STOP]
+        if any(map(thought_is_open, ended)) and not counts["open"]:
+            counts["open"] = 1
+            logger.warning("a reply has no </think>, so its message is empty; does this model write its thoughts?")
         if shows and messages_between and counts["messages"] >= messages_between:
             tqdm.write(episode_text(episode))
             counts["messages"] = 0
