@@ -2,21 +2,30 @@
 
 import json
 import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, build_tokenizer
 from helpers import call, flags_of
+from torch.nn.utils.rnn import pad_sequence
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import utils
 from dataloaders import encode_example
 from tools import evaluate_belief as program
-from tools.engine.local import load_local_model
+from tools.engine.local import LocalModel, load_local_model
 from tools.games.chat import ChatTemplate
-from tools.games.prompts import NO_HISTORY, default_templates, play_prompt
+from tools.games.prompts import NO_HISTORY, answer, default_templates, load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
-from tools.selfplay.belief import OTHERS, encode_sentence, guesser_prompts, measure_game, other_secrets
+from tools.selfplay import belief
+from tools.selfplay.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
+from tools.tiny import build
+from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.players import Skill, load_lexicon
 
 GAME = Taboo(match="word")
 TEMPLATES = default_templates(GAME)
@@ -45,22 +54,117 @@ def full_forward(model, prompt, sentence):
     return sum(float(logprobs[len(prompt) + at - 1, token]) for at, token in enumerate(sentence))
 
 
-def test_beliefs_are_what_a_plain_forward_pass_gives(tiny_model):
+def test_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeypatch):
+    monkeypatch.setattr(belief, "AT_ONCE", 4)  # sentences: two trees a prompt
     local = load_local_model(utils.model_folder(tiny_model), Sampling())
-    rows = measure_game(local, GAME, GUESSED, secrets=WORDS, seed=1, templates=TEMPLATES)
-    places = [(row["hints"], row["last_hint"], row["outcome"]) for row in rows]
-    assert places == [(hints, hints == 2, "defender wins") for hints in range(3)]
-    for row, text in zip(rows, guesser_prompts(GAME, GUESSED, TEMPLATES), strict=True):
-        prompt, _ = local.encode(text)
-        sentences = {word: encode_sentence(local.tokenizer, guess(word)) for word in WORDS}
-        values = {word: full_forward(local.model, prompt, sentence) for word, sentence in sentences.items()}
-        assert row["belief"] == pytest.approx(values.pop("apple"), abs=1e-3)
-        assert row["others"] == pytest.approx(values, abs=1e-3)
-        assert row["zero_line"] == pytest.approx(sum(values.values()) / 5, abs=1e-3)
-        assert row["knowledge"] == row["belief"] - row["zero_line"]
-    for name in ("belief", "knowledge"):
-        changes = [None, rows[1][name] - rows[0][name], rows[2][name] - rows[1][name]]
-        assert [row.get(f"{name}_change") for row in rows] == changes
+    messages = 0
+    for game in GAMES:
+        prompts, secret = guesser_prompts(GAME, game, TEMPLATES), game["target_word"]
+        rows = measure_game(local, GAME, game, candidates=WORDS, templates=TEMPLATES)
+        assert [(row["hints"], row["last_hint"]) for row in rows] == [
+            (hints, hints == len(prompts) - 1 > 0) for hints in range(len(prompts))
+        ]
+        for row, text in zip(rows, prompts, strict=True):
+            prompt, _ = local.encode(text)
+            sentences = {word: encode_sentence(local.tokenizer, guess(word)) for word in WORDS}
+            values = {word: full_forward(local.model, prompt, sentence) for word, sentence in sentences.items()}
+            assert row["belief"] == pytest.approx(values[secret], abs=1e-4)
+            assert row["logprobs"] == pytest.approx(values, abs=2e-4) and next(iter(row["logprobs"])) == secret
+            total = math.log(math.fsum(math.exp(value - values[secret]) for value in values.values()))
+            assert row["share"] == pytest.approx(-total, abs=1e-4)
+            assert row["rank"] == sorted(values.values(), reverse=True).index(values[secret]) + 1
+            messages += 1
+    assert messages == 15
+
+
+class Table:
+    """A model whose next token follows from the last one: log-probabilities by hand."""
+
+    device, dtype, _supports_attention_backend = torch.device("cpu"), torch.float32, False
+
+    def __init__(self, logprobs):
+        self.logprobs = torch.tensor(logprobs)  # (last token, next token)
+
+    def __call__(self, input_ids, logits_to_keep=0, **how):
+        return SimpleNamespace(logits=self.logprobs[input_ids][:, -logits_to_keep:])
+
+
+def test_share_and_rank_by_hand():
+    half, quarter = math.log(0.5), math.log(0.25)
+    model = Table([[half, quarter, quarter], [quarter, half, quarter], [quarter, quarter, half]])
+    logprobs = belief.sentence_logprobs(model, [2, 0], [[1, 1], [0, 0], [2, 0]])  # 1/8, 1/4, 1/16
+    assert logprobs == pytest.approx([math.log(1 / 8), math.log(1 / 4), math.log(1 / 16)])
+    assert belief.share(logprobs) == pytest.approx(math.log(2 / 7)) and belief.rank(logprobs) == 2
+    assert belief.rank(logprobs[1:]) == 1 and belief.rank(logprobs[::-1]) == 3
+    # Each divided by 2: 1/8, 1/4 and 1/16 become 1/sqrt(8), 1/2 and 1/4.
+    assert belief.share(logprobs, 2) == pytest.approx(math.log(8**-0.5 / (8**-0.5 + 0.75)))
+    assert belief.share([-3.0] * 7) == pytest.approx(-math.log(7)) and belief.rank([-3.0] * 7) == 1
+    assert belief.rank([math.nan, -1.0]) == 2 and belief.rank([-1.0, math.nan]) == 2
+
+
+def test_true_hints_raise_the_share_and_false_ones_do_not():
+    """A model learns from true hints about 40 words to name them; then it hears new games with true or false hints."""
+    words, templates = load_lexicon().held_out(), load_templates(build.PROMPTS, build.GAME)
+
+    def games(seed: int, skill: Skill, rounds: int = 1) -> list[dict]:
+        return build.scripted_games(load_lexicon(), words * rounds, random.Random(seed), skill)
+
+    heard = [
+        (prompt, answer(build.GAME, game["target_word"], templates)[1])
+        for game in games(0, build.TRUE_HINTS, rounds=20)
+        for prompt in guesser_prompts(build.GAME, game, templates)[1:]
+    ]
+    tokenizer = train_tokenizer((prompt + guessed for prompt, guessed in heard), vocab_size=3072)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = random_llama(len(tokenizer), 0, **shape, max_position_embeddings=256)
+    local = LocalModel(model, tokenizer, Sampling(max_new_tokens=0))
+    rows = [(local.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(160):
+        drawn = draw.sample(rows, 32)
+        ids = pad_sequence([torch.tensor(prompt + guessed) for prompt, guessed in drawn], batch_first=True)
+        labels = [torch.tensor([-100] * len(prompt) + guessed) for prompt, guessed in drawn]
+        labels = pad_sequence(labels, batch_first=True, padding_value=-100)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rise(skill: Skill) -> float:
+        how = {"candidates": words, "templates": templates}
+        measured = [measure_game(local, build.GAME, game, **how) for game in games(1, skill)]
+        return sum(messages[-1]["share"] - messages[0]["share"] for messages in measured) / len(measured)
+
+    assert rise(build.TRUE_HINTS) > max(1, rise(replace(build.TRUE_HINTS, stray=1)))
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+MODELS = {  # keys and values; those of a window; recurrent states; states of both kinds; positions without numbers
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "mamba2": {"head_dim": 16, "num_heads": 4, "expand": 2, "n_groups": 1, "state_size": 8, "chunk_size": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": MAMBA
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen3_5_text": LINEAR,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "bloom": {"n_head": 2, "n_layer": 2},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sentences_behind_a_prompt_have_their_whole_logprobs_in_models_of_all_kinds(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SMALL | MODELS[kind])).eval()
+    draw = random.Random(0)
+    prompt = [draw.randrange(5, 97) for _ in range(20)]
+    sentences = [[7, 8, *(draw.randrange(5, 97) for _ in range(length)), 11] for length in (1, 2, 3, 1)]
+    whole = [full_forward(model, prompt, sentence) for sentence in sentences]
+    assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(whole, abs=1e-4)
 
 
 def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():
@@ -73,12 +177,17 @@ def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():
     assert len(guesser_prompts(GAME, TIED, TEMPLATES)) == 4
 
 
-def test_the_zero_line_has_five_secrets_that_are_no_form_of_the_secret():
-    words = [*WORDS, "apples", "kiwi", "appleed", "Apple"]
-    drawn = other_secrets(GAME, "apple", words, seed=0)
-    assert len(drawn) == len(set(drawn)) == OTHERS and not set(drawn) & {"apple", "apples", "appleed", "Apple"}
-    assert drawn == other_secrets(GAME, "apple", words, seed=0) != other_secrets(GAME, "apple", words, seed=1)
-    assert "apple" not in other_secrets(GAME, "apples", words, seed=0)
+def test_forms_of_a_word_are_one_candidate_and_the_right_one_is_always_among_them():
+    words = [*WORDS, "apples", "kiwi", "Apple"]
+    drawn = draw_candidates(GAME, words, 200, seed=0)
+    assert len(drawn) == 7 and len({word.lower()[:5] for word in drawn}) == 7
+    assert drawn == draw_candidates(GAME, words, 200, seed=0) != draw_candidates(GAME, words, 200, seed=1)
+    assert with_secret(GAME, "kiwis", ["apple", "kiwi", "pear"]) == ["kiwis", "apple", "pear"]
+    few = draw_candidates(GAME, words, 3, seed=0)
+    for secret in words:
+        candidates = with_secret(GAME, secret, few)
+        assert candidates[0] == secret and len(candidates) == 3
+        assert not any(belief._are_forms(GAME, secret, other) for other in candidates[1:])
 
 
 @pytest.mark.parametrize("in_chat", [False, True])
@@ -96,24 +205,56 @@ def test_a_sentence_is_encoded_as_the_target_of_a_row_without_its_end(in_chat):
     assert ids == [*ours, *encode_sentence(tokenizer, guess("apple"), chat), end]
 
 
+def message(word: str, hints: int, share: float, last: int = 1, **more) -> dict:
+    head = {"target_word": word, "outcome": "tied game", "hints": hints, "last_hint": hints == last, "rank": 1}
+    return head | {"share": share, "logprobs": {word: share, "other": math.log1p(-math.exp(share))}} | more
+
+
 def test_means_by_hand_and_intervals_by_word():
-    messages = [
-        {"target_word": word, "outcome": "tied game", "hints": hints, "last_hint": hints == 1, "knowledge": value}
-        for word, hints, value in (("a", 0, 1.0), ("a", 1, 2.0), ("a", 1, 4.0), ("b", 1, 6.0), ("c", 1, 0.0))
+    messages = [message("a", 0, -1.0), message("a", 1, -2.0, rank=2), message("a", 1, -4.0), message("b", 1, -6.0)]
+    rows = list(program.table_rows({"m": [*messages, message("c", 1, -0.5)]}, GAME))
+    assert [(row["outcome"], row["hints"], row["games"], row["candidates"]) for row in rows] == [
+        ("all", 0, 1, 2),
+        ("all", 1, 4, 2),
+        ("all", "last", 4, 2),
+        ("tied game", 0, 1, 2),
+        ("tied game", 1, 4, 2),
+        ("tied game", "last", 4, 2),
     ]
-    rows = list(program.table_rows({"m": messages}, GAME))
-    assert [(row["outcome"], row["hints"], row["games"]) for row in rows] == [
-        ("all", 0, 1),
-        ("all", 1, 4),
-        ("all", "last", 4),
-        ("tied game", 0, 1),
-        ("tied game", 1, 4),
-        ("tied game", "last", 4),
-    ]
-    assert rows[0]["knowledge"] == 1 and rows[0]["knowledge interval"] is None
-    error = math.sqrt(3 / 2 * (0**2 + 3**2 + 3**2)) / 4  # residuals by word: 6 - 2 * 3, 6 - 3, 0 - 3
+    assert rows[0]["share"] == -1 and rows[0]["share interval"] is None
+    mean = -12.5 / 4
+    error = math.sqrt(3 / 2 * ((-6 - 2 * mean) ** 2 + (-6 - mean) ** 2 + (-0.5 - mean) ** 2)) / 4  # residuals by word
     half = 4.302653 * error  # Student's quantile with two degrees of freedom
-    assert rows[1]["knowledge"] == 3 and rows[1]["knowledge interval"] == pytest.approx([3 - half, 3 + half])
+    assert rows[1]["share"] == mean and rows[1]["share interval"] == pytest.approx([mean - half, mean + half])
+    assert rows[1]["rank_1"] == 0.75
+
+
+def test_a_model_that_is_only_sharper_has_the_same_tempered_share():
+    draw = random.Random(0)
+    values = [[draw.gauss(1, 1), *(draw.gauss(0, 1) for _ in range(9))] for _ in range(40)]
+    plain, sharp = (
+        [
+            message(
+                f"w{number % 8}",
+                1,
+                belief.share(row, divisor),
+                logprobs={str(at): each / divisor for at, each in enumerate(row)},
+            )
+            for number, row in enumerate(values)
+        ]
+        for divisor in (1, 0.4)
+    )
+    measured = {"plain": plain, "sharp": sharp}
+    for messages in measured.values():
+        program.add_tempered(messages)
+    program.add_differences(measured)
+    assert abs(sum(each["share_difference"] for each in sharp)) > 4
+    assert [each["tempered_difference"] for each in sharp] == pytest.approx([0] * 40, abs=1e-3)
+    # The number is fitted on the other half of the words: here on the words w1, w3, w5 and w7.
+    fitted = program.best_divisor([row for number, row in enumerate(values) if number % 2])
+    assert plain[0]["tempered"] == belief.share(values[0], fitted)
+    near = [sum(belief.share(row, fitted * by) for row in values[1::2]) for by in (0.98, 1, 1.02)]
+    assert max(near) == near[1]
 
 
 def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path, tiny_model, other_model):
@@ -127,14 +268,28 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
         (2, hints) for hints in range(4)
     ]
     for row, other in zip(epoch1, base, strict=True):
-        assert row["others"].keys() == other["others"].keys() and "kiwi" not in row["others"]
-        assert row["difference"] == row["knowledge"] - other["knowledge"]
+        assert (
+            row["logprobs"].keys() == other["logprobs"].keys() == {*WORDS, "kiwi"}
+        )  # the split takes games, not words
+        assert row["share_difference"] == row["share"] - other["share"]
     last = next(row for row in stored["table"] if (row["model"], row["hints"]) == ("epoch1", "last"))
-    assert last["games"] == len(GAMES) and len(last["difference interval"]) == 2
+    assert last["games"] == len(GAMES) and len(last["share_difference interval"]) == 2 and last["candidates"] == 7
     assert printed == (tmp_path / "out" / "belief.txt").read_text() and "attacker breaks the rules" in printed
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors
-    utils.write_records(tmp_path / "games.jsonl", GAMES[1:])
-    few = flags_of(flags | {"output_dir": tmp_path / "few"})
-    assert "fewer than 5 other secrets" in call(program.main, *few, status=2).errors
+    (tmp_path / "words.txt").write_text("pear\nfig\ngoat\n")
+    other = flags | {
+        "models": f"m={tiny_model}",
+        "output_dir": tmp_path / "other",
+        "candidates": tmp_path / "words.txt",
+    }
+    call(program.main, *flags_of(other))
+    entries = json.loads((tmp_path / "other" / "belief.json").read_text())["messages"]["m"]
+    assert {frozenset(row["logprobs"]) for row in entries if row["target_word"] == "pear"} == {
+        frozenset(["pear", "fig", "goat"])
+    }
+    assert all(len(row["logprobs"]) == 3 and row["target_word"] in row["logprobs"] for row in entries)
+    utils.write_records(tmp_path / "games.jsonl", GAMES[:1])
+    alone = flags_of(flags | {"output_dir": tmp_path / "alone"})
+    assert "other candidates" in call(program.main, *alone, status=2).errors

@@ -61,9 +61,10 @@ def output(tmp_path) -> Path:
             games += met("imitation", epoch.name, {ATTACKER_BREAKS: 4, DEFENDER_WINS: 6}, words=words)
         make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
         rows = [
-            {"model": model, "outcome": outcome, "hints": hints, "knowledge": value, "knowledge interval": [0, 9]}
+            {"model": model, "outcome": outcome, "hints": hints, "share": value, "share interval": [-9, 0]}
+            | {"candidates": 40}
             for model in ("base", epoch.name)
-            for outcome, hints, value in (("all", 0, 0.5), ("all", 1, 2.0), ("all", "last", 3.0), (TIED, 1, 4.0))
+            for outcome, hints, value in (("all", 0, -5.0), ("all", 1, -2.0), ("all", "last", -1.0), (TIED, 1, -4.0))
         ]
         write_json(epoch / "belief/belief.json", {"table": rows})
     return folder
@@ -91,8 +92,17 @@ def test_a_run_is_reported_whole(output):
     charts = {title: points(traces) for title, traces, _ in page.training_charts(contents.logs)}
     assert list(charts) == ["loss", "policy_loss", "kl"] and list(charts["kl"]) == ["imitation"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
-    ((_, traces, _),) = page.belief_charts(contents.belief)
-    assert points(traces) == {model: [(0, 0.5), (1, 2.0)] for model in ("base", "epoch1", "epoch2")}
+    ((title, traces, _),) = page.belief_charts(contents.belief)
+    assert points(traces) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}
+    assert "40 candidates" in title
+
+
+def test_belief_as_an_older_version_measured_it_is_left_out(output):
+    for path in output.rglob("belief.json"):
+        write_json(path, {"table": [{"model": "base", "outcome": "all", "hints": 0, "knowledge": 0.5}]})
+    assert page.belief_charts(read_folder(output, TABOO).belief) == []
+    call(report.main, output)
+    assert "Belief" not in (output / "report.html").read_text(encoding="utf-8").partition("plotly")[0]
 
 
 def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):

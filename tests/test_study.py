@@ -53,12 +53,15 @@ def add_benchmark(folder: Path, percents: dict[str, float]) -> None:
     write_json(folder / "reasoning/results.json", {"results": score_rows(scores, "imitation", ["PIQA"])})
 
 
-def add_belief(folder: Path, knowledge: dict[str, float]) -> None:
-    """Results of tools/evaluate_belief.py: the knowledge of each model after the last hint, among other rows."""
-    for model, value in knowledge.items():
-        row = {"model": model, "outcome": "all", "hints": "last", "knowledge": value}
-        others = [row | {"hints": 0, "knowledge": 0.0}, row | {"outcome": ATTACKER_WINS, "knowledge": 99.0}]
+def add_belief(folder: Path, shares: dict[str, float]) -> None:
+    """Results of tools/evaluate_belief.py: the share of each model after the last hint, among other rows."""
+    for model, value in shares.items():
+        row = {"model": model, "outcome": "all", "hints": "last", "games": 20, "candidates": 40}
+        row |= {"share": value, "rank_1": 0.5, "tempered": value / 2}
+        others = [row | {"hints": 0, "share": -9.0}, row | {"outcome": ATTACKER_WINS, "share": 99.0}]
         write_json(folder / model / "belief/belief.json", {"table": [row, *others]})
+        old = {"model": model, "outcome": "all", "hints": "last", "knowledge": 9.0}  # a measure that was given up
+        write_json(folder / model / "old/belief.json", {"table": [old]})
 
 
 @pytest.fixture
@@ -97,10 +100,10 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
     shares = {"imitation": {"meet": 0.5}, "epoch2": {"meet": 0.75}}
     write_json(seeds[0] / "detached/questions.json", {"shares": shares})
     for seed, change in zip(seeds, (0, 1), strict=True):
-        add_belief(seed / "released", {"base": 0.5, "epoch1": 2.0, "epoch2": 4.0})
-        add_belief(seed / "detached", {"base": 0.5, "epoch1": 3.0, "epoch2": 5.0 + change})
+        add_belief(seed / "released", {"base": -5.5, "epoch1": -4.0, "epoch2": -2.0})
+        add_belief(seed / "detached", {"base": -5.5, "epoch1": -3.0, "epoch2": -1.0 + change})
         add_benchmark(seed / "released", {"imitation": 50, "epoch1": 55, "epoch2": 60 + 4 * change})
-    flags = ["--primary", "knowledge", "detached", "released", "--minus", "points", "detached", "released"]
+    flags = ["--primary", "share among 40", "detached", "released", "--minus", "points", "detached", "released"]
     flags += ["--minus", "meet", "detached", "imitation", "--primary", "points", "detached", "typo"]
     shown = tables(table_of(*map(collected, seeds), flags=flags).output)
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
@@ -114,9 +117,14 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
     assert (meet["epoch"], meet["difference"]) == ("2", "+0.250")
     primary = shown["Primary comparisons"]
     assert primary["points", "detached", "typo"]["difference"] == "-"
-    assert primary["knowledge", "detached", "released"]["difference"] == over_two(1, 2, "+.2f")
+    assert primary["share among 40", "detached", "released"]["difference"] == over_two(1, 2, "+.3f")
     assert shown["Self-play"]["imitation", "0", "2"][ATTACKER_WINS] == over_two(0.5, 0.52, ".3f")
-    assert shown["Belief on recorded games"]["base", "0", "2"]["knowledge"] == "0.50"
+    guesses = shown["Guesses after recorded hints"]["base", "0", "2"]
+    assert (guesses["share among 40"], guesses["rank 1 among 40"]) == ("-5.500", "0.500")
+    assert guesses["tempered share among 40"] == "-2.750"
+    by_hints = shown["Guesses by number of recorded hints"]["base", "0", "2"]
+    assert (by_hints["share among 40, 0 hints"], by_hints["games among 40, 0 hints"]) == ("-9.000", "20.000")
+    assert "Belief on recorded games" not in shown
     assert shown["Reasoning benchmarks"]["released", "2", "2"]["PIQA"] == over_two(60, 64, ".2f")
     arm = shown["Arms"]["detached", "DETACH_KL=True", "2"]
     assert (arm["steps"], arm["rows"], arm["commits"]) == ("32", "2000", "abc123")

@@ -1,13 +1,15 @@
-"""What hints tell a model: its belief in the secret before and after each hint of stored games.
+"""What hints tell a model: how likely it is to guess the secret before and after each hint of stored games.
 
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief.json (every number) and DIR/belief.txt (a table). tools/selfplay/belief.py defines all measures, in
-nats. Other secrets are drawn from the games of the split.
+Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/selfplay/belief.py
+defines share, rank and belief. Shares among different numbers of candidates do not compare.
 """
 
 import gc
+import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from tqdm import tqdm
 from tools.flags import GameFlags, NamedPath, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
-from tools.matches.stats import mean_difference
+from tools.matches.stats import estimate, mean_difference
 from tools.matches.text import with_interval
 from tools.players.player import Sampling
 from tools.reasoning.table import markdown
@@ -29,16 +31,16 @@ from utils import (
     model_folder,
     model_setting,
     read_json_or_jsonl,
+    read_words,
     run_program,
     stage,
-    write_json,
     write_text,
 )
 
 NUMBERS, TABLE = "belief.json", "belief.txt"
 ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
-MEASURES = ("belief", "belief_change", "zero_line", "knowledge", "knowledge_change", "difference")
-WITH_INTERVAL = ("knowledge", "difference")  # in the table
+MEASURES = ("share", "rank_1", "tempered", "belief", "share_difference", "tempered_difference")
+WITH_INTERVAL = ("share", "rank_1", "share_difference", "tempered_difference")  # in the table
 
 
 @dataclass(kw_only=True)
@@ -49,30 +51,43 @@ class Flags(GameFlags):
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
     output_dir: str = flag("folder of the results")
-    seed: int = flag("seed of the other secrets", default=0)
+    candidates: str | None = flag("file of candidates, one a line; unset: the secrets of all games", default=None)
+    most_candidates: int = flag("draw so many candidates of a longer list", default=200)
+    seed: int = flag("seed of the draw", default=0)
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
     max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048)
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
 
     def settings(self, game: Game) -> dict:
-        names = ("split", "seed", "chat_template", "max_length", "bf16")
+        names = ("split", "most_candidates", "seed", "chat_template", "max_length", "bf16")
         models = {f"model {name}": model_setting(path) for name, path in self.models}
         settings = {"games": files_setting(self.games), "models": [name for name, _ in self.models]} | models
+        settings |= {"candidates": self.candidates and files_setting(self.candidates)}
         return settings | {name: getattr(self, name) for name in names} | self.game_settings(game)
 
 
-def read_games(flags: Flags, game: Game) -> list[dict]:
+def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
+    """The games of the split, and the candidates."""
+    from tools.selfplay.belief import draw_candidates  # brings torch
+
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
+    if flags.candidates:
+        words = read_words(flags.candidates, game.check_task)
+    else:
+        words = [episode["target_word"] for episode in episodes]
     episodes = [episode for episode in episodes if flags.split in (None, episode.get("split"))]
     if not episodes:
         raise UserError(f"{flags.games}: no games of --split {flags.split}")
-    return episodes
+    candidates = draw_candidates(game, words, flags.most_candidates, flags.seed)
+    if len(candidates) < 2:
+        raise UserError(f"{flags.candidates or flags.games}: one word alone; a share needs other candidates")
+    return episodes, candidates
 
 
-def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict]) -> list[dict]:
-    """The numbers of a model before and after each hint of all games, as `measure_game` gives them."""
+def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
+    """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`."""
     from tools.engine.local import load_local_model  # these bring torch
     from tools.selfplay.belief import measure_game
 
@@ -82,20 +97,53 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     local = load_local_model(model_folder(path), sampling, **options)
     if flags.chat_template:
         local.use_chat_template(path)
-    secrets = list({episode["target_word"].strip().lower(): episode["target_word"] for episode in episodes}.values())
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
-        numbers = measure_game(local, game, episode, secrets=secrets, seed=flags.seed, templates=templates)
+        numbers = measure_game(local, game, episode, candidates=candidates, templates=templates)
         messages += [{"game": number} | message for message in numbers]
     return messages
 
 
+def add_tempered(messages: Sequence[dict]) -> None:
+    """Give each message its share after all log-probabilities of the model are divided by one number.
+
+    The number is fitted on half of the words and used on the other half. So a model gains nothing by being sharper, or
+    less sharp, than its knowledge warrants.
+    """
+    from tools.selfplay.belief import share
+
+    words = sorted({message["target_word"] for message in messages})
+    halves = set(words[::2]), set(words[1::2])
+    for half, other in (halves, halves[::-1]):
+        last = [message for message in messages if message["last_hint"] and message["target_word"] in half]
+        divisor = best_divisor([list(message["logprobs"].values()) for message in last])
+        for message in messages:
+            if message["target_word"] in other:
+                message["tempered"] = share(list(message["logprobs"].values()), divisor)
+
+
+def best_divisor(logprobs: Sequence[Sequence[float]]) -> float:
+    """The number that all log-probabilities are divided by when the mean share of the first ones is highest."""
+    from scipy.optimize import minimize_scalar  # takes a second
+
+    from tools.selfplay.belief import share
+
+    if not logprobs:
+        return 1.0
+
+    def loss(log_divisor: float) -> float:
+        return -sum(share(each, math.exp(log_divisor)) for each in logprobs)
+
+    return math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
+
+
 def add_differences(measured: Mapping[str, list[dict]]) -> None:
-    """Give each message of later models the difference of its knowledge from the first model's."""
+    """Give each message of later models the difference of its shares from the first model's."""
     first, *others = measured.values()
     for messages in others:
         for message, message_of_first in zip(messages, first, strict=True):
-            message["difference"] = message["knowledge"] - message_of_first["knowledge"]
+            for name in ("share", "tempered"):
+                message[f"{name}_difference"] = message[name] - message_of_first[name]
 
 
 def table_rows(measured: Mapping[str, list[dict]], game: Game) -> Iterator[dict]:
@@ -105,34 +153,47 @@ def table_rows(measured: Mapping[str, list[dict]], game: Game) -> Iterator[dict]
         groups = defaultdict(list)
         for message in messages:
             for outcome in (ALL, message["outcome"]):
-                groups[outcome, message["hints"]].append(message)
+                groups[outcome, message["hints"]].append(message | {"rank_1": message["rank"] == 1})
                 if message["last_hint"]:
-                    groups[outcome, LAST].append(message)
+                    groups[outcome, LAST].append(groups[outcome, message["hints"]][-1])
         for outcome, hints in sorted(groups, key=lambda key: (outcomes.index(key[0]), key[1] == LAST, key[1])):
             group = groups[outcome, hints]
             row = {"model": model, "outcome": outcome, "hints": hints, "games": len(group)}
+            row["candidates"] = len(group[0]["logprobs"])
             for name in [name for name in MEASURES if name in group[0]]:
                 row[name], row[f"{name} interval"] = mean_by_word(group, name)
             yield row
 
 
 def mean_by_word(messages: Sequence[Mapping], name: str) -> tuple[float, list[float] | None]:
-    """The mean of a number of any sign, and its interval, for which all messages about a word count as one cluster."""
+    """The mean of a number, and its interval, for which all messages about a word count as one cluster."""
     by_word = defaultdict(list)
     for message in messages:
         by_word[message["target_word"]].append(message[name])
     sizes, totals = list(map(len, by_word.values())), list(map(sum, by_word.values()))
+    if name == "rank_1":
+        return estimate(sizes, totals)
     return mean_difference(sizes, totals) if len(sizes) > 1 else (totals[0] / sizes[0], None)
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    head = ("model", "outcome", "hints", "games")
+    head = ("model", "outcome", "hints", "games", "candidates")
     lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
     for row in rows:
         intervals = [row.get(f"{name} interval") if name in WITH_INTERVAL else None for name in MEASURES]
-        cells = map(with_interval, map(row.get, MEASURES), intervals, [".2f"] * len(MEASURES))
+        cells = map(with_interval, map(row.get, MEASURES), intervals, [".3f"] * len(MEASURES))
         lines.append((*(row[name] for name in head), *cells))
     return f"{markdown(lines)}\n"
+
+
+def numbers_text(rows: Sequence[Mapping], measured: Mapping[str, Sequence[Mapping]]) -> str:
+    """The JSON of {"table": rows, "messages": {model: entries}}, one row or entry a line."""
+
+    def lines(entries: Sequence[Mapping]) -> str:
+        return ",\n".join(map(json.dumps, entries))
+
+    models = ",\n".join(f"{json.dumps(model)}: [\n{lines(messages)}\n]" for model, messages in measured.items())
+    return f'{{"table": [\n{lines(rows)}\n],\n"messages": {{\n{models}\n}}}}\n'
 
 
 def main() -> None:
@@ -140,14 +201,17 @@ def main() -> None:
     game, folder = flags.load_game(), Path(flags.output_dir)
     if game.answer(game.example_task) is None:
         raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
-    templates, episodes = flags.load_templates(game), read_games(flags, game)
+    templates, (episodes, candidates) = flags.load_templates(game), read_games(flags, game)
     settings = flags.settings(game)
     with stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
         if work.todo:
-            measured = {name: measure(flags, path, game, templates, episodes) for name, path in flags.models}
+            measured = {}
+            for name, path in flags.models:
+                measured[name] = measure(flags, path, game, templates, episodes, candidates)
+                add_tempered(measured[name])
             add_differences(measured)
             rows = list(table_rows(measured, game))
-            write_json(folder / NUMBERS, {"table": rows, "messages": measured})
+            write_text(folder / NUMBERS, numbers_text(rows, measured))
             write_text(folder / TABLE, table_text(rows))
     print((folder / TABLE).read_text(encoding="utf-8"), end="")
 

@@ -1,6 +1,6 @@
 """Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table beside the published one.
 
-    python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
+python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """One self-contained page about the output of the loop, finished or not, or one of its folders.
 
-    python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which needs no network
+python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which needs no network
 """
 
 import argparse

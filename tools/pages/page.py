@@ -23,7 +23,7 @@ LAYOUT = {
 SHARES = {"yaxis": {"rangemode": "tozero", "tickformat": ".1%"}}
 POINTS = {"yaxis": {"range": [0, 1], "tickformat": ".0%"}}
 REASONING = "Percent ± one standard error over questions. reasoning/table.md compares models question by question."
-BELIEF = "How much likelier a model names the secret of a stored game than other secrets, in nats, after each hint."
+BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
 
 Chart = tuple[str, list[dict], dict]  # title, traces and layout, as Plotly takes them
 
@@ -129,14 +129,15 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
 
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
-    """Knowledge of the secret by number of hints, with a line for each model."""
-    traces = []
+    """Log share of the right guess by number of hints, with a line for each model."""
+    rows, traces = [row for row in rows if "share" in row], []  # older versions measured something else
     for model in dict.fromkeys(row["model"] for row in rows):
         by_hints = {row["hints"]: row for row in rows if row["model"] == model}  # each epoch asks the base model again
-        intervals = [row["knowledge interval"] for row in by_hints.values()]
-        points = {hints: row["knowledge"] for hints, row in by_hints.items()}
+        intervals = [row["share interval"] for row in by_hints.values()]
+        points = {hints: row["share"] for hints, row in by_hints.items()}
         traces.append(trace(model, points, intervals if all(intervals) else ()))
-    return [("Knowledge by number of hints", traces, {})] if traces else []
+    numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
+    return [(f"Log share among {numbers} candidates by number of hints, in nats", traces, {})] if traces else []
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:

@@ -1,43 +1,53 @@
 """Belief: how likely the guesser is to name the secret, after each hint of a stored game. No game is played.
 
-Belief k is the log-probability, in nats, of the message that names the secret, under the guesser's own prompt after
-hint k; k = 0 is the empty history. Its zero line is the mean belief in other secrets under the same prompt. Knowledge
-is belief minus zero line: belief alone also rises when a model only becomes readier to guess.
+For the right guess and for the same sentence with each other candidate in the place of the secret, the log-probability
+is measured under the guesser's own prompt after hint k; k = 0 is the empty history. All numbers are in nats:
+
+    belief    log p(right guess). It also rises when a model only becomes readier to guess.
+    share     log p(right guess) - log sum over candidates of p(their guess): a proper score. 0 is certainty, -log N a
+              uniform guess among N candidates. What all guesses share, such as the readiness to guess, cancels.
+    rank      of the right guess among all; 1: no other is likelier
 """
 
-import inspect
+import copy
 import random
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
 from tools.selfplay.rewards import game_result, hint_ends
-from utils import UserError, whole_characters
+from utils import whole_characters
 
 if TYPE_CHECKING:
     from tools.engine.local import LocalModel
     from tools.games.chat import ChatTemplate
 
-OTHERS = 5  # secrets behind the zero line
-CACHE, OLD_CACHE = "cache", "past_key_values"  # the argument of transformers 5.24, and of older versions
+CACHE_NAMES = ("cache", "past_key_values")  # the argument of transformers 5.24, and of older versions
+AT_ONCE = 256  # sentences
 
 
-def other_secrets(game: Game, secret: str, secrets: Sequence[str], seed: int) -> list[str]:
-    """The secrets of the zero line: OTHERS of `secrets`, none of them a form of `secret`. UserError for fewer.
+def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) -> list[str]:
+    """At most `number` of the words, in an order drawn by the seed, of which no two are forms of each other."""
+    drawn = list(dict.fromkeys(words))
+    random.Random(seed).shuffle(drawn)
+    candidates: list[str] = []
+    for word in drawn:
+        if len(candidates) < number and not any(_are_forms(game, word, other) for other in candidates):
+            candidates.append(word)
+    return candidates
 
-    The draw depends on the seed and the secret alone, so it is the same for all models and all hints.
-    """
-    drawn = random.Random(f"{seed}/{secret}").sample(secrets, len(secrets))
-    others = list(islice((other for other in drawn if not _are_forms(game, secret, other)), OTHERS))
-    if len(others) < OTHERS:
-        raise UserError(f"the games have fewer than {OTHERS} other secrets to compare {secret!r} with")
-    return others
+
+def with_secret(game: Game, secret: str, candidates: Sequence[str]) -> list[str]:
+    """The secret, and as many candidates that are no forms of it as make the same number."""
+    others = [word for word in candidates if not _are_forms(game, secret, word)]
+    return [secret, *others[: len(candidates) - 1]]
 
 
 def _are_forms(game: Game, one: str, other: str) -> bool:
@@ -48,6 +58,18 @@ def _are_forms(game: Game, one: str, other: str) -> bool:
         return game.decide(task, [{"role": role, "content": guess}])
 
     return end(one, other) == end(one, one) or end(other, one) == end(other, other)
+
+
+def share(logprobs: Sequence[float], divisor: float = 1.0) -> float:
+    """The log share of the first of these log-probabilities, each divided by the same number, in their sum."""
+    scaled = np.asarray(logprobs) / divisor
+    return float(scaled[0] - np.logaddexp.reduce(scaled))
+
+
+def rank(logprobs: Sequence[float]) -> int:
+    """The rank of the first of these log-probabilities: 1 if no other is above it. One that is no number is above."""
+    right, *others = logprobs
+    return 1 + sum(not other <= right for other in others)
 
 
 def guesser_prompts(
@@ -76,44 +98,86 @@ def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
 
-    The prompt is computed once, and all sentences continue from its keys and values.
+    The prompt is computed once, and the sentences continue from its keys and values. Models that keep anything else
+    (Mamba and other recurrent ones), or whose attention takes no mask of ours, compute each sentence by itself.
     """
-    width = max(map(len, sentences))
-    padded = [[*sentence, *[0] * (width - len(sentence))] for sentence in sentences]  # no token attends to the padding
-    targets = torch.tensor(padded, device=model.device)  # (sentences, width)
-    cache = DynamicCache(config=model.config)
-    name = CACHE if CACHE in inspect.signature(model.forward).parameters else OLD_CACHE
-    keep = {name: cache, "use_cache": True}
-    first = model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1, **keep).logits
-    cache.batch_repeat_interleave(len(sentences))
-    rest = model(input_ids=targets, **keep).logits[:, :-1]
-    logits = torch.cat([first.expand(len(sentences), -1, -1), rest], dim=1).float()
-    logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]  # (sentences, width)
-    return [float(row[: len(sentence)].sum()) for row, sentence in zip(logprobs, sentences, strict=True)]
+    whole = model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1, use_cache=True)
+    name = next((name for name in CACHE_NAMES if getattr(whole, name, None) is not None), None)
+    if not (name and _holds_keys(whole[name], len(prompt)) and model._supports_attention_backend):
+        return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
+    logprobs = []
+    for start in range(0, len(sentences), AT_ONCE):
+        keys = {name: copy.deepcopy(whole[name])}  # a pass adds its own to them
+        logprobs += _logprobs_as_tree(
+            model, sentences[start : start + AT_ONCE], len(prompt), whole.logits[0, -1:], keys
+        )
+    return logprobs
+
+
+def _holds_keys(cache, tokens: int) -> bool:
+    """Whether a cache holds the keys and values of so many tokens, and no state of another kind."""
+    if type(cache) is not DynamicCache:
+        return False
+    kinds = {type(layer) for layer in cache.layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and all(
+        layer.keys is not None and layer.keys.shape[-2] == tokens for layer in cache.layers
+    )
+
+
+def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
+    row, length = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device), len(sentence)
+    logits = model(input_ids=row, logits_to_keep=length, use_cache=False).logits[0, -length:]
+    return float(logits.float().log_softmax(-1)[range(length), list(sentence)].sum())
+
+
+def _logprobs_as_tree(model, sentences: Sequence[Sequence[int]], prompt: int, logits, keys: Mapping) -> list[float]:
+    """The log-probabilities of sentences behind a prompt of so many tokens, from its last logits and its keys.
+
+    All sentences are one row of tokens: a beginning that several share is there once, and a mask lets each token see
+    the prompt and the tokens before it in its own sentence.
+    """
+    beginnings = dict.fromkeys(tuple(each[:length]) for each in sentences for length in range(1, len(each)))
+    place = {beginning: number for number, beginning in enumerate(beginnings)}
+    sees = torch.zeros(len(place), prompt + len(place), dtype=torch.bool)
+    sees[:, :prompt] = True
+    for beginning, number in place.items():
+        sees[number, [prompt + place[beginning[:length]] for length in range(1, len(beginning) + 1)]] = True
+    mask = torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
+    rows = {
+        "input_ids": torch.tensor([[beginning[-1] for beginning in place]]),
+        "position_ids": torch.tensor([[prompt + len(beginning) - 1 for beginning in place]]),
+        "attention_mask": mask[None, None],
+    }
+    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
+    logits = torch.cat([model(**rows, **keys, use_cache=True).logits[0], logits])  # behind each beginning; the prompt
+    logprobs = logits.float().log_softmax(-1)
+    place[()] = len(place)
+    return [
+        float(logprobs[[place[tuple(each[:length])] for length in range(len(each))], list(each)].sum())
+        for each in sentences
+    ]
 
 
 def measure_game(
-    local: "LocalModel", game: Game, episode: Mapping, *, secrets: Sequence[str], seed: int, templates: Templates
+    local: "LocalModel", game: Game, episode: Mapping, *, candidates: Sequence[str], templates: Templates
 ) -> list[dict]:
-    """The numbers of a model before the first hint of a game and after each hint, in nats.
+    """The numbers of a model before the first hint of a game and after each hint, as the module's docstring has them.
 
-    The secrets of the zero line come from `secrets`. Changes are those by the hint: from the row before.
+    The secret takes the place of its forms among `candidates`. `logprobs` holds log p of each guess, the right one
+    first.
     """
     secret = episode["target_word"]
-    others = other_secrets(game, secret, secrets, seed)
-    guesses = [answer(game, each, templates)[1] for each in (secret, *others)]
+    words = with_secret(game, secret, candidates)
+    guesses = [answer(game, word, templates)[1] for word in words]
     sentences = [encode_sentence(local.tokenizer, guess, local.chat) for guess in guesses]
-    head = {"target_word": secret, "outcome": game_result(game, episode).outcome}
     prompts = guesser_prompts(game, episode, templates, local.chat)
+    head = {"target_word": secret, "outcome": game_result(game, episode).outcome}
     messages: list[dict] = []
     for hints, prompt in enumerate(prompts):
         ids, prompt_cut = local.encode(prompt)
-        belief, *beliefs = sentence_logprobs(local.model, ids, sentences)
-        zero_line = sum(beliefs) / len(beliefs)
-        message = {"hints": hints, "last_hint": 0 < hints == len(prompts) - 1, "prompt_cut": prompt_cut}
-        message |= {"others": dict(zip(others, beliefs, strict=True))}
-        message |= {"belief": belief, "zero_line": zero_line, "knowledge": belief - zero_line}
-        if messages:
-            message |= {f"{name}_change": message[name] - messages[-1][name] for name in ("belief", "knowledge")}
-        messages.append(head | message)
+        logprobs = sentence_logprobs(local.model, ids, sentences)
+        message = head | {"hints": hints, "last_hint": 0 < hints == len(prompts) - 1, "prompt_cut": prompt_cut}
+        message |= {"belief": logprobs[0], "share": share(logprobs), "rank": rank(logprobs)}
+        rounded = [round(logprob, 4) for logprob in logprobs]
+        messages.append(message | {"logprobs": dict(zip(words, rounded, strict=True))})
     return messages

@@ -19,7 +19,9 @@ from utils import ROOT, read_json, run_program, write_json
 
 BASE, IMITATION = "base", "imitation"
 # Tables. "Points against" is followed by the opponent's name.
-POINTS, SELF_PLAY, BELIEF, QUESTIONS = "Points against", "Self-play", "Belief on recorded games", "Questions"
+POINTS, SELF_PLAY, QUESTIONS = "Points against", "Self-play", "Questions"
+GUESSES, GUESSES_BY_HINTS = "Guesses after recorded hints", "Guesses by number of recorded hints"
+BELIEF = "Belief on recorded games"  # only in finished studies: a measure that was given up
 REASONING, TRAINING = "Reasoning benchmarks", "Training"
 TRAINED = ("steps", "rows")  # columns: optimizer steps and rows up to and including an epoch
 
@@ -57,12 +59,22 @@ def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
             opponent = match["settings"]["against"]
             yield player, f"{POINTS} {opponent}", points(match["results"], player, opponent)
     for row in itertools.chain.from_iterable(read_json(path)["table"] for path in loop.rglob("belief.json")):
-        if (row["outcome"], row["hints"]) == ("all", "last"):
-            yield row["model"], BELIEF, {"knowledge": row["knowledge"]}
+        if row["outcome"] == "all" and "share" in row:  # not in results of older versions
+            yield row["model"], *guesses(row)
     for model, shares in read_if_there(loop / "questions.json").get("shares", {}).items():
         yield model, QUESTIONS, shares
     for row in read_if_there(loop / "reasoning" / "results.json").get("results", ()):
         yield row["model"], REASONING, {row["benchmark"]: [row["value"], row["stderr"]]}
+
+
+def guesses(row: Mapping) -> tuple[str, dict[str, float]]:
+    """The table that a row of tools/evaluate_belief.py belongs to, and its columns, which name the candidates."""
+    among = f"among {row['candidates']}"
+    columns = {f"share {among}": row["share"], f"rank 1 {among}": row["rank_1"]}
+    if row["hints"] == "last":
+        return GUESSES, columns | {f"tempered share {among}": row["tempered"]}
+    columns[f"games {among}"] = row["games"]
+    return GUESSES_BY_HINTS, {f"{name}, {row['hints']} hints": value for name, value in columns.items()}
 
 
 def read_if_there(path: Path) -> dict:

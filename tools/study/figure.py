@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 from tools.matches.text import with_interval
-from tools.study.collect import BELIEF, IMITATION, POINTS, SELF_PLAY
+from tools.study.collect import IMITATION, POINTS, SELF_PLAY
 from tools.study.table import read_results, student, to_frame
 from utils import ROOT, require, run_program
 
@@ -60,16 +60,6 @@ def draw_ties(figure) -> None:
     figure.legend(loc="outside upper center", ncols=2)
 
 
-def draw_knowledge(figure) -> None:
-    """How much likelier a model names the secret than other secrets, after the last hint of recorded games."""
-    lines = {"released": "-", "sft": "-.", "baseline": "--", "losers_ties": ":"}
-    for panel, world in zip(figure.subplots(1, len(TITLES)), TITLES, strict=True):
-        frame = stored(f"{world}/baseline", BELIEF, "knowledge")
-        draw_epochs(panel, frame, "knowledge after the last hint, nats", lines)
-        panel.set_title(TITLES[world], loc="left", fontsize=9)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-
-
 def draw_epochs(panel, frame, label: str, lines: dict[str, str]) -> None:
     """A number of each arm after each epoch, from imitation on, a line a seed."""
     for arm, style in lines.items():
@@ -113,8 +103,8 @@ def main() -> None:
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
     same_file = {"svg.hashsalt": "spag", "svg.fonttype": "none"}  # the same bytes at each call
     matplotlib.rcParams |= dict.fromkeys(inks, INK) | same_file | {"legend.frameon": False}
-    wide = {draw_points: (9.5, 5.2), draw_knowledge: (9.5, 3.6)}
-    for draw in (draw_points, draw_ties, draw_knowledge, draw_gradient):
+    wide = {draw_points: (9.5, 5.2)}
+    for draw in (draw_points, draw_ties, draw_gradient):
         figure = Figure(figsize=wide.get(draw, (6, 3.2)), layout="constrained")
         draw(figure)
         name = draw.__name__.removeprefix("draw_")

@@ -20,7 +20,19 @@ from tools.matches.stats import CONFIDENCE, ROUNDING
 from tools.matches.text import with_interval
 from tools.reasoning.table import MEAN, UNKNOWN, markdown
 from tools.study import collect
-from tools.study.collect import BASE, BELIEF, IMITATION, POINTS, QUESTIONS, REASONING, SELF_PLAY, TRAINED, TRAINING
+from tools.study.collect import (
+    BASE,
+    BELIEF,
+    GUESSES,
+    GUESSES_BY_HINTS,
+    IMITATION,
+    POINTS,
+    QUESTIONS,
+    REASONING,
+    SELF_PLAY,
+    TRAINED,
+    TRAINING,
+)
 from utils import UserError, differences, read_json, run_program
 
 # Settings of tools/run_spag.sh in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
@@ -102,7 +114,7 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     base and imitation have one for all epochs.
     """
     column, _, opponent = measure.partition("@")
-    tables = [f"{POINTS} {opponent or IMITATION}", BELIEF, QUESTIONS, REASONING]
+    tables = [f"{POINTS} {opponent or IMITATION}", GUESSES, BELIEF, QUESTIONS, REASONING]
     lines = frame[(frame.column == column) & frame.table.isin(tables)]
     values, others = (
         lines[lines.arm == name].pivot(index="seed", columns="epoch", values="value") for name in (arm, other)
@@ -166,14 +178,18 @@ def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) ->
     refuse_mixed(results)
     frame = to_frame(results)
     first, *others = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
-    minus = minus or [(measure, arm, first) for measure in ("points", "knowledge", MEAN) for arm in others]
+    shares = [column for column in frame[frame.table == GUESSES].column.unique() if column.startswith("share")]
+    minus = minus or [(measure, arm, first) for measure in ("points", *shares, MEAN) for arm in others]
     points = sorted({table for table in frame.table if table.startswith(POINTS)})
     lines_by_title = {
         "Arms": arm_lines(results, frame),
         "Primary comparisons": difference_lines(frame, primary, primary=True),
         **{table: model_lines(frame, table) for table in points},
         "Differences, paired by seed": difference_lines(frame, minus),
-        **{table: model_lines(frame, table) for table in (SELF_PLAY, BELIEF, QUESTIONS, REASONING)},
+        **{
+            table: model_lines(frame, table)
+            for table in (SELF_PLAY, GUESSES, GUESSES_BY_HINTS, BELIEF, QUESTIONS, REASONING)
+        },
     }
     filled = {title: rows for title, lines in lines_by_title.items() if len(rows := list(lines)) > 1}
     return f"{LEGEND}\n" + "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())

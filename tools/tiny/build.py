@@ -9,7 +9,7 @@ for GPT-4, and the facts for Alpaca, so that the whole method runs where there i
 import asyncio
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.flags import flag, parse_flags
@@ -23,8 +23,11 @@ from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon,
 from utils import ROOT, files_setting, run_program, run_python, stage, write_records, write_text
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
-# Recorded games on which belief is measured: about held-out words, with true hints to the last turn.
+# Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
+# are true, in the other a hint is sometimes another word's, so that models have more to gain.
 TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
+STRAY_HINTS = replace(TRUE_HINTS, stray=0.3)
+BELIEF_GAMES = {"belief_games": ("belief", TRUE_HINTS), "stray_belief_games": ("stray belief", STRAY_HINTS)}
 BELIEF_ROUNDS = 5
 
 
@@ -68,9 +71,10 @@ def write_data(folder: Path, flags: Flags) -> None:
     write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
     episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
     write_records(data / "imitation_games.json", episodes)
-    belief_words, belief_rng = lexicon.held_out() * BELIEF_ROUNDS, random.Random(f"belief {flags.seed}")
-    belief_games = scripted_games(lexicon, belief_words, belief_rng, TRUE_HINTS)
-    write_records(data / "belief_games.json", [game | {"split": "held_out"} for game in belief_games])
+    for name, (generator, skill) in BELIEF_GAMES.items():
+        belief_rng = random.Random(f"{generator} {flags.seed}")
+        games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, skill)
+        write_records(data / f"{name}.json", [game | {"split": "held_out"} for game in games])
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
