@@ -48,6 +48,21 @@ class UserError(ValueError):
     """An error that the user can mend: where it is, what is wrong, what to do. Programs print it as one line."""
 
 
+@contextmanager
+def told(where: object, *types: type[BaseException]) -> Iterator[None]:
+    """Raise errors of these types as UserError: where, and the first line of what the library said.
+
+    For the places where a library reads what a person gave. A person's own code does not belong inside.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except types as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{where}: {first_line or type(error).__name__}") from error
+
+
 def run_program(main: Callable[[], T], *, ranks: bool = False) -> T:
     """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2."""
     set_up_logging(ranks=ranks)

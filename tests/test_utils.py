@@ -132,3 +132,15 @@ def test_output_that_cannot_be_encoded_is_replaced():
     code = "import utils; utils.run_program(lambda: print('n\u00e9'))"
     shown = subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"})
     assert shown == b"n?\n"
+
+
+def test_errors_of_a_library_that_reads_what_a_person_gave_become_one_line():
+    with pytest.raises(utils.UserError, match="^folder: no such type$") as raised, utils.told("folder", ValueError):
+        raise ValueError("no such type\nmore words")
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(utils.UserError, match="^x: KeyError$"), utils.told("x", KeyError, ValueError):
+        raise KeyError
+    with pytest.raises(utils.UserError, match="^of its own$"), utils.told("x", ValueError):
+        raise utils.UserError("of its own")
+    with pytest.raises(TypeError), utils.told("x", ValueError):
+        raise TypeError("a bug")
