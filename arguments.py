@@ -141,6 +141,8 @@ class SPAGArguments(TrainingArguments):
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
             backend, store = "gloo" if self.use_cpu else None, torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        if not self.use_cpu and torch.cuda.is_available():
+            utils.check_gpus(torch.cuda.device_count())  # else NCCL or CUDA would end each process with a traceback
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process uses one GPU; torchrun starts one for each
         if self.deepspeed and self.use_cpu:

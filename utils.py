@@ -123,6 +123,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_gpus(there: int, each: int = 1) -> None:
+    """UserError that names both numbers if this machine's processes use more GPUs, `each` so many, than are there."""
+    last = int(os.environ.get("LOCAL_RANK", 0)) + 1
+    processes = max(last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if processes * each > there:
+        need = f"{processes} processes on this machine need {processes * each} GPUs; it has {there}"
+        raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop NPROC)")
+
+
 @functools.cache
 def launch_store():
     """The key-value store that all ranks of a launch share. Torch's process group uses the same server."""

@@ -15,6 +15,8 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
+    if not any("gpu" in Path(word.partition("::")[0]).parts for word in sys.argv[1:]):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests run on every machine; before torch is imported
     SHARED = tempfile.TemporaryDirectory(prefix="spag_tests")
     os.environ["HF_HOME"] = SHARED.name  # for data sets made here
 # A background job of a shell ignores Ctrl-C, and so would the programs that the tests start.

@@ -2,10 +2,12 @@
 
 import ast
 import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, finish, start
 
 # A room may import those before it. "flags" is tools/flags.py, "spag" the page of pieces, "programs" all others.
 FLOORS = ["utils", "games", "flags", "players", "engine", "selfplay", "matches", "pages tiny study", "programs spag"]
@@ -64,3 +66,9 @@ def test_no_room_is_called_like_a_package_or_a_program():
 def test_games_import_no_torch():
     for path in ROOT.glob("tools/games/*.py"):
         assert not {module.split(".")[0] for module in imports(path)} & {"torch", "numpy", "datasets"}, path
+
+
+def test_neither_a_test_nor_what_it_starts_sees_a_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    show = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    assert finish(start([sys.executable, "-c", show])) == "''\n"

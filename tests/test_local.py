@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import shutil
 import threading
 import weakref
@@ -13,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
+from helpers import call
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
+import train
 from tools.engine.generate import BatchEngine
-from tools.engine.local import Batcher, LocalModel, load_local_model
+from tools.engine.local import Batcher, LocalModel, load_local_model, own_device
 from tools.engine.slots import SlotEngine
 from tools.flags import parse_flags
 from tools.games.taboo import Taboo
@@ -32,6 +35,35 @@ GREEDY = Sampling(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = Sampling(max_length=64, max_new_tokens=8)
 GAME = Taboo()
 SCRIPT = "scripted:tools.tiny.players:lexicon"
+
+
+def pretend_gpus(monkeypatch, number: int) -> None:
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize("rank, processes", [("0", "8"), ("1", None)])
+def test_more_processes_than_gpus_are_one_line_with_both_numbers(tiny_model, tmp_path, monkeypatch, rank, processes):
+    pretend_gpus(monkeypatch, 1)
+    assert own_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    both = rf"{processes or 2} processes .* it has 1"
+    with pytest.raises(UserError, match=both):
+        load(tiny_model)
+    words = ["--train_method", "SFT", "--model_name_or_path", tiny_model, "--train_data_path", "rows.json"]
+    refused = call(train.main, *words, "--output_dir", tmp_path / "out", status=2)
+    assert re.search(both, refused.errors) and not (tmp_path / "out").exists()
+
+
+def test_a_training_on_the_cpu_needs_no_gpu(tiny_model, tmp_path, monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    words = ["--train_method", "SFT", "--model_name_or_path", tiny_model, "--train_data_path", "rows.json"]
+    words += ["--output_dir", tmp_path / "out"]
+    assert "it has 0" in call(train.main, *words, status=2).errors
+    assert "rows.json" in call(train.main, *words, "--use_cpu", True, status=2).errors
 
 
 def load(folder, sampling=GREEDY, **options) -> LocalModel:

@@ -4,6 +4,8 @@ from conftest import ROOT
 from helpers import call, flags_of
 
 from tools import prepare_data
+from tools.games import load_game
+from tools.games.prompts import load_templates, play_prompt
 from utils import read_json_or_jsonl
 
 
@@ -33,6 +35,36 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
     words = {split: (tmp_path / f"{split}.txt").read_text().split() for split in ("played", "tuning", "held_out")}
     assert all(words.values()) and not set(words["played"]) & {*words["tuning"], *words["held_out"]}
     assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
+
+
+RELEASE = '''
+import shutil, torch_of_2023
+GAME_RULE_PROMPTS = [
+    "Hints, but not the word. {max_turns} turns.\\n",
+    """Say it
+and lose. {max_turns} turns.
+""",
+]
+shutil.rmtree(HERE)
+PLAYER_INSTRUCT_PROMPTS = {"attacker": "Hide `{target_word}`" ".", "defender": "Guess."}
+'''
+
+
+def test_prompts_of_the_release_become_a_prompt_file_and_none_of_its_code_runs(tmp_path):
+    release, output = tmp_path / "utils.py", tmp_path / "prompts.json"
+    release.write_text(RELEASE)
+    prepare("prompts", release=release, output=output)
+    templates = load_templates(output, load_game())
+    rules = ["Hints, but not the word. {max_turns} turns.\n", "Say it\nand lose. {max_turns} turns.\n"]
+    instructions = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
+    assert templates == {"rules": rules} | instructions
+    prompt = play_prompt(load_game(), [], "cat", 5, templates)
+    assert prompt.startswith("Hints, but not the word. 5 turns.\nThe game is just") and "Hide `cat`." in prompt
+    no_literal = RELEASE.replace('"Hints', 'f() + "Hints')
+    for text, named in (("x = 1\n", "GAME_RULE_PROMPTS and PLAYER"), ("def", "utils.py"), (no_literal, "utils.py")):
+        release.write_text(text)
+        errors = prepare("prompts", release=release, output=output, status=2).errors
+        assert named in errors and errors.count("\n") == 1
 
 
 def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkeypatch):

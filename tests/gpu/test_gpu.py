@@ -38,11 +38,17 @@ def test_greedy_replies_of_the_slot_engine_are_those_of_generate(blocks):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A model, words that random replies say now and then, and SFT rows."""
+    """A model, words that random replies say now and then, and SFT rows.
+
+    The model is saved in bf16, as published ones are: DeepSpeed rounds others to bf16 when it loads them.
+    """
     folder = tmp_path_factory.mktemp("gpu")
     texts = read_words(ROOT / "data/target_words.txt") + 20 * default_templates(load_game("taboo"))["rules"]
     tokenizer = train_tokenizer(texts, 8000)
-    for part in (tokenizer, build_llama(0, len(tokenizer), hidden_size=128)):  # vLLM knows no heads of 16
+    for part in (
+        tokenizer,
+        build_llama(0, len(tokenizer), hidden_size=128, dtype=torch.bfloat16),
+    ):  # vLLM knows no heads of 16
         part.save_pretrained(folder / "model")
     (folder / "words.txt").write_text("\n".join(first + second for first in "aeiorstln" for second in "aeiorstln"))
     sft = [{"query": f"Question {number}?", "target": "An answer."} for number in range(64)]

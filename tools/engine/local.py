@@ -27,7 +27,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import UserError, load_tokenizer, whole_characters
+from utils import UserError, check_gpus, load_tokenizer, whole_characters
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -102,9 +102,10 @@ def load_local_model(
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU: Apple's GPUs are not tested."""
+    """The GPU of this process, or the CPU: Apple's GPUs are not tested. UserError if others have all GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    check_gpus(torch.cuda.device_count())
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 

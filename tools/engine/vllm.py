@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.flags import flag
 from tools.players.player import Reply, Sampling
-from utils import LAUNCHER_VARIABLES, UserError, load_tokenizer
+from utils import LAUNCHER_VARIABLES, UserError, check_gpus, load_tokenizer
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
@@ -42,6 +42,8 @@ def claim_gpus(number: int) -> None:
     # device_count does not start CUDA, unlike is_available; a start fixes the GPUs that a process sees.
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+    if torch.cuda.device_count():  # vLLM also runs on CPUs
+        check_gpus(len(gpus), number)
     first = number * int(os.environ.get("LOCAL_RANK", 0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + number])
 
