@@ -1,17 +1,21 @@
-"""The speed of self-play with a random Llama of 33.5M parameters, our engine beside transformers' generate:
+"""The speed of self-play: our engine beside transformers' generate, and vLLM where it is installed.
 
-    python -m tools.bench play
+    python -m tools.bench play                     a random Llama of 33.5M parameters
+    python -m tools.bench play --model FOLDER      your model on your machine
 
-The lengths of replies are drawn (geometric, mean 60 tokens, cut at 256), the same for both engines.
+The lengths of replies are drawn (geometric, mean 60 tokens, cut at 256), the same for all engines. A model of yours may
+end a reply earlier; what it wrote is counted.
 """
 
 import asyncio
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.engine.local import LocalPlayer
+from tools.engine.vllm import VLLM, has_vllm
 from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
@@ -20,19 +24,20 @@ from tools.selfplay.engines import make_players
 from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags
 from tools.selfplay.play import play_games
 from tools.tiny.models import random_llama, train_tokenizer
-from utils import ROOT, read_words, run_program
+from utils import ROOT, UserError, read_words, run_program
 
 SEED, TURNS, MEAN_TOKENS, MOST_TOKENS = 42, 3, 60, 256  # turns of a game; tokens of replies
-FEWER = {SLOTS: 1, GENERATE: 6}  # generate is slow, so it plays a sixth of the games
+FEWER = {SLOTS: 1, GENERATE: 6, VLLM: 1}  # generate is slow, so it plays a sixth of the games
 VOCABULARY = 8000
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1376}
 
 
 @dataclass(kw_only=True)
 class Play:
-    """Play games of the random model against itself, as tools/play_llm_game.py does."""
+    """Play games of a model against itself, as tools/play_llm_game.py does."""
 
     games: int = flag("games of our engine", default=200)
+    model: str | None = flag("folder or hub name of a model; unset: a random Llama, without vLLM", default=None)
 
 
 class TimedPlayer(LocalPlayer):
@@ -72,14 +77,28 @@ def measure(model: str, engine: str, games: int) -> tuple[float, list[int]]:
 
 
 def main() -> None:
-    most = parse_command({"play": Play}, description=__doc__).games
-    print("| engine | games | games/min | new tokens/s |\n|---|---|---|---|")
+    flags = parse_command({"play": Play}, description=__doc__)
+    if flags.model:
+        show_speeds(flags.model, flags.games, [SLOTS, GENERATE, *[VLLM] * has_vllm()], own=True)
+        return
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)
-        for engine, fewer in FEWER.items():
-            games = max(1, most // fewer)
-            seconds, tokens = measure(folder, engine, games)
-            print(f"| {engine} | {games} | {60 * games / seconds:.1f} | {sum(tokens) / seconds:.1f} |", flush=True)
+        show_speeds(folder, flags.games, [SLOTS, GENERATE], own=False)
+
+
+def show_speeds(model: str, most: int, engines: Sequence[str], *, own: bool) -> None:
+    """Print a line for each engine, with the mean length of a model's own replies; one that cannot play it says why."""
+    print("| engine | games | games/min | new tokens/s |" + " tokens a reply |" * own)
+    print("|---|---|---|---|" + "---|" * own)
+    for engine in engines:
+        games = max(1, most // FEWER[engine])
+        try:
+            seconds, tokens = measure(model, engine, games)
+        except UserError as error:
+            print(f"| {engine} | {error} |")
+            continue
+        speeds = f"| {engine} | {games} | {60 * games / seconds:.1f} | {sum(tokens) / seconds:.1f} |"
+        print(speeds + f" {sum(tokens) / len(tokens):.1f} |" * own, flush=True)
 
 
 if __name__ == "__main__":
