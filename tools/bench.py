@@ -3,8 +3,8 @@
     python -m tools.bench play                     a random Llama of 33.5M parameters
     python -m tools.bench play --model FOLDER      your model on your machine
 
-The lengths of replies are drawn (geometric, mean 60 tokens, cut at 256), the same for all engines. A model of yours may
-end a reply earlier; what it wrote is counted.
+The lengths of replies are drawn (geometric, mean 60 tokens, cut at 256), the same for all engines. A model of yours
+may end a reply earlier; what it wrote is counted.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def show_speeds(model: str, most: int, engines: Sequence[str], *, own: bool) -> None:
-    """Print a line for each engine, with the mean length of a model's own replies; one that cannot play it says why."""
+    """Print a line for each engine, with `own` also the length of its replies; one that cannot play says why."""
     print("| engine | games | games/min | new tokens/s |" + " tokens a reply |" * own)
     print("|---|---|---|---|" + "---|" * own)
     for engine in engines:
