@@ -17,7 +17,7 @@ cd "$SLURM_SUBMIT_DIR"
 # configs/llama2_7b.sh on all machines: 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
 endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
 settings=(configs/llama2_7b.sh OUTPUT=outputs/spag NPROC=8 "NNODES=$SLURM_NNODES" "RDZV_ENDPOINT=$endpoint"
-  "RDZV_ID=spag-$SLURM_JOB_ID" EVAL_TASKS=) # benchmarks need one machine: run the loop there once more for them
+  "RDZV_ID=spag-$SLURM_JOB_ID")
 
 # One task on each machine; if one fails, the others end too. Since Slurm 22.05, srun needs --cpus-per-task again.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own

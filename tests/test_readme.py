@@ -116,7 +116,7 @@ class Careful(Player):
         return Reply(f"I take {move}.", STOP, 3)
 
 
-def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch, tiny_model):
+def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch):
     (tmp_path / "nim.py").write_text(own_game("python"), encoding="utf-8")
     (tmp_path / "nim.json").write_text(own_game("json"), encoding="utf-8")
     (tmp_path / "data").mkdir()
@@ -125,8 +125,8 @@ def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch, tiny_m
     players = {"first": Careful(), "second": Careful()}
     monkeypatch.setattr(play, "make_players", lambda *_, **__: (players, 4))
     (words,) = [words for _, words in calls(TOP) if "nim.py:Nim" in words]
-    call(play_llm_game.main, *[tiny_model if word == "M" else word for word in words])
-    path = "outputs/nim/base_sampling_sticks_results.json"
+    call(play_llm_game.main, *words)
+    path = "outputs/nim/me_sampling_sticks_results.json"
     outcomes = {episode["target_word"]: episode["outcome"] for episode in read_json_or_jsonl(path)}
     assert outcomes == {str(n): "second wins" if n % 4 == 0 else "first wins" for n in range(12, 41)}
 

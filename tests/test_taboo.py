@@ -9,8 +9,16 @@ from textblob import Word
 
 from tools.games import taboo
 
-# Recorded games that the released judge gets wrong: here they are errors, or have another verdict.
-BETTER_HERE = {"regex_chars", "multiword", "other_role", "malformed"}
+# The 48 of 314 recorded games (their ids) that the released judge misreads or should refuse: here they have another
+# verdict, or are errors.
+NOT_AS_RELEASED = {
+    "taken for a regular expression": {453, 455, 457, 465, 469, 471, 475, 479, 481, 483, 486, 487, 488, 491, 493, 495}
+    | {496, 507, 509, 531, 532, 533, 534, 538, 539, 541, 542},
+    "plural of the first word; blanks around the word": {188, 397, 401, 436, 441, 443},
+    "unknown role": {357, 360, 362, 364, 365},
+    "no word, or a message without a text": {336, 344, 345, 347, 352},
+    "turns that are no number of at least 1": {320, 322, 323, 328, 330},
+}
 GAME = taboo.Taboo()
 
 
@@ -25,15 +33,22 @@ def judge_reply(text, word, **settings):
 
 def recorded_games():
     for case in load_golden("judge.json"):
-        has_turns = isinstance(case["max_turns"], (int, float)) and case["max_turns"] >= 1
-        if case["category"] not in BETTER_HERE and case["same_with_word_pluralize"] and has_turns:
-            yield pytest.param(case, id=f"{case['category']}-{case['id']}")
+        yield pytest.param(case, id=f"{case['category']}-{case['id']}")
 
 
 @pytest.mark.parametrize("case", recorded_games())
-def test_judge_agrees_with_the_recorded_game(case):
-    verdict = judge(case["history"], case["target_word"], case["max_turns"])
-    assert verdict == (case["outcome"], case["history_length"])
+def test_judge_agrees_with_the_recorded_game_or_is_better_by_name(case):
+    try:
+        verdict = judge(case["history"], case["target_word"], case["max_turns"])
+    except ValueError as error:
+        verdict = error
+    agrees = verdict == (case["outcome"], case["history_length"])
+    assert agrees == (case["id"] not in set().union(*NOT_AS_RELEASED.values()))
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_recorded_games():
+    games, different = len(load_golden("judge.json")), sum(map(len, NOT_AS_RELEASED.values()))
+    assert (games, games - different) == (314, 266)
 
 
 def recorded_derivatives():

@@ -20,7 +20,7 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local data table word smaller=() quick=()
+  local data table word models newest smaller=() quick=()
   for word; do case $word in OUTPUT=*) OUTPUT=${word#*=} ;; esac; done
   if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
     OUTPUT=${OUTPUT:-outputs/quickstart_quick}
@@ -39,6 +39,12 @@ main() {
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
   for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
   say "report, to open in a browser: $OUTPUT/report.html"
+  models=("$OUTPUT"/epoch*/model)
+  newest=${models[${#models[@]} - 1]} # the model hints at a word, you have one guess; Ctrl-D leaves
+  say "play against it: $PYTHON -m tools.play_llm_game --attacker_model_name_or_path $newest" \
+    "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
+    "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir outputs/me" \
+    "--model_prefix me --data_suffix words"
 }
 
 main "$@"; exit # on one line: bash then reads no more of this file, so it may be edited meanwhile
