@@ -24,8 +24,8 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows from which OfflinePO would learn nothing of a game, or that would ruin the model."""
-    if args.train_method != "OfflinePO":
+    """Raise UserError for rows from which self-play would learn nothing of a game, or that would ruin the model."""
+    if not TRAIN_METHODS[args.train_method].learns_from_games:
         return
     files = ", ".join(args.train_data_path)
     if rows.is_sft.all() and not args.allow_no_game_rows:

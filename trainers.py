@@ -32,9 +32,30 @@ from dataloaders import IGNORE_INDEX, RowDataset, scored_places
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
 
-# A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars. Any other metric is a
-# pair: (sum over rows, number of rows), or (maximum over rows, number of rows) if its name ends in "_max".
-Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+
+class Mean(NamedTuple):
+    """A metric that is logged as the mean over all rows of micro-batches and ranks."""
+
+    total: torch.Tensor
+    rows: torch.Tensor
+
+
+class Largest(NamedTuple):
+    """A metric of which the largest value is logged."""
+
+    value: torch.Tensor
+    rows: torch.Tensor
+
+
+class Rate(NamedTuple):
+    """A metric that is logged as its sum a second."""
+
+    total: torch.Tensor
+    rows: torch.Tensor
+
+
+# A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars: means over micro-batches.
+Metrics = dict[str, torch.Tensor | Mean | Largest]
 
 
 def token_logprob(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -155,9 +176,9 @@ def _divide(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     return total / torch.where(count > 0, count, 1.0)
 
 
-def _over_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the values, number of rows) where the mask is 1."""
-    return (values * mask).sum().detach(), mask.sum()
+def _over_rows(values: torch.Tensor, mask: torch.Tensor) -> Mean:
+    """The mean of the values where the mask is 1."""
+    return Mean((values * mask).sum().detach(), mask.sum())
 
 
 def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
@@ -165,7 +186,7 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
     return {
         "log_ratio": _over_rows(log_ratio, mask),
         "ratio": _over_rows(ratio, mask),
-        "ratio_max": (torch.where(mask.bool(), ratio, 0.0).max(), mask.sum()),
+        "ratio_max": Largest(torch.where(mask.bool(), ratio, 0.0).max(), mask.sum()),
     }
 
 
@@ -192,28 +213,31 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        self.batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self.batches: list[dict[str, Mean | Largest | Rate]] = []
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, torch.Tensor]) -> None:
-        metrics = metrics | {"tokens": batch["attention_mask"].sum().float()}
-        pairs = {name: x if isinstance(x, tuple) else (x, torch.ones_like(x)) for name, x in metrics.items()}
+        tokens = batch["attention_mask"].sum().float()
+        pairs = {"tokens": Rate(tokens, torch.ones_like(tokens))}
+        for name, metric in metrics.items():
+            pairs[name] = metric if isinstance(metric, tuple) else Mean(metric, torch.ones_like(metric))
         self.batches.append(pairs)
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
-        names = list(self.batches[0])
+        kinds = {name: type(pair) for name, pair in self.batches[0].items()}
         flat = [torch.stack([number for pair in pairs.values() for number in pair]) for pairs in self.batches]
         gathered = accelerator.gather(torch.stack(flat)).cpu()  # (micro-batches of all ranks, 2 * names)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
-        for name, pairs in zip(names, gathered.view(-1, len(names), 2).unbind(1), strict=True):
-            total, count = pairs.sum(0).tolist()
-            if name == "tokens":
-                logs["tokens_per_second"] = total / seconds
-            elif count:
-                logs[name] = pairs[:, 0].max().item() if name.endswith("_max") else total / count
+        by_name = gathered.view(-1, len(kinds), 2).unbind(1)  # (micro-batches, 2) for each metric
+        for (name, kind), pairs in zip(kinds.items(), by_name, strict=True):
+            total, rows = pairs.sum(0).tolist()
+            if kind is Rate:
+                logs[f"{name}_per_second"] = total / seconds
+            elif rows:
+                logs[name] = pairs[:, 0].max().item() if kind is Largest else total / rows
         return logs
 
 
@@ -240,7 +264,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
     first step if both are the same checkpoint.
     """
 
-    compares_sft_rows = True  # with the reference
+    learns_from_games = False  # True: SFT rows have a loss of their own, without the reference
 
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         super().__init__(args=args, **kwargs)
@@ -279,7 +303,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
         logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
-        loss, metrics = self.method_loss(logprob, inputs, num_items_in_batch or Denominators.of(inputs))
+        denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
+        loss, metrics = self.method_loss(logprob, inputs, denominators)
         if self.module.training:
             self.not_finite += ~loss.detach().isfinite()
             self.metrics.add(metrics, inputs)
@@ -324,28 +349,32 @@ class SPAGTrainer(Trainer, TrainerCallback):
         path = Path(self.args.output_dir, REFERENCE_FILE)
         if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
             self.train_dataset.ref_logprobs = np.load(path)
-        todo = [rows for rows in (self.train_dataset, self.eval_dataset) if rows and rows.ref_logprobs is None]
-        if not todo:
-            return
-        with self._reference_model() as (model, module):
-            for rows in todo:
-                rows.ref_logprobs = self._reference_pass(rows, model, module)
-        if utils.rank() == 0:
+        datasets = filter(None, (self.train_dataset, self.eval_dataset))
+        todo = [dataset for dataset in datasets if dataset.ref_logprobs is None]
+        for dataset in todo:
+            dataset.ref_logprobs = np.zeros(len(dataset), dtype=np.float32)
+        if compared := [dataset for dataset in todo if len(self._compared(dataset))]:
+            with self._reference_model() as (model, module):
+                for dataset in compared:
+                    self._reference_pass(dataset, model, module)
+        if todo and utils.rank() == 0:
             with utils.replacing(path, "wb") as file:
                 np.save(file, self.train_dataset.ref_logprobs)
 
-    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> np.ndarray:
-        """Log-probabilities of the rows under the reference, (rows,) in fp32; 0 where the loss does not need them.
+    def _compared(self, dataset: RowDataset) -> np.ndarray:
+        """The indices of the rows that the loss compares with the reference."""
+        return np.flatnonzero(~dataset.is_sft) if self.learns_from_games else np.arange(len(dataset))
+
+    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> None:
+        """Compute the log-probabilities of the compared rows under the reference; those of other rows stay 0.
 
         The rows, longest first, are cut into chunks of one batch for each rank. Repeated rows fill up the last chunk.
         """
-        rows = np.flatnonzero(~dataset.is_sft | self.compares_sft_rows)
-        result = np.zeros(len(dataset), dtype=np.float32)
-        if not len(rows):
-            return result
-        rows = rows[np.argsort(-dataset.lengths[rows], kind="stable")]
+        indices = self._compared(dataset)
+        indices = indices[np.argsort(-dataset.lengths[indices], kind="stable")]
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
-        shares = np.resize(rows, (math.ceil(len(rows) / (batch_size * ranks)), ranks, batch_size))
+        chunks = math.ceil(len(indices) / (batch_size * ranks))
+        shares = np.resize(indices, (chunks, ranks, batch_size))
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
         logprobs = []
         for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
@@ -353,8 +382,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
                 logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
         gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
-        result[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
-        return result
+        dataset.ref_logprobs[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
@@ -438,7 +466,7 @@ class SFTwithKLTrainer(SPAGTrainer):
 class OfflinePOTrainer(SPAGTrainer):
     """Self-play learning."""
 
-    compares_sft_rows = False
+    learns_from_games = True
 
     def method_loss(self, logprob, batch, denominators):
         return offline_po_loss(

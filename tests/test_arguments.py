@@ -3,13 +3,15 @@
 import json
 import re
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 from conftest import ROOT
 
 import utils
-from arguments import parse_arguments
+from arguments import METHOD_ARGUMENTS, SPAGArguments, parse_arguments
+from trainers import TRAIN_METHODS
 from utils import differences
 
 README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -105,3 +107,8 @@ def test_what_makes_a_run_another_one(given, flags, different):
 
 def test_weights_are_whole_without_deepspeed_and_lora(given):
     assert parse_arguments(minimal(given, "--bf16", "True", "--use_cpu", "True")).weights_dtype is torch.float32
+
+
+def test_every_method_has_its_arguments_and_its_trainer():
+    assert METHOD_ARGUMENTS.keys() == TRAIN_METHODS.keys()
+    assert set().union(*METHOD_ARGUMENTS.values()) <= {each.name for each in fields(SPAGArguments)}

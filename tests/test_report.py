@@ -90,7 +90,7 @@ def test_a_run_is_reported_whole(output):
         "cut off at the token limit": [("epoch1", 1), ("epoch2", 1)],
     }
     charts = {title: points(traces) for title, traces, _ in page.training_charts(contents.logs)}
-    assert list(charts) == ["loss", "policy_loss", "kl"] and list(charts["kl"]) == ["imitation"]
+    assert list(charts) == ["loss", "kl", "policy_loss"] and list(charts["kl"]) == ["imitation"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
     ((title, traces, _),) = page.belief_charts(contents.belief)
     assert points(traces) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}

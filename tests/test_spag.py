@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from helpers import ENVIRONMENT
@@ -95,3 +96,16 @@ def test_playing_and_rows_need_no_torch():
     code = "import sys; from tools import spag; e = spag.play(['a'], lambda t: 'Hm.', lambda t: 'So?'); spag.rows(e)"
     code += "; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True) == "False\n"
+
+
+def test_the_epoch_on_the_page_runs_as_it_stands_and_teaches(capsys):
+    code = textwrap.dedent("\n".join(line for line in spag.__doc__.splitlines() if line.startswith("    ")))
+    names = {}
+    exec(compile(code, "spag", "exec"), names)
+    assert names["outcomes"] == ["defender wins", "attacker wins"]
+    winners = [(row["role"], row["target"]) for row in names["rows"]]
+    assert winners == [("defender", "I know the word! It is cat!"), ("attacker", "It purrs.")]
+    after, _ = spag.loss(
+        names["policy"], names["reference"], spag.batch(names["rows"], names["tokenizer"], max_length=256)
+    )
+    assert after < names["loss"]

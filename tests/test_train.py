@@ -493,6 +493,12 @@ def test_a_training_that_would_ruin_the_model_or_change_nothing_is_refused(tmp_p
     assert run(tmp_path / "out", settings | meant)
 
 
+def test_self_play_on_sft_rows_alone_loads_no_reference(tmp_path, loaded, tiny_model, other_model):
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME | {"type": "sft"}] * 8)
+    run(tmp_path / "out", offline_po(rows, tiny_model, other_model, allow_no_game_rows=True))
+    assert loaded == [tiny_model]
+
+
 def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, mixed_rows, tiny_model):
     build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
     refused(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "larger"), "different vocabularies")

@@ -1,7 +1,23 @@
-"""One page for people who take a piece: play games, judge them, make rows, compute the loss.
+"""One page for people who take a piece. A whole epoch of self-play, which runs as it stands:
 
-The README has an example. Playing and rows need no torch, unless a model plays in this process. Batches and the loss
-need torch, transformers and accelerate.
+    import torch
+    from tools import spag
+    from tools.tiny.models import SHAPE, random_llama, train_tokenizer
+
+    # Play: in the place of a function may stand a model folder, or openai:MODEL.
+    episodes = spag.play(["cat", "violin"], lambda turn: "It purrs.", lambda turn: "I know the word! It is cat!")
+    outcomes = [spag.judge(episode).outcome for episode in episodes]  # ['defender wins', 'attacker wins']
+    rows = spag.rows(episodes)  # a row for each message of a winner, with its reward and weight
+    # Train: the reference is the model that played, here one of a million parameters made on the spot.
+    tokenizer = train_tokenizer((row["query"] + row["target"] for row in rows), vocab_size=1000)
+    policy, reference = (random_llama(len(tokenizer), 0, **SHAPE) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    loss, metrics = spag.loss(policy, reference, spag.batch(rows, tokenizer, max_length=256))
+    loss.backward()
+    optimizer.step()
+
+Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch, transformers and
+accelerate.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, s
 from tools.pages.contents import SAMPLE, Report
 
 FOLDER = Path(__file__).parent
-METRICS = ("loss", "policy_loss", "sft_loss", "log_ratio", "kl", "clip_fraction", "grad_norm")
+NO_CURVES = {"step", "epoch"}  # of a log entry
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 LAYOUT = {
@@ -141,9 +141,12 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
+    """A chart for each number that is logged with the loss, with a line for each training."""
+    steps = {name: [entry for entry in log if "loss" in entry] for name, log in logs.items()}
+    metrics = dict.fromkeys(metric for entries in steps.values() for entry in entries for metric in entry)
     charts = []
-    for metric in METRICS:
-        curves = {name: {each["step"]: each[metric] for each in log if metric in each} for name, log in logs.items()}
+    for metric in [metric for metric in metrics if metric not in NO_CURVES]:
+        curves = {name: {each["step"]: each[metric] for each in log if metric in each} for name, log in steps.items()}
         traces = [trace(name, points, mode="lines") for name, points in curves.items() if points]
         if traces:
             charts.append((metric, traces, {}))
