@@ -68,9 +68,11 @@ def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
     """
-    scored = labels[:, 1:] != IGNORE_INDEX
-    logprobs = token_logprob(logits[:, :-1][scored], labels[:, 1:][scored])
-    return logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs).sum(1) / scored.sum(1)
+    predicting, targets = logits[:, :-1], labels[:, 1:]
+    scored = targets != IGNORE_INDEX
+    logprobs = token_logprob(predicting[scored], targets[scored])
+    by_place = logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs)
+    return by_place.sum(1) / scored.sum(1)
 
 
 def label_logprob(
@@ -85,17 +87,20 @@ def label_logprob(
     labels, inputs = batch["labels"], {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
         mask = batch["attention_mask"]
-        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs |= {"attention_mask": mask, "position_ids": positions}
     places = batch["scored_places"] if "scored_places" in batch else scored_places(labels)
 
-    def select(layer, args):  # hidden states that predict a scored label, as (1, scored tokens, hidden)
-        return (args[0].flatten(0, 1).index_select(0, places).unsqueeze(0), *args[1:])
+    def select(layer, args):
+        hidden, *rest = args  # (batch, T, hidden)
+        predicting = hidden.flatten(0, 1).index_select(0, places)  # those that predict a scored label
+        return (predicting.unsqueeze(0), *rest)  # (1, scored tokens, hidden)
 
     with module.get_output_embeddings().register_forward_pre_hook(select):
         logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
     logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
     by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
-    return by_place.view(labels.shape).sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1)
+    return by_place.view(labels.shape).sum(1) / num_scored(batch)
 
 
 def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
@@ -183,10 +188,11 @@ def _over_rows(values: torch.Tensor, mask: torch.Tensor) -> Mean:
 
 def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
     ratio = log_ratio.detach().exp()
+    largest = torch.where(mask.bool(), ratio, 0.0).max()
     return {
         "log_ratio": _over_rows(log_ratio, mask),
         "ratio": _over_rows(ratio, mask),
-        "ratio_max": Largest(torch.where(mask.bool(), ratio, 0.0).max(), mask.sum()),
+        "ratio_max": Largest(largest, mask.sum()),
     }
 
 
@@ -198,7 +204,9 @@ class Denominators(NamedTuple):
     @classmethod
     def of(cls, batch: dict[str, torch.Tensor]) -> "Denominators":
         sft_rows = batch["sft_mask"].sum()
-        return cls(len(batch["sft_mask"]) - sft_rows, sft_rows, num_scored(batch).sum().to(sft_rows.dtype))
+        game_rows = len(batch["sft_mask"]) - sft_rows
+        tokens = num_scored(batch).sum()
+        return cls(game_rows, sft_rows, tokens.to(sft_rows.dtype))
 
 
 def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -226,8 +234,9 @@ class MetricSums:
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
         kinds = {name: type(pair) for name, pair in self.batches[0].items()}
-        flat = [torch.stack([number for pair in pairs.values() for number in pair]) for pairs in self.batches]
-        gathered = accelerator.gather(torch.stack(flat)).cpu()  # (micro-batches of all ranks, 2 * names)
+        numbers = [[number for pair in pairs.values() for number in pair] for pairs in self.batches]
+        ours = torch.stack([torch.stack(each) for each in numbers])  # (micro-batches, 2 * names)
+        gathered = accelerator.gather(ours).cpu()  # (micro-batches of all ranks, 2 * names)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
@@ -236,8 +245,10 @@ class MetricSums:
             total, rows = pairs.sum(0).tolist()
             if kind is Rate:
                 logs[f"{name}_per_second"] = total / seconds
+            elif rows and kind is Largest:
+                logs[name] = pairs[:, 0].max().item()
             elif rows:
-                logs[name] = pairs[:, 0].max().item() if kind is Largest else total / rows
+                logs[name] = total / rows
         return logs
 
 
@@ -253,7 +264,11 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
             f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
             "--deepspeed that made them, or delete them"
         )
-    return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
+
+    def step(name: str) -> int:
+        return int(name.rpartition("-")[2])
+
+    return max(with_state, key=step, default=None)
 
 
 class SPAGTrainer(Trainer, TrainerCallback):
@@ -322,8 +337,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or self.args.loss_normalization == "micro_batch":
             return batches, None
-        totals = sum(torch.stack(Denominators.of(batch)) for batch in batches).to(self.args.device)
-        totals = self.accelerator.reduce(totals, reduction="sum")
+        counts = [torch.stack(Denominators.of(batch)) for batch in batches]
+        totals = self.accelerator.reduce(sum(counts).to(self.args.device), reduction="sum")
         # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
         # the average is total cost / total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
@@ -382,7 +397,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
                 logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
         gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
-        dataset.ref_logprobs[shares.swapaxes(0, 1).reshape(-1)] = gathered.cpu().numpy().reshape(-1)
+        in_gathered_order = shares.swapaxes(0, 1).reshape(-1)
+        dataset.ref_logprobs[in_gathered_order] = gathered.cpu().numpy().reshape(-1)
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:

@@ -74,7 +74,7 @@ class SlotEngine:
         sampled = self._sample(complete, logits) if complete else []
         for slot in slots:
             slot.num_cached_tokens += slot.num_new_tokens
-        replies = [self._append(slot, token) for slot, token in zip(complete, sampled, strict=True)]
+        replies = map(self._append, complete, sampled)
         return [reply for reply in replies if reply]
 
     def _forward(self, slots: list[Slot], *, prefix_length: int) -> torch.Tensor:
@@ -98,7 +98,8 @@ class SlotEngine:
         """A token for each of these slots. `logits`: (slots, vocabulary)."""
         sampling = self.tokens.sampling
         stop_ids = [token for token in self.tokens.stop_ids if token < logits.shape[-1]]
-        too_short = [row for row, slot in enumerate(slots) if len(slot.request.reply) < sampling.min_new_tokens]
+        lengths = [len(slot.request.reply) for slot in slots]
+        too_short = [row for row, length in enumerate(lengths) if length < sampling.min_new_tokens]
         if too_short and stop_ids:
             rows, columns = (torch.tensor(indices, device=logits.device) for indices in (too_short, stop_ids))
             logits[rows[:, None], columns] = -math.inf
@@ -126,7 +127,8 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
-    drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
+    totals = sums[:, -1:]
+    drawn = torch.rand(totals.shape, dtype=totals.dtype, device=totals.device) * totals
     # The first index whose sum is larger than the drawn number. Its probability is never 0.
     return torch.searchsorted(sums, drawn, right=True)[:, 0]
 

@@ -64,8 +64,8 @@ class Taboo(Game):
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
         forms = sorted(_forms(task), key=len, reverse=True)
         secrets = re.finditer("|".join(map(self._pattern, forms)), text, re.IGNORECASE)
-        guesses = SENTENCE.finditer(text)
-        return [(SECRET, *match.span()) for match in secrets] + [(GUESS, *match.span()) for match in guesses]
+        marks = [(SECRET, *match.span()) for match in secrets]
+        return marks + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
 
     def _says(self, text: str, forms: list[str], after: str = "") -> bool:
         said = [form for form in forms if form in text]

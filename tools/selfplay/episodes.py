@@ -45,7 +45,8 @@ class EpisodeFiles:
     @property
     def patterns(self) -> list[str]:
         """The files that a run makes, as `utils.stage` takes them; the first is there when it is finished."""
-        return [glob.escape(self.results_path.name), self.rank_pattern, glob.escape(self.summary_path.name)]
+        results, summary = (glob.escape(path.name) for path in (self.results_path, self.summary_path))
+        return [results, self.rank_pattern, summary]
 
     def finished(self) -> dict[int, Episode]:
         """The finished games of all ranks by index, also of starts with other numbers of processes.
@@ -124,6 +125,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     for outcome in game.outcomes:
         won[outcome.winner] += 0 if outcome.breach else outcomes[outcome.name]
     first, second = (won[role] for role in game.roles)
+    thoughts = {name: counts[name] for name in ("thoughts", "cut_thoughts")}
     return {
         "games": outcomes.total(),
         "outcomes": {outcome.name: outcomes[outcome.name] for outcome in game.outcomes},
@@ -131,7 +133,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
         "mean_length": counts["length"] / outcomes.total() if outcomes else None,
         **{name: counts[name] for name in ("messages", "empty_replies", "cut_off_replies", "cut_prompts")},
         "new_tokens": counts["new_tokens"],
-        **({name: counts[name] for name in ("thoughts", "cut_thoughts")} if counts["thoughts"] else {}),
+        **(thoughts if counts["thoughts"] else {}),
     }
 
 

@@ -38,11 +38,14 @@ async def play_game(
     replies: list[dict] = []
     while not game.is_over(history, task, max_turns):
         role = game.next_role(task, history)
-        turn = Turn(game, role, tuple(history), max_turns, index, game.secrets(role, task, history), templates)
+        secrets = game.secrets(role, task, history)
+        turn = Turn(game, role, tuple(history), max_turns, index, secrets, templates)
         reply = await players[role].reply(turn)
         history.append({"role": role, "content": reply.text.strip()})
-        stored = {key: value for key, value in vars(reply).items() if key != "text" and value is not None}
-        replies.append(stored if reply.thought is None else stored | {"text": reply.text})
+        stored = {key: value for key, value in vars(reply).items() if value is not None}
+        if reply.thought is None:  # the text is the message in the history
+            del stored["text"]
+        replies.append(stored)
     outcome, length = game.judge(history, task, max_turns)
     return {
         "index": index,
