@@ -193,6 +193,13 @@ def test_a_template_that_would_change_the_game_is_refused(template, complaint):
         ChatTemplate(tokenizer, "m")
 
 
+def test_several_templates_without_a_default_are_refused_in_one_line():
+    tokenizer = chat_tokenizer("chatml", "x")
+    tokenizer.chat_template = {"rag": "x", "tool_use": "x"}
+    with pytest.raises(UserError, match="^m: .*multiple chat templates"):
+        ChatTemplate(tokenizer, "m")
+
+
 def test_replies_that_begin_with_a_text_of_the_models_own_are_refused():
     """As of gpt-oss, whose template leaves their channel to the model."""
     channels = LINES.replace("{{ m.role + ': '", "{{ m.role + ': ' + ('final ' if m.role == 'assistant' else '')")

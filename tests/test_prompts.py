@@ -82,14 +82,18 @@ def test_each_shipped_rule_text_of_taboo_tells_the_sentence_that_the_judge_takes
     "change, problem",
     [
         ({"rules": "One text.\n"}, "'rules' must be a list of texts that end in a newline"),
+        ({"rules": [7]}, "'rules' must be a list of texts that end in a newline"),
+        ({"rules": []}, "'rules' must be a list of texts that end in a newline"),
+        ({"answer": 7}, "to the judge, 'answer' .7. is no right guess"),
+        ({"attacker_instruction": None}, "'attacker_instruction' is missing, or is no text"),
         ({"attacker_instruction": "No word."}, "'attacker_instruction' lacks the slot {target_word}"),
         ({"answer": "Ich kenne das Wort! Es ist {target_word}!"}, "to the judge, 'answer' .*is no right guess"),
-        ({"defender_instruction": None}, "'defender_instruction' is missing"),
+        ({"defender_instruction": ...}, "'defender_instruction' is missing"),
     ],
 )
 def test_a_prompt_file_with_a_fault_is_refused_by_name(tmp_path, change, problem):
     path = tmp_path / "prompts.json"
-    path.write_text(json.dumps({name: text for name, text in (TEMPLATES | change).items() if text}))
+    path.write_text(json.dumps({name: text for name, text in (TEMPLATES | change).items() if text is not ...}))
     with pytest.raises(UserError, match=f"prompts.json: {problem}"):
         prompts.load_templates(path, GAME)
 

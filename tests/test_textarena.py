@@ -11,6 +11,7 @@ from tools.games import Game, load_game
 from tools.games.prompts import play_prompt
 from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
+from utils import UserError
 
 textarena = pytest.importorskip("textarena", reason="needs textarena 0.7.4")
 
@@ -75,6 +76,12 @@ def test_winners_are_those_of_textarena_itself(env):
         assert verdict == (episode["outcome"], len(episode["history"]))
         breaches += invalid
     assert breaches < 12
+
+
+@pytest.mark.parametrize("env", ["TicTacToe", "Taboo-v0"])  # without its version; for four players
+def test_an_environment_that_cannot_be_played_is_one_line(env):
+    with pytest.raises(UserError, match=f"env={env}: (Environment|Taboo)"):
+        load_game("textarena", env=env)
 
 
 def test_a_player_sees_its_own_card_and_not_the_others():

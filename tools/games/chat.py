@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import UserError, alpaca_to_row
+from utils import UserError, alpaca_to_row, told
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
@@ -50,7 +50,8 @@ class ChatTemplate:
         self.tokenizer, self.name, self.thinking = tokenizer, name, thinking
         if not tokenizer.chat_template:
             raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template")
-        template = tokenizer.get_chat_template()
+        with told(name, ValueError):  # several templates, and none of them the default
+            template = tokenizer.get_chat_template()
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.template = (FIXED_DAY if "strftime_now" in template else "") + template
         try:

@@ -1,24 +1,25 @@
 """The base class of all games for two players, and how a game is found by its name. Pure functions; no torch."""
 
 import importlib
-import importlib.util
+import inspect
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from utils import UserError
+from utils import UserError, told
 
 SECRET, GUESS = "secret", "guess"  # kinds of text that the report marks in a message
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
 DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game"
-CLASSES = {  # of this project's games; each is in the file of its name
-    "taboo": "Taboo",
-    "twenty_questions": "TwentyQuestions",
-    "guess_my_city": "GuessMyCity",
-    "textarena": "TextArena",
+CLASSES = {  # of this project's games
+    "taboo": "tools.games.taboo:Taboo",
+    "twenty_questions": "tools.games.twenty_questions:TwentyQuestions",
+    "guess_my_city": "tools.games.guess_my_city:GuessMyCity",
+    "textarena": "tools.games.textarena:TextArena",
 }
 
 History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
@@ -126,7 +127,7 @@ class Game:
 
     def check_episode(self, episode: Mapping) -> None:
         """Raise ValueError for a stored episode that is incomplete, invalid, or from another game."""
-        if absent := [key for key in EPISODE_KEYS if key not in episode]:
+        if absent := [key for key in EPISODE_KEYS if key not in (episode or ()) or episode[key] is None]:
             raise ValueError(f"'{absent[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (game := episode.get("game") or DEFAULT_GAME) != self.name:
             raise ValueError(f"a game of {game!r}, not of {self.name!r}; pass --game with the one that was played")
@@ -137,7 +138,8 @@ class Game:
         if not isinstance(task, str) or not task.strip():
             raise ValueError(f"'target_word' is {task!r}; it must be a word")
         for index, message in enumerate(history):
-            if message.get("role") not in self.roles or not isinstance(message.get("content"), str):
+            fits = isinstance(message, Mapping) and message.get("role") in self.roles
+            if not fits or not isinstance(message.get("content"), str):
                 expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a text)"
                 raise ValueError(f"message {index}: {expected}, got {message!r:.60}")
         self.check_task(task)
@@ -150,21 +152,33 @@ def whole_word(word: str) -> re.Pattern:
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options."""
-    if ":" in name:
-        return load_member(name)(**options)
-    if name not in CLASSES:
+    place = CLASSES.get(name, name)
+    if ":" not in place:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
-    return load_member(f"{__package__}.{name}:{CLASSES[name]}")(**options)
+    make = load_member(place)
+    with told(f"--game {name}, its options", TypeError):  # a missing or an unknown one
+        inspect.signature(make).bind(**options)
+    return make(**options)
 
 
 def load_member(path: str) -> Any:
-    """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path."""
+    """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path.
+
+    UserError if there is none. An error of the module itself, while it is imported, is raised as it is.
+    """
     place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
+    if place.endswith(".py"):
+        module = sys.modules[place] = ModuleType(place)
+        module.__file__ = place
+        # Not as an import: Python takes an edited file of the same size and second for the one that it has compiled.
+        exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
+    else:
         sys.path.append("")
-        return getattr(importlib.import_module(place), name)
-    module_name = f"game_of_{Path(place).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, place)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if not f"{place}.".startswith(f"{error.name}."):  # of an import inside it
+                raise
+            raise UserError(f"{path}: {error}") from None
+    with told(path, AttributeError):
+        return getattr(module, name)

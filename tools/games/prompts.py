@@ -52,7 +52,7 @@ def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max
 def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
     """`Game.answer`; a text `answer` of the prompt file, with {target_word} for the secret, replaces its message."""
     role, message = game.answer(task)
-    return role, templates.get("answer", message).replace("{target_word}", task)
+    return role, str(templates.get("answer", message)).replace("{target_word}", task)
 
 
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
@@ -91,15 +91,15 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
     templates = read_json(path)
-    needed = [RULES, *(f"{role}_instruction" for role in game.roles)]
-    if absent := [name for name in needed if name not in templates]:
-        raise UserError(f"{path}: {absent[0]!r} is missing")
-    rules = templates[RULES]
-    if not isinstance(rules, list) or not all(rule.endswith("\n") for rule in rules):
+    rules = RULES in templates and templates[RULES]
+    if not (rules and isinstance(rules, list) and all(str(rule).endswith("\n") for rule in rules)):
         raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
     for role in game.roles:
+        request = templates.get(f"{role}_instruction")
+        if not isinstance(request, str):
+            raise UserError(f"{path}: '{role}_instruction' is missing, or is no text")
         for slot in game.secrets(role, game.example_task, ()):
-            if f"{{{slot}}}" not in templates[f"{role}_instruction"]:
+            if f"{{{slot}}}" not in request:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
     if "answer" in templates and game.answer(game.example_task):
         role, message = answer(game, game.example_task, templates)

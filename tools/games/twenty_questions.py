@@ -29,8 +29,8 @@ class TwentyQuestions(Game):
     def decide(self, task: str, history: History) -> str | None:
         role, text = history[-1]["role"], history[-1]["content"]
         if role == GUESSER:
-            guess = self.guess.search(text)
-            return FOUND if guess and guess[1].strip().lower() == task.strip().lower() else None
+            guesses = [guess.strip().lower() for guess in self.guess.findall(text)]
+            return FOUND if task.strip().lower() in guesses else None
         if whole_word(task).search(text):
             return SAID
         return None if ANSWER.match(text) else NO_ANSWER
