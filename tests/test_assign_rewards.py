@@ -207,10 +207,12 @@ def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_pa
     assert "game_file: " in refuse(game=f"{own}:Own")
 
 
-def test_a_function_of_ones_own_shapes_rewards(run, tmp_path):
-    (tmp_path / "half.py").write_text("def half(row, episode, outcome):\n    return row['reward'] / 2\n")
-    rows, _ = run(shape=f"{tmp_path}/half.py:half")
+def test_a_function_of_ones_own_shapes_rewards(run, refuse, tmp_path):
+    (tmp_path / "own.py").write_text("half = lambda row, *_: row['reward'] / 2\nnothing = lambda *_: None\n")
+    rows, _ = run(shape=f"{tmp_path}/own.py:half")
     assert [2 * row["reward"] for row in rows] == [row["reward"] for row in rows_of(EPISODES)]
+    assert "returned None" in refuse(shape=f"{tmp_path}/own.py:nothing", output_data_path=tmp_path / "other.json")
+    assert "has no attribute 'double'" in refuse(shape=f"{tmp_path}/own.py:double")
 
 
 def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
@@ -257,11 +259,15 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
         ({"target_word": WORD, "max_turns": 5}, "'history'"),
         (TIED | {"history": [{"role": "judge", "content": "x"}]}, "judge"),
         (TIED | {"game": "twenty_questions"}, "twenty_questions"),
+        (None, "'history'"),
+        (TIED | {"history": None}, "'history'"),
+        (TIED | {"history": json.dumps(TIED["history"])}, "message 0: expected"),
+        (TIED | {"history": ["Hello"]}, "message 0: expected .* got 'Hello'"),
     ],
 )
 def test_a_bad_episode_is_named_by_file_and_number(refuse, broken, complaint):
     line = refuse(inputs=([TIED], [TIED, broken]))
-    assert "episodes1.jsonl: episode 2: " in line and complaint in line
+    assert re.search(f"episodes1.jsonl: episode 2: .*{complaint}", line)
     with pytest.raises(ValueError, match=f"episode 1: .*{complaint}"):
         rows_of([TIED, broken])
 
@@ -271,7 +277,7 @@ def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse, tmp_path):
     assert "the games give no rows" in line and "'tied game': 2" in line
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
     assert "sft.jsonl: record 2: a row needs" in refuse(sft_data_path=sft)
-    assert "above 0 and at most 1" in refuse(decay_weight=1.25)
+    assert "at most 1" in refuse(decay_weight=1.25)
     assert "at least 0" in refuse(ties=float("nan"))
     assert "leave out --losers" in refuse(messages="all", losers=1)
     assert "--baseline" in refuse(messages="all", baseline="role")

@@ -117,7 +117,7 @@ def test_true_hints_raise_the_share_and_false_ones_do_not():
     tokenizer = train_tokenizer((prompt + guessed for prompt, guessed in heard), vocab_size=3072)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     model = random_llama(len(tokenizer), 0, **shape, max_position_embeddings=256)
-    local = LocalModel(model, tokenizer, Sampling(max_new_tokens=0))
+    local = LocalModel(model, tokenizer, Sampling())
     rows = [(local.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
     optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(160):

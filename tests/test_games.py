@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import sys
@@ -15,6 +16,7 @@ from tools import evaluate_games, play_llm_game, report
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
+from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from utils import UserError, read_json_or_jsonl, read_words
 
@@ -39,10 +41,57 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
     assert load_game("mine:Mine").name == "mine"
 
 
-@pytest.mark.parametrize("name, options", [("chess", {}), ("taboo", {"match": "regex"})])
-def test_an_unknown_game_or_option_is_refused(name, options):
-    with pytest.raises(UserError, match="taboo, twenty_questions|must be one of substring, word"):
+def test_an_edited_file_of_the_same_size_and_second_is_the_new_game(tmp_path):
+    path, flags = tmp_path / "mine.py", PlayFlags(game=f"{tmp_path}/mine.py:Mine")
+    seen = []
+    for name in ("mine", "yours"):
+        path.write_text(MINE.replace('"mine"', f'"{name}"').replace("no", "n" * (6 - len(name))))
+        os.utime(path, (1e9, 1e9))
+        game = flags.load_game()
+        seen.append((game.name, path.stat().st_size, flags.settings(game)["game_file"]))
+    assert [name for name, *_ in seen] == ["mine", "yours"] and seen[0][1] == seen[1][1] and seen[0][2] != seen[1][2]
+    assert "game_file" not in PlayFlags().settings(load_game())
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("chess", {}, "taboo, twenty_questions"),
+        ("taboo", {"match": "regex"}, "must be one of substring, word"),
+        ("taboo", {"matches": "word"}, "--game taboo.*unexpected keyword argument 'matches'"),
+        ("textarena", {}, "--game textarena.*missing a required argument: 'env'"),
+        ("mine.py:Nim", {}, "mine.py:Nim: .*no attribute 'Nim'"),
+        ("mine:Nim", {}, "mine:Nim: .*no attribute 'Nim'"),
+        ("yours:Mine", {}, "yours:Mine: No module named 'yours'"),
+        ("no.such.module:Mine", {}, "no.such.module:Mine: No module named 'no'"),
+    ],
+)
+def test_an_unknown_game_or_option_is_refused(name, options, message, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
         load_game(name, **options)
+
+
+@pytest.mark.parametrize(
+    "bug, error",
+    [
+        ("import nosuchmodule", ModuleNotFoundError),
+        ("def decide(:", SyntaxError),
+        ("    def __init__(self):\n        self.shout.no", AttributeError),
+        ("    def __init__(self):\n        len(5)", TypeError),
+        ("    def check_task(self, task):\n        self.shout.no", AttributeError),
+        ("    def decide(self, task, history):\n        return history[5]", IndexError),
+    ],
+)
+@pytest.mark.parametrize("place", ["buggy.py", "buggy"])
+def test_a_bug_in_a_game_of_ones_own_keeps_its_traceback(bug, error, place, tmp_path, monkeypatch):
+    (tmp_path / "buggy.py").write_text(f"{MINE}{bug}\n" if bug[0] == " " else f"{bug}\n{MINE}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "buggy", raising=False)
+    episode = {"history": [{"role": "guesser", "content": "?"}], "target_word": "a", "max_turns": 3, "game": "mine"}
+    with pytest.raises(error):
+        assign_rewards([episode], game=load_game(f"{place}:Mine"), rng=random.Random(0))
 
 
 def test_an_episode_never_causes_an_import(tmp_path, monkeypatch):
@@ -88,6 +137,7 @@ def test_the_answer_is_a_message_that_finds_the_secret(name, tmp_path):
     "texts, outcome, length",
     [
         (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
+        (["Is it `fig`? Or is it `apple`?"], "found", 1),  # one of its guesses is right
         (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
         (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
         (["Is it red?", "Perhaps"], "no answer", 2),
@@ -105,6 +155,7 @@ def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
     "texts, outcome, length",
     [
         (["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
+        (["Are you from `Nice`? Are you from `Lyon`?"], "found", 1),
         (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
         (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
         (["Which language?", "That of france."], "answerer names the place", 2),

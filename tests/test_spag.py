@@ -1,11 +1,13 @@
 """The page of pieces: functions play, rows are shaped, the loss of a batch has a gradient."""
 
 import asyncio
+import math
 import shutil
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from helpers import ENVIRONMENT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,6 +45,21 @@ def test_functions_play_and_their_games_become_rows(episodes):
     for use in (spag.rows, lambda games: spag.judge(games[0])):
         with pytest.raises(ValueError, match="a game of 'twenty_questions', not of 'taboo'"):
             use([episode | {"game": "twenty_questions"} for episode in episodes])
+
+
+def test_a_shaped_reward_is_a_finite_number(episodes):
+    def paid(value):
+        def fixed(*_):
+            return value
+
+        return spag.rows(episodes, shape=fixed)[0]["reward"]
+
+    assert [(type(paid(value)), paid(value)) for value in (True, np.True_, np.float32(0.5), -1)] == [
+        (float, 1.0), (float, 1.0), (float, 0.5), (float, -1.0)
+    ]  # fmt: skip
+    for value in (None, "0.5", math.nan, -math.inf):
+        with pytest.raises(UserError, match=f"fixed.* returned {value!r};"):
+            paid(value)
 
 
 def test_flags_of_play_count_for_functions_too(tmp_path):

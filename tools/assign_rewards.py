@@ -57,8 +57,6 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
         files = {"input_data_path": files_setting(*self.input_data_path)}
         if self.sft_data_path:
             files["sft_data_path"] = files_setting(self.sft_data_path)
-        if ":" in self.game:  # of the user, who may have changed it since
-            files["game_file"] = files_setting(inspect.getfile(type(game)))
         if self.shape:
             files["shape"] = files_setting(inspect.getfile(self.load_shape()))
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tools.flags import GameFlags, NamedPath, flag, named_path, parse_flags
+from tools.flags import GameFlags, NamedPath, by_name, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.matches.stats import estimate, mean_difference
@@ -46,7 +46,10 @@ WITH_INTERVAL = ("share", "rank_1", "share_difference", "tempered_difference")  
 @dataclass(kw_only=True)
 class Flags(GameFlags):
     models: list[NamedPath] = flag(
-        "models to compare, the first with the others", type=named_path, metavar="NAME=MODEL"
+        "models to compare, the first with the others",
+        type=named_path,
+        metavar="NAME=MODEL",
+        unique=by_name,
     )
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
@@ -92,7 +95,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     from tools.selfplay.belief import measure_game
 
     gc.collect()  # frees the model before
-    sampling = Sampling(max_length=flags.max_length, max_new_tokens=0)
+    sampling = Sampling(max_length=flags.max_length + 1, max_new_tokens=1)  # the whole max_length is the prompt's
     options = {"dtype": "bfloat16" if flags.bf16 else None, "trust_remote_code": flags.trust_remote_code}
     local = load_local_model(model_folder(path), sampling, **options)
     if flags.chat_template:

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import NamedPath, flag, named_path, parse_flags
+from tools.flags import NamedPath, by_name, flag, named_path, parse_flags
 from tools.matches.stats import ALL, Match, pairs
 from tools.matches.text import RESULTS, TABLE, write_results
 from tools.selfplay.engines import choose_engine, player_setting
@@ -29,12 +29,16 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL")
+    players: list[NamedPath] = flag(
+        "model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL", unique=by_name
+    )
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
-    words: list[NamedPath] = flag("word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE")
-    games_per_word: int = flag("games with each word in each match", default=1)
-    max_words: int | None = flag("play only the first words of each list, at most so many", default=None)
-    seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0])
+    words: list[NamedPath] = flag(
+        "word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE", unique=by_name
+    )
+    games_per_word: int = flag("games with each word in each match", default=1, at_least=1)
+    max_words: int | None = flag("play only the first words of each list, at most so many", default=None, at_least=1)
+    seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0], unique=int)
     output_dir: str = flag("folder of the results, shared by all processes")
 
     def __post_init__(self):

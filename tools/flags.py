@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, ge, gt, le
 from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
@@ -12,6 +14,8 @@ from tools.games.game import DEFAULT_GAME, Game, load_game
 from utils import UserError, end_with_error, files_setting
 
 T = TypeVar("T")
+BOUNDS = {"at_least": ge, "above": gt, "at_most": le}  # of a flag's value
+by_name = attrgetter("name")
 
 
 def parse_bool(text: str) -> bool:
@@ -20,12 +24,21 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def flag(help_line: str, *, default=dataclasses.MISSING, names: Sequence[str] = (), **settings):
+def flag(
+    help_line: str,
+    *,
+    default=dataclasses.MISSING,
+    names: Sequence[str] = (),
+    unique: Callable | None = None,
+    **settings,
+):
     """Return a dataclass field that is a flag of a program. Without a default the flag is required.
 
-    `names` are older names of the flag; `settings` go to `add_argument`.
+    `names` are older names of the flag. `unique`: the values of a list must differ in what this function gives for
+    them. The keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
     """
-    metadata = {"help": help_line, "names": names, "settings": settings}
+    bounds = {bound: settings.pop(bound) for bound in BOUNDS if bound in settings}
+    metadata = {"help": help_line, "names": names, "unique": unique, "bounds": bounds, "settings": settings}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -55,12 +68,9 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     )
     parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
     add_flags(parser, kind)
-    flags = vars(parser.parse_args(argv))
-    for flag_name, values in flags.items():
-        names = [value.name for value in values if hasattr(value, "name")] if isinstance(values, list) else []
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            parser.error(f"--{flag_name}: {twice[0]} stands there twice")
-    return kind(**flags)
+    flags = kind(**vars(parser.parse_args(argv)))
+    check_values(flags)
+    return flags
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
@@ -73,12 +83,18 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = Non
     return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
-def check_choices(flags) -> None:
-    """Check what argparse checks of a command line. UserError for a value that is none of its flag's choices."""
+def check_values(flags) -> None:
+    """UserError for a value that is none of its flag's choices or out of its bounds, and for a value that is twice."""
     for field in dataclasses.fields(flags):
         choices, value = field.metadata["settings"].get("choices"), getattr(flags, field.name)
         if choices and value not in choices:
             raise UserError(f"{field.name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
+        for bound, limit in field.metadata["bounds"].items():
+            if value is not None and not BOUNDS[bound](value, limit):
+                raise UserError(f"{field.name} is {value}; it must be {bound.replace('_', ' ')} {limit}")
+        unique = field.metadata["unique"]
+        if unique and len(set(map(unique, value))) < len(value):
+            raise UserError(f"{field.name}: one of {value} stands there twice")
 
 
 class NamedPath(NamedTuple):
@@ -106,8 +122,11 @@ class GameFlags:
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game) -> dict:
-        setting = {"name": game.name, "options": self._options()}
-        return {"game": setting, "prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
+        settings = {"game": {"name": game.name, "options": self._options()}}
+        settings |= {"prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
+        if ":" in self.game:  # of the user, who may have changed it since
+            settings["game_file"] = files_setting(inspect.getfile(type(game)))
+        return settings
 
     def _options(self) -> dict[str, str]:
         return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}

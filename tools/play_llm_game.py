@@ -31,7 +31,7 @@ class Flags(PlayFlags):
     output_dir: str = flag("folder of the results, shared by all processes")
     model_prefix: str = flag("first part of the names of the result files")
     data_suffix: str = flag("last part of the names of the result files")
-    max_games: int | None = flag("play only the first so many words", default=None)
+    max_games: int | None = flag("play only the first so many words", default=None, at_least=1)
     seed: int = flag("seed of sampling", default=42)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tools.flags import check_choices, flag
+from tools.flags import check_values, flag
 from tools.games import prompts
 from tools.games.game import Game, History
 from utils import UserError
@@ -56,18 +56,18 @@ class Sampling:
 
     task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
-    max_new_tokens: int = flag("largest number of tokens of a reply", default=256)
-    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0)
-    temperature: float = flag("sampling temperature", default=1.2)
-    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50)
-    top_p: float = flag("sample from the likeliest tokens that have this total probability", default=1.0)
+    max_new_tokens: int = flag("largest number of tokens of a reply", default=256, at_least=1)
+    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0, at_least=0)
+    temperature: float = flag("sampling temperature", default=1.2, above=0)
+    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50, at_least=0)
+    top_p: float = flag(
+        "sample from the likeliest tokens that have this total probability", default=1.0, above=0, at_most=1
+    )
 
     def __post_init__(self):
-        check_choices(self)
-        if self.max_length <= self.max_new_tokens:
-            raise UserError(f"--max_length {self.max_length} must be above --max_new_tokens {self.max_new_tokens}")
-        if self.temperature <= 0:
-            raise UserError(f"--temperature must be above 0; --task_type {TESTING} takes the likeliest token")
+        check_values(self)
+        if not self.min_new_tokens <= self.max_new_tokens < self.max_length:
+            raise UserError("--max_length must be above --max_new_tokens, and --min_new_tokens at most that")
 
     @property
     def do_sample(self) -> bool:

@@ -24,6 +24,7 @@ class PlayFlags(GameFlags, Sampling, ServerFlags, VLLMFlags):
         "turns of a game, each of one message per player; unset: the game's default",
         default=None,
         names=["taboo_max_turns"],
+        at_least=1,
     )
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
     thinking: bool = flag("True: replies begin with a thought, which the other player does not read", default=False)
@@ -37,8 +38,12 @@ class PlayFlags(GameFlags, Sampling, ServerFlags, VLLMFlags):
         default=AUTO,
         choices=(AUTO, VLLM, SLOTS, GENERATE),
     )
-    per_device_eval_batch_size: int | None = flag("prompts at once; unset: by memory (generate: 32)", default=None)
-    concurrent_games: int | None = flag("games played at once; unset: one batch for each model", default=None)
+    per_device_eval_batch_size: int | None = flag(
+        "prompts at once; unset: by memory (generate: 32)", default=None, at_least=1
+    )
+    concurrent_games: int | None = flag(
+        "games played at once; unset: one batch for each model", default=None, at_least=1
+    )
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
     logging_steps: int = flag("show a game after every so many batches of messages; 0: none", default=10)

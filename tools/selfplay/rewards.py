@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
-from tools.flags import check_choices, flag
+from tools.flags import check_values, flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import UserError, in_messages, load_tokenizer, read_json_or_jsonl, row_texts
+from utils import UserError, in_messages, load_tokenizer, read_json_or_jsonl, row_texts, told
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -25,9 +25,15 @@ Shape = Callable[[dict, Mapping, str], float]  # (row, episode, outcome) -> the 
 
 @dataclass(kw_only=True)
 class RewardFlags:
-    decay_weight: float = flag("reward decay gamma, applied backwards from the last message", default=0.8)
-    losers: float = flag("make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE")
-    ties: float = flag("make rows of both players of tied games: reward -COST", default=0.0, metavar="COST")
+    decay_weight: float = flag(
+        "reward decay gamma, applied backwards from the last message", default=0.8, above=0, at_most=1
+    )
+    losers: float = flag(
+        "make rows of the loser too: -SHARE times the winner's reward", default=0.0, metavar="SHARE", at_least=0
+    )
+    ties: float = flag(
+        "make rows of both players of tied games: reward -COST", default=0.0, metavar="COST", at_least=0
+    )
     baseline: str = flag(
         "role: subtract from a role's reward the mean reward of that role", default=NONE, choices=(NONE, ROLE)
     )
@@ -39,14 +45,12 @@ class RewardFlags:
     messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
     roles: str | None = flag("make rows of this role alone, with weight 1", default=None, metavar="ROLE")
 
-    def check_rewards(self, game: Game) -> None:
-        check_choices(self)
-        if not 0 < self.decay_weight <= 1:
-            raise UserError(f"decay_weight is {self.decay_weight}; it must be above 0 and at most 1")
-        if not (self.losers >= 0 and self.ties >= 0):
-            raise UserError(f"losers is {self.losers} and ties is {self.ties}; each must be at least 0")
+    def __post_init__(self):
+        check_values(self)
         if self.messages == ALL and (self.losers or self.ties or self.baseline == ROLE):
             raise UserError("--messages all pays every message 1; leave out --losers, --ties and --baseline")
+
+    def check_rewards(self, game: Game) -> None:
         if self.roles not in (None, *game.roles):
             raise UserError(f"--roles {self.roles}: {game.title} has the roles {' and '.join(game.roles)}")
 
@@ -79,10 +83,8 @@ class Result(NamedTuple):
 def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
     """Raise UserError that names the first invalid episode by `place` and its number, which counts from `first`."""
     for number, episode in enumerate(episodes, start=first):
-        try:
+        with told(f"{place} {number}", ValueError):
             game.check_episode(episode)
-        except ValueError as error:
-            raise UserError(f"{place} {number}: {error}") from None
 
 
 def game_result(game: Game, episode: Mapping) -> Result:
@@ -218,7 +220,8 @@ def game_rows(
     """The rows of games and their results, in the order of episodes and messages, and the numbers of their roles.
 
     A message up to the decisive one gets its share of its role's reward by decay; with `messages` ALL, the whole of
-    it. Then `shape` is called. With `thinking`, targets begin with the thoughts of their replies.
+    it. Then `shape` is called; UserError unless it returns a finite number. With `thinking`, targets begin with the
+    thoughts of their replies.
     """
     numbers = RoleNumbers(role_weights(game, results, flags.role_weights), role_baselines(game, results, flags))
     rows = []
@@ -234,7 +237,12 @@ def game_rows(
             row = {"query": prompt(history[:index], task, episode["max_turns"]), "target": message["content"].strip()}
             row |= {"reward": reward if flags.messages == ALL else reward * share, "role": role, "weight": weight}
             row |= thoughtful_target(episode, index) if thinking else {}
-            rows.append(row | {"reward": shape(row, episode, result.outcome)} if shape else row)
+            if shape:
+                reward = shape(row, episode, result.outcome)
+                if not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+                    raise UserError(f"{shape} returned {reward!r}; a row's reward must be a finite number")
+                row |= {"reward": float(reward)}
+            rows.append(row)
     return rows, numbers
 
 
