@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import train
+from tools import evaluate_games
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Batcher, LocalModel, load_local_model, own_device
 from tools.engine.slots import SlotEngine
@@ -29,6 +30,7 @@ from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer
 from tools.players.server import ServerPlayer
 from tools.selfplay import engines
 from tools.selfplay.flags import PlayFlags, words_setting
+from tools.selfplay.rewards import RewardFlags
 from utils import ROOT, UserError, files_setting, model_setting
 
 GREEDY = Sampling(max_length=64, max_new_tokens=8, task_type="testing")
@@ -256,6 +258,26 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     assert parse_flags(PlayFlags, ["--thinking", "False", "--chat_template", "true"], description="").thinking is False
     with pytest.raises(UserError, match="must be above --max_new_tokens"):
         PlayFlags(max_length=64, max_new_tokens=64)
+
+
+def test_values_out_of_bounds_are_refused_before_a_model_is_loaded():
+    games_per_word = dict(players=[], words=[], output_dir="")
+    below = [("top_k", -1), ("max_new_tokens", 0), ("min_new_tokens", -1), ("max_turns", 0), ("concurrent_games", 0)]
+    below += [("per_device_eval_batch_size", -1), ("top_p", 0.0), ("temperature", 0.0), ("openai_timeout", 0.0)]
+    for name, value in [
+        *below,
+        ("top_p", 1.5),
+        ("temperature", float("nan")),
+        ("games_per_word", 0),
+        ("max_words", -4),
+    ]:
+        with pytest.raises(UserError, match=f"^{name} is {value}; it must be (at least|above|at most) "):
+            evaluate_games.Flags(**games_per_word, **{name: value})
+    with pytest.raises(UserError, match="--min_new_tokens at most that"):
+        PlayFlags(min_new_tokens=9, max_new_tokens=8)
+    for name, value in (("decay_weight", 0.0), ("losers", -0.1), ("ties", float("nan"))):
+        with pytest.raises(UserError, match=f"^{name} is "):
+            parse_flags(RewardFlags, [f"--{name}={value}"], description="")
 
 
 def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):

@@ -240,6 +240,17 @@ def test_a_thought_is_dropped_or_with_the_flag_kept_apart(content, message, ask)
     assert ask(content, thinking=True, **message) == Reply("One.", STOP, 5, thought=thought)
 
 
+@pytest.mark.parametrize("thought", ["A secret.", [{"type": "text", "text": "A secret."}]])
+def test_typed_parts_are_joined(thought, ask):
+    content = [
+        {"type": "thinking", "thinking": thought},
+        {"type": "text", "text": "On"},
+        {"type": "text", "text": "e."},
+    ]
+    assert ask(content) == Reply("One.", STOP, 5)
+    assert ask(content, thinking=True) == Reply("One.", STOP, 5, thought="<think>A secret.</think>")
+
+
 def test_a_thought_without_an_end_leaves_an_empty_message_with_the_flag_and_else_no_reply(ask):
     assert ask(None, "length", thinking=True, reasoning_content="Hm") == Reply("", LENGTH, 5, thought="<think>Hm")
     assert ask("Hm", "length", thinking=True) == Reply("", LENGTH, 5, thought="Hm")
@@ -305,6 +316,37 @@ def test_a_wrong_set_up_ends_the_run_with_one_line(status, error, message, stub,
     assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
     assert "\x1b" not in line and len(line) < 500
     assert not any(KEY in path.read_text() for path in tmp_path.iterdir())
+
+
+NO_REPLIES = {
+    "another address": {"error": f"Unexpected endpoint or method. {KEY} (POST /chat/completions)\x1b[2J"},
+    "a login page": b"<html>Unexpected endpoint or login</html>",
+    "an event stream": b"data: Unexpected endpoint or stream",
+    "an error in the place of a choice": {"choices": [{"error": {"message": "Unexpected endpoint or method"}}]},
+}
+
+
+@pytest.mark.parametrize("body", NO_REPLIES.values(), ids=NO_REPLIES)
+def test_three_answers_that_are_no_replies_before_the_first_reply_end_the_run(body, stub, place, tmp_path):
+    server = stub(lambda number, _: (200, {}, body))
+    *_, line = run(
+        *flags(place, tmp_path / "a", server.url, openai_api="chat", concurrent_games=1), status=2
+    ).splitlines()
+    assert "some/model at 127.0.0.1" in line and "Unexpected endpoint or" in line and "\x1b" not in line
+    assert len(server.requests) == 3
+    server = stub(lambda number, _: (200, {}, body if number in (0, 1, 6, 7, 8) else answer()))
+    errors = run(*flags(place, tmp_path / "b", server.url, openai_api="chat", concurrent_games=1), status=3)
+    lost = [line for line in errors.splitlines() if "left unfinished" in line]
+    assert len(lost) == 5 and all("Unexpected endpoint or" in line for line in lost)
+
+
+def test_a_server_that_does_not_answer_is_named_and_a_try_ends(stub, place, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.players.server.PATIENCE", 0.1)
+    ended = threading.Event()
+    server = stub(lambda *_: ended.wait(20) and None)
+    errors = run(*flags(place, tmp_path, server.url, openai_timeout=0.5, openai_retries=1), status=2)
+    ended.set()
+    assert errors.count("some/model: no reply for") == 1 and "timed out" in errors.splitlines()[-1]
 
 
 def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(place, tmp_path, monkeypatch):

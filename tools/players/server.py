@@ -1,5 +1,6 @@
 """Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client repeats requests that fail."""
 
+import asyncio
 import json
 import os
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import UserError, printable, require, warn_on_rank_0, whole_characters
+from utils import UserError, printable, require, told, warn_on_rank_0, whole_characters
 
 SERVER = "openai:"  # begins the name of a player behind a server
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
@@ -26,9 +27,11 @@ OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own
 LIMIT, CHAT_LIMIT = "max_tokens", "max_completion_tokens"  # in a chat, servers know one or both
 CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
-# Status: the key or the account; the model or the address; the request, or what it says (moderation).
-WRONG_KEY, WRONG_PLACE, REFUSED = (401, 402), (404, 405), (400, 403, 422)
-MOST_REFUSED = 3  # so many refusals end the run, if no request has succeeded
+# Status: the key or the account; the model or the address; the request, or what it says (moderation). OK is that of an
+# answer that is no reply, such as a login page.
+OK, WRONG_KEY, WRONG_PLACE, REFUSED = 200, (401, 402), (404, 405), (400, 403, 422)
+MOST_REFUSED = 3  # so many refusals and answers that are no replies end the run, if there was no reply
+PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 
 @dataclass(kw_only=True)
@@ -38,6 +41,7 @@ class ServerFlags:
         "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None
     )
     openai_retries: int = flag("how many times a failed request is repeated", default=10)
+    openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0)
 
 
 def connect(flags: ServerFlags):
@@ -49,12 +53,10 @@ def connect(flags: ServerFlags):
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
-    try:
+    with told("HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY", ImportError, ValueError):
         http_client = openai.DefaultAsyncHttpxClient(trust_env=urlsplit(url or "").hostname not in LOCAL_HOSTS)
-    except (ImportError, ValueError) as error:
-        proxies = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
-        raise UserError(f"{proxies}: this proxy cannot be used ({error}); unset it, or set NO_PROXY") from None
     settings = {"base_url": url, "max_retries": flags.openai_retries, "http_client": http_client}
+    settings["timeout"] = openai.Timeout(flags.openai_timeout, connect=5)
     # A server without keys takes any key, and the client insists on one.
     return openai.AsyncOpenAI(api_key=key or "no-key", **settings)
 
@@ -70,32 +72,37 @@ class ServerPlayer(Player):
         self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
-        self.answered, self.refused = False, 0  # whether a request has succeeded; how many were refused in all forms
+        self.answered, self.refused = False, 0  # whether there was a reply; how often there was a refusal in its place
+        self.timer: asyncio.TimerHandle | None = None
 
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
 
-        UserError for a wrong key and a used-up quota, and while nothing has succeeded: for no server, a wrong model,
-        and the third request that is refused.
+        UserError for a wrong key and a used-up quota, and before the first reply: for no server, a wrong model, and
+        the third request that is refused or has an answer that is no reply.
         """
         import openai
 
+        self.timer = self.timer or asyncio.get_running_loop().call_later(PATIENCE, self._warn_of_silence)
         path, forms = "/chat/completions" if self.chat else "/completions", self.forms
         for form in forms:
             try:
                 body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
                 break
             except openai.APIError as error:
-                if form == forms[-1] or getattr(error, "status_code", None) not in REFUSED:
-                    raise self._failure(error) from None
+                status = getattr(error, "status_code", None)  # None: no answer came
+                if form == forms[-1] or status not in REFUSED:
+                    said = f"status {status}: {error.response.text}" if status else f"{error} {error.__cause__ or ''}"
+                    raise self._failure(status, said) from None
+        try:
+            reply = self._read(body)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise self._failure(OK, f"no reply ({error!r}): {body.decode(errors='replace')}") from None
         if not self.answered:
             self.answered, self.forms = True, [form]
             if not form[1]:
                 warn_on_rank_0("%s: its server takes requests only without %s", self.model, ", ".join(OWN_FIELDS))
-        try:
-            return self._read(body)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ReplyUnavailable(f"{self.model}: not a reply ({error!r})") from None
+        return reply
 
     def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
         sampling, prompt = self.sampling, whole_characters(turn.prompt())
@@ -114,14 +121,15 @@ class ServerPlayer(Player):
         choice = answer["choices"][0]
         reason = str(choice.get("finish_reason") or STOP).lower()
         message = choice["message"] if self.chat else {"content": choice["text"]}
-        text = whole_characters(message["content"] or "")
-        thought = whole_characters(message.get("reasoning_content") or message.get("reasoning") or "")
+        thought = message.get("reasoning_content") or message.get("reasoning") or _join(message["content"], "thinking")
+        text = _join(message["content"], "text")
         if reason in REFUSALS:
             raise ValueError(f"it was broken off: {reason}")
         if self.thinking and thought:  # the server has taken the tags away
             text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
         elif self.chat and not self.thinking:
             _, text = split_thought(text, needs_tag=True)
+        text = whole_characters(text)
         if self.chat and not text.strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
         thought, text = split_thought(text) if self.thinking else ("", text)
@@ -129,14 +137,23 @@ class ServerPlayer(Player):
         tokens = tokens if isinstance(tokens, int) else None
         return Reply(text, LENGTH if reason in CUTS else STOP, tokens, thought=thought or None)
 
-    def _failure(self, error) -> Exception:
-        """The exception for an openai.APIError, in one line without the key: UserError ends the run."""
-        status = getattr(error, "status_code", None)  # None: no answer came
-        why = f"status {status}: {error.response.text}" if status else f"{error.message} {error.__cause__ or ''}"
-        why = printable(" ".join(why.replace(self.client.api_key, "***").split())[:300])
+    def _failure(self, status: int | None, said: str) -> Exception:
+        """The exception for what a server said, in one line without the key: UserError ends the run."""
+        why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
-        self.refused += status in REFUSED
+        self.refused += status in (OK, *REFUSED)
         wrong_setup = status in (None, *WRONG_PLACE) or self.refused == MOST_REFUSED
-        if status in WRONG_KEY or error.code == "insufficient_quota" or (wrong_setup and not self.answered):
+        if status in WRONG_KEY or "insufficient_quota" in said or (wrong_setup and not self.answered):
             return UserError(line)
         return ReplyUnavailable(line)
+
+    def _warn_of_silence(self) -> None:
+        if not self.answered:
+            warn_on_rank_0("%s: no reply for %d s; each try may take --openai_timeout", self.model, PATIENCE)
+
+
+def _join(content: str | list | None, kind: str) -> str:
+    """The parts of a kind of a message's content as one text; a content that is no list is one part "text"."""
+    if isinstance(content, list):
+        return "".join(_join(part[kind], "text") for part in content if part["type"] == kind)
+    return (content or "") if kind == "text" else ""
