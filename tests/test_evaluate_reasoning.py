@@ -94,7 +94,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
     `right` has the number of right answers of 100, by the name of a model or task; None is a task that fails.
     """
 
-    def start(right=None, models=("base", "epoch1"), status=0, **changes):
+    def start(right=None, models=("base", "epoch1"), status=0, groups=(), **changes):
         calls, right = [], right or {}
 
         def run(words, env, **_):
@@ -109,7 +109,8 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
             if number is None:
                 raise subprocess.CalledProcessError(3, words)
             values = {"acc,none": number / 100, "acc_stderr,none": 0.05}
-            write_json(out / "results_2026.json", {"results": {task: values}, "lm_eval_version": "0.4.13"})
+            part = f"part_of_{task}" if task in groups else task
+            write_json(out / "results_2026.json", {"results": {part: values}, "lm_eval_version": "0.4.13"})
             questions = [{"doc_id": n, "filter": "none", "metrics": ["acc"], "acc": n < number} for n in range(100)]
             write_records(out / f"samples_{task}_2026.jsonl", questions)
 
@@ -141,8 +142,24 @@ def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):
     assert "base on PIQA: the harness failed" in ended.errors and "out/base/piqa.log" in ended.errors
     assert "| base | - | 50.00 ± 5.00 | - |" in ended.output
     assert len(evaluate()[1]) == 2  # the two that failed are asked again
-    ended, calls = evaluate(models=("epoch2", "epoch3"), tasks=["PIQA:f1", "ARC-e"], status=2)
-    assert "choose one metric of acc,none" in ended.errors and len(calls) == 4  # all are asked before
+    ended, calls = evaluate(models=("epoch2", "epoch3"), tasks=["PIQA:f1", "tag", "ARC-e"], groups=["tag"], status=1)
+    assert "epoch3 on PIQA: --tasks NAME:METRIC: choose one metric of acc,none" in ended.errors and len(calls) == 6
+    assert "epoch3 on tag: " in ended.errors and "4 results are missing" in ended.errors
+    assert "| epoch2 | - | - | 50.00 ± 5.00 | - |" in ended.output
+
+
+@pytest.mark.parametrize("tasks", [["arc_easy,piqa"], ["mmlu_*"], ["arc_easy", "ARC-e:25"], ["PIQA", "PIQA:acc_norm"]])
+def test_lists_patterns_and_two_columns_of_a_task_are_refused_before_anything_is_asked(tasks, evaluate):
+    ended, calls = evaluate(tasks=tasks, status=2)
+    assert "tasks: " in ended.errors and calls == []
+
+
+def test_a_context_that_has_another_name_is_left_to_the_harness(tiny_model, tmp_path):
+    settings = {"dtype": "float32", "batch_size": "8", "task": "piqa", "shots": None, "limit": None}
+    for config, length in (({"n_positions": 1024}, None), ({"max_position_embeddings": 512}, 512)):
+        write_json(tmp_path / "config.json", config)
+        flags = harness.harness_flags(settings | {"model": {"path": str(tmp_path)}}, "out")
+        assert json.loads(flags[flags.index("--model_args") + 1]).get("max_length") == length
 
 
 def test_benchmarks_have_their_shots_and_metric_and_the_published_rows_stand_below(evaluate):

@@ -8,13 +8,15 @@ import logging
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
-from tools.flags import NamedPath, flag, named_path, parse_flags
+from tools.flags import NamedPath, by_name, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
 from tools.reasoning.table import MEAN, Score, cell_text, read_score, score_rows, table_text
-from utils import model_setting, require, run_program, write_json, write_text
+from utils import UserError, model_setting, require, run_program, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 def benchmark_of(text: str) -> Benchmark:
     """The `type` of --tasks: one of the eight benchmarks or a task of the harness, perhaps with shots and metric."""
     name, *changes = text.split(":")
+    if set(name) & set(",*?["):
+        raise ArgumentTypeError(f"{name!r} is a list or a pattern; name each task, with blanks between them")
     benchmark = {each.name: each for each in BENCHMARKS}.get(name, Benchmark(name, name, None, "acc"))
     for change in changes:
         field = {"shots": int(change)} if change.isdecimal() else {"metric": change}
@@ -31,12 +35,15 @@ def benchmark_of(text: str) -> Benchmark:
 
 @dataclass(kw_only=True)
 class Flags:
-    models: list[NamedPath] = flag("all are compared with the first", type=named_path, metavar="NAME=MODEL")
+    models: list[NamedPath] = flag(
+        "all are compared with the first", type=named_path, metavar="NAME=MODEL", unique=by_name
+    )
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
         type=benchmark_of,
         metavar="NAME[:SHOTS][:METRIC]",
+        unique=attrgetter("task"),  # their results are in a file of the task's name
     )
     output_dir: str = flag("folder of the results")
     limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
@@ -55,19 +62,24 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")  # on CPUs a search takes long
-    settings, results = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}, {}
+    settings = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}
+    scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
+    versions = set()
     for (name, model), benchmark in itertools.product(flags.models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
         asked = settings | {"model": model_setting(model), "task": benchmark.task, "shots": benchmark.shots}
         try:
-            results[name, benchmark] = ask(command, asked, path)
+            result = ask(command, asked, path)
         except subprocess.CalledProcessError:
             logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, path.with_suffix(".log"))
-    scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
-    for (name, benchmark), result in results.items():  # at the end: a metric that is unknown ends the program
-        scores[name][benchmark.name] = read_score(result, benchmark.metric)
-    return scores, {result["harness"] for result in results.values()}
+            continue
+        versions.add(result["harness"])
+        try:
+            scores[name][benchmark.name] = read_score(result, benchmark.metric)
+        except UserError as error:
+            logger.error("%s on %s: %s", name, benchmark.name, error)
+    return scores, versions
 
 
 def main() -> None:
@@ -83,7 +95,7 @@ def main() -> None:
     means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
     print(f"{text}\nreasoning, {MEAN}: {means or '-'}")
     if number := len(flags.models) * len(flags.tasks) - sum(map(len, scores.values())):
-        logger.error("%d results are missing; the same command asks for them", number)
+        logger.error("%d results are missing, see above; the same command asks what failed", number)
         sys.exit(1)
 
 

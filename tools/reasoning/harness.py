@@ -54,8 +54,9 @@ def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
-    length = config.get("text_config", config).get("max_position_embeddings", LONGEST)
-    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"], "max_length": min(length, LONGEST)}
+    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"]}
+    if length := config.get("text_config", config).get("max_position_embeddings"):  # else the harness knows more names
+        model["max_length"] = min(length, LONGEST)
     # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.
     flags = ["--model", "hf", "--model_args", json.dumps(model), "--batch_size", settings["batch_size"]]
     flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder, "--log_samples"]
@@ -77,7 +78,8 @@ def read_result(folder: Path, task: str) -> dict:
     """The result of a task, or of a group of tasks such as MMLU, from the harness's output."""
     (path,) = folder.rglob("results_*.json")
     output = read_json(path)
-    numbers = {key: value for key, value in output["results"][task].items() if isinstance(value, Number)}
+    results = output["results"].get(task, {})  # a tag has results of its tasks alone
+    numbers = {key: value for key, value in results.items() if isinstance(value, Number)}
     metrics = {
         key: {"value": value, "stderr": numbers.get(key.replace(",", "_stderr,"))}
         for key, value in numbers.items()
