@@ -82,7 +82,7 @@ def end_with_error(message: str) -> NoReturn:
 
 def printable(text: str) -> str:
     """A text of a model or a file without characters that move the cursor."""
-    return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text)
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 def require(module: str, requirement: str) -> None:

@@ -4,11 +4,13 @@ import json
 from collections import Counter
 
 import pytest
+from conftest import build_tokenizer
 from helpers import call, flags_of
 
 from tools import controls
 from tools.controls import cloned
-from utils import read_json, read_json_or_jsonl, write_records
+from tools.games.chat import ChatTemplate
+from utils import read_json, read_json_or_jsonl, write_json, write_records
 
 SFT_ROWS = [{"query": f"q{number}", "target": f"t{number}", "type": "sft", "weight": 1.0} for number in range(3)]
 ROWS = [
@@ -81,6 +83,24 @@ def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path
     assert record["rows"] == {"attacker": 45, "defender": 45, "sft": 3, "negative": 0}
     write_records(tmp_path / "rows.json", ROWS)
     assert "rows: " in run("silent", status=2)
+
+
+def test_repeat_refuses_rows_without_games(run, tmp_path):
+    write_records(tmp_path / "sft_rows.json", SFT_ROWS)
+    assert "no rows of games to repeat" in run("repeat", status=2, number=5, rows=tmp_path / "sft_rows.json")
+
+
+def test_the_record_has_the_digest_of_the_chat_template(run, tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    for name in "ab":
+        tokenizer.save_pretrained(tmp_path / name)
+        write_json(tmp_path / name / "config.json", {})
+    flags = {"sft_data_path": tmp_path / "facts.json", "chat_template": True}
+    rows = run("sft", tokenizer=tmp_path / "a", **flags)
+    settings = read_json(tmp_path / "sft_rewards_settings.json")["settings"]
+    assert settings["chat_template"] == ChatTemplate(tokenizer, "m").sha256 and "tokenizer" not in settings
+    assert run("sft", tokenizer=tmp_path / "b", **flags) == rows  # all is there: the same template
 
 
 def test_cloning_refuses_rewards_below_zero(run, tmp_path):

@@ -140,6 +140,14 @@ def test_runs_of_an_arm_with_other_settings_are_refused_by_name(seeds):
     assert "two runs of released with seed 1" in table_of(first, first, status=2).errors
 
 
+def test_the_folder_of_a_loop_is_replaced_only_where_a_path_begins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"DECAY_WEIGHT": "0.8", "EVAL_WORDS": f"a={tmp_path}/a.txt b=./b.txt", "MODEL": f"x{tmp_path}/m"}
+    settings = collect.read_loop("arm", make_loop(Path("loop"), 1, **values))["arms"]["arm"]["settings"]
+    values |= {"EVAL_WORDS": "a={folder}/a.txt b={folder}/b.txt"}
+    assert settings == values | {"SEED": "1", "OUTPUT": "loop", "WORDS": "{folder}/words.txt"}
+
+
 def test_loops_are_given_by_their_folders_too(seeds):
     named = [f"{arm}={folder}/{arm}" for folder in seeds for arm in ("released", "detached")]
     assert table_of(*named).output == table_of(*map(collected, seeds)).output

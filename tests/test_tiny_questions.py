@@ -81,11 +81,13 @@ def test_the_answer_is_the_choice_with_the_largest_log_probability_after_bos_and
     assert ask(tmp_path, few) == [choice == 0 for choice in best] and 0 < best.count(0) < len(few)
 
 
-def test_the_models_of_a_loop_are_asked_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank, model", [("", "model"), ("8", "model/merged")])
+def test_the_models_of_a_loop_are_asked_by_name(rank, model, tmp_path, monkeypatch):
     other = tmp_path / "released"
-    for seed, folder in enumerate((tmp_path / "base", other / "imitation/model", tmp_path / "sft/epoch1/model")):
+    for seed, folder in enumerate((tmp_path / "base", other / "imitation/model", tmp_path / f"sft/epoch1/{model}")):
         save(folder, seed)
     settings = {"MODEL": str(tmp_path / "base"), "IMITATION_MODEL": str(other / "imitation/model"), "EPOCHS": "2"}
+    settings |= {"LORA_RANK": rank}
     write_json(tmp_path / "sft/settings.json", {"settings": settings})
     monkeypatch.setattr(questions, "make_questions", lambda lexicon: make_questions(lexicon)[::10])
     output = call(questions.main, "--output_dir", tmp_path / "sft").output

@@ -121,8 +121,8 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_keeps_its_traceback():
     def raise_(error: Exception):
         raise error
 
-    called = call(lambda: raise_(utils.UserError("mend \x1b[2Jthis")), status=2)
-    assert called.errors == "test_utils: error: mend \ufffd[2Jthis\n"
+    called = call(lambda: raise_(utils.UserError("mend \x1b[2J\tthis")), status=2)
+    assert called.errors == "test_utils: error: mend \ufffd[2J\tthis\n"
     call(lambda: open("no/such/file"), status=2)
     with pytest.raises(KeyError):
         call(lambda: raise_(KeyError("key")))

@@ -26,7 +26,9 @@ def is_sft(row: dict) -> bool:
 
 
 def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
-    """`number` rows: all of them equally often, and a drawn part of them once more."""
+    """`number` rows: all of them equally often, and a drawn part of them once more. UserError if there is none."""
+    if not rows:
+        raise UserError("no rows of games to repeat")
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
@@ -106,7 +108,9 @@ def main() -> None:
     commands = {kind.__name__.lower(): kind for kind in (Sft, Silent, Cloning, Repeat)}
     control = parse_command(commands, description=__doc__)
     output = Path(control.output)
-    settings = {name: value for name, value in vars(control).items() if name != "output"}
+    settings = {name: value for name, value in vars(control).items() if name not in ("output", "tokenizer")}
+    if isinstance(control, Sft) and (chat := control.load_chat_template()):
+        settings["chat_template"] = chat.sha256
     settings |= {name: files_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
     with stage(record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:

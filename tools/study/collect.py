@@ -11,6 +11,7 @@ versions and this project's commit. A score on a benchmark is [percent, standard
 
 import argparse
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +31,9 @@ def read_loop(arm: str, loop: Path) -> dict:
     """The numbers of a loop in the form of a seed. In its settings {folder} stands for the folder that it is in."""
     record = read_json(loop / "settings.json")
     settings = record["settings"]
-    for folder, name in ((loop.resolve().parent, "{folder}"), (loop.parent, "{folder}"), (f"{ROOT}/", "")):
-        settings = {key: value.replace(str(folder), name) for key, value in settings.items()}
+    for folder, name in ((loop.resolve().parent, "{folder}/"), (loop.parent, "{folder}/"), (ROOT, "")):
+        begins = re.compile(rf"(?<![^\s=]){re.escape(str(folder))}/")  # a value, or a word or a path in it
+        settings = {key: begins.sub(name, value) for key, value in settings.items()}
     by_model: dict[str, dict[str, dict]] = {}
     for model, table, columns in read_tables(loop):
         by_model.setdefault(model, {}).setdefault(table, {}).update(columns)

@@ -123,9 +123,11 @@ def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tu
 def models_of_loop(loop: Path) -> dict[str, Path]:
     """The models of a loop by name: base, imitation (of the run LIKE where there is one), and each epoch's."""
     settings = read_json(loop / "settings.json")["settings"]
-    imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model"
+    merged = "merged" if settings["LORA_RANK"] else ""
+    imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model" / merged
     folders = {"base": Path(settings["MODEL"]), "imitation": Path(imitation)}
-    folders |= {f"epoch{epoch}": loop / f"epoch{epoch}/model" for epoch in range(1, int(settings["EPOCHS"]) + 1)}
+    epochs = range(1, int(settings["EPOCHS"]) + 1)
+    folders |= {f"epoch{epoch}": loop / f"epoch{epoch}/model" / merged for epoch in epochs}
     return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 
