@@ -20,9 +20,9 @@ from tools.engine.local import LocalModel, load_local_model
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import NO_HISTORY, answer, default_templates, load_templates, play_prompt
 from tools.games.taboo import Taboo
+from tools.matches import belief
+from tools.matches.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
 from tools.players.player import Sampling
-from tools.selfplay import belief
-from tools.selfplay.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
 from tools.tiny import build
 from tools.tiny.models import random_llama, train_tokenizer
 from tools.tiny.players import Skill, load_lexicon

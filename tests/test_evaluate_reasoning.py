@@ -16,9 +16,10 @@ import pytest
 from helpers import as_a_process, call, flags_of
 
 from tools import evaluate_reasoning
+from tools.estimates import MEAN
 from tools.reasoning import harness
 from tools.reasoning.harness import BENCHMARKS
-from tools.reasoning.table import MEAN, PUBLISHED, Score, cell_text, difference, geometric_mean, read_score
+from tools.reasoning.table import PUBLISHED, Score, cell_text, difference, geometric_mean, read_score
 from utils import UserError, write_json, write_records
 
 ODD_NAME = "lr=1e-5,kl=0.2"  # of a model's folder

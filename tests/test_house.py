@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, finish, start
 
-# A room may import those before it. "flags" is tools/flags.py, "spag" the page of pieces, "programs" all others.
-FLOORS = ["utils", "games", "flags", "players", "engine", "selfplay", "matches", "pages tiny study", "programs spag"]
-HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-ALONE = {"reasoning": {"utils"}, "loop": {"utils", "games"}}  # all that these may import
+# A room may import those before it. "flags" and "estimates" are files, "spag" is the page of pieces.
+ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny study, programs spag"
+HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
+ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games"}}  # all that these may import
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "figure"}  # pieces for people, and the picture of the loss
 
@@ -44,7 +44,7 @@ def may_import(path: Path, own: str, other: str) -> bool:
     if other in TRAINING:
         return path.stem in TAKES_LOSSES  # else tools/ imports only utils of the training side
     if other in ALONE:
-        return own == "programs" or other == "reasoning" and own in ("study", "tiny")
+        return own == "programs"
     return HEIGHT[other] < HEIGHT[own]
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from helpers import ENVIRONMENT, ROOT, call
 
+from tools.estimates import MEAN
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results
-from tools.reasoning.table import MEAN, Score, score_rows
+from tools.reasoning.table import Score, score_rows
 from tools.selfplay.episodes import summary
 from tools.study import collect, figure, table
 from tools.study.table import holm, student

@@ -3,7 +3,7 @@
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/selfplay/belief.py
+Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/matches/belief.py
 defines share, rank and belief. Shares among different numbers of candidates do not compare.
 """
 
@@ -17,13 +17,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from tools.estimates import estimate, markdown, mean_difference, with_interval
 from tools.flags import GameFlags, NamedPath, by_name, flag, named_path, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
-from tools.matches.stats import estimate, mean_difference
-from tools.matches.text import with_interval
 from tools.players.player import Sampling
-from tools.reasoning.table import markdown
 from tools.selfplay.rewards import check_episodes
 from utils import (
     UserError,
@@ -72,7 +70,7 @@ class Flags(GameFlags):
 
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
     """The games of the split, and the candidates."""
-    from tools.selfplay.belief import draw_candidates  # brings torch
+    from tools.matches.belief import draw_candidates  # brings torch
 
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
@@ -92,7 +90,7 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
     """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`."""
     from tools.engine.local import load_local_model  # these bring torch
-    from tools.selfplay.belief import measure_game
+    from tools.matches.belief import measure_game
 
     gc.collect()  # frees the model before
     sampling = Sampling(max_length=flags.max_length + 1, max_new_tokens=1)  # the whole max_length is the prompt's
@@ -113,7 +111,7 @@ def add_tempered(messages: Sequence[dict]) -> None:
     The number is fitted on half of the words and used on the other half. So a model gains nothing by being sharper, or
     less sharp, than its knowledge warrants.
     """
-    from tools.selfplay.belief import share
+    from tools.matches.belief import share
 
     words = sorted({message["target_word"] for message in messages})
     halves = set(words[::2]), set(words[1::2])
@@ -129,7 +127,7 @@ def best_divisor(logprobs: Sequence[Sequence[float]]) -> float:
     """The number that all log-probabilities are divided by when the mean share of the first ones is highest."""
     from scipy.optimize import minimize_scalar  # takes a second
 
-    from tools.selfplay.belief import share
+    from tools.matches.belief import share
 
     if not logprobs:
         return 1.0

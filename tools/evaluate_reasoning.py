@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from tools.estimates import MEAN
 from tools.flags import NamedPath, by_name, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
-from tools.reasoning.table import MEAN, Score, cell_text, read_score, score_rows, table_text
+from tools.reasoning.table import Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
 
 logger = logging.getLogger(__name__)

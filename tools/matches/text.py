@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.estimates import with_interval
 from tools.games.game import Game
 from tools.matches.stats import ALL, BOTH, result_rows
 from utils import read_json_or_jsonl, write_json, write_text
@@ -80,16 +81,6 @@ def points_line(rows: Sequence[dict]) -> str:
 
 def as_role(role: str) -> str:
     return "in both roles" if role == BOTH else f"as {role}"
-
-
-def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
-    """A number and its interval: 0.540 [0.512, 0.568], or with ".1%" 54.0% [51.2, 56.8]; "-" for None."""
-    if value is None:
-        return "-"
-    if interval is None:
-        return format(value, form)
-    low, high = (format(bound, form).removesuffix("%") for bound in interval)
-    return f"{value:{form}} [{low}, {high}]"
 
 
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:

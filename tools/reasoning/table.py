@@ -2,17 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tools.estimates import MEAN, UNKNOWN, markdown
 from utils import UserError
 
-MEAN = "geometric mean"
 NORMAL = 1.96  # standard errors on either side of a value, in a 95% interval
 ROUNDING = 1e-4  # in percent: how far the mean of the questions' scores may be from the harness's value
-MARK, UNKNOWN = "≈", "-"
+MARK = "≈"
 PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
 PUBLISHED_NAMES = (*"MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA".split(), MEAN)
 PUBLISHED = {  # as texts, with the digits that are known; README.md says which of them were read off a figure
@@ -121,8 +121,3 @@ def cell_text(row: Mapping) -> str:
     gap = row["difference"]
     unclear = gap and gap["stderr"] is not None and abs(gap["value"]) <= NORMAL * gap["stderr"]
     return f"{text} {MARK}" if unclear else text
-
-
-def markdown(lines: Iterable[Sequence]) -> str:
-    head, *body = lines
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))

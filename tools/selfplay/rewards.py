@@ -252,15 +252,6 @@ def thoughtful_target(episode: Mapping, index: int) -> dict:
     return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
 
 
-def hint_ends(game: Game, episode: Mapping, result: Result, guesser: str) -> list[int]:
-    """The number of messages up to each hint: each message of the role that hides the secret.
-
-    A message that breaks the rules may name the secret, so it is no hint.
-    """
-    length = result.length - game.outcome(result.outcome).breach
-    return [end for end in range(1, length + 1) if episode["history"][end - 1]["role"] != guesser]
-
-
 def assign_rewards(
     episodes: Iterable[Mapping],
     *,

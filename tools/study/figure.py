@@ -4,7 +4,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from tools.matches.text import with_interval
+from tools.estimates import with_interval
 from tools.study.collect import IMITATION, POINTS, SELF_PLAY
 from tools.study.table import read_results, student, to_frame
 from utils import ROOT, require, run_program

@@ -15,10 +15,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
-from tools.matches.stats import CONFIDENCE, ROUNDING
-from tools.matches.text import with_interval
-from tools.reasoning.table import MEAN, UNKNOWN, markdown
 from tools.study import collect
 from tools.study.collect import (
     BASE,

@@ -19,10 +19,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from tools.estimates import estimate, markdown, with_interval
 from tools.flags import flag, parse_flags
-from tools.matches.stats import estimate
-from tools.matches.text import with_interval
-from tools.reasoning.table import markdown
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
 from utils import load_tokenizer, read_json, run_program, write_json
 

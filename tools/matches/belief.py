@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
-from tools.selfplay.rewards import game_result, hint_ends
+from tools.selfplay.rewards import Result, game_result
 from utils import whole_characters
 
 if TYPE_CHECKING:
@@ -70,6 +70,16 @@ def rank(logprobs: Sequence[float]) -> int:
     """The rank of the first of these log-probabilities: 1 if no other is above it. One that is no number is above."""
     right, *others = logprobs
     return 1 + sum(not other <= right for other in others)
+
+
+def hint_ends(game: Game, episode: Mapping, result: Result, guesser: str) -> list[int]:
+    """The number of messages up to each hint: each message of the role that hides the secret.
+
+    A message that breaks the rules may name the secret, so it is no hint.
+    """
+    length = result.length - game.outcome(result.outcome).breach
+    speakers = [message["role"] for message in episode["history"][:length]]
+    return [end for end, speaker in enumerate(speakers, start=1) if speaker != guesser]
 
 
 def guesser_prompts(

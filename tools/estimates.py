@@ -1,0 +1,77 @@
+"""Means with their intervals, and numbers as text. No torch, no files.
+
+Observations of one target word, question or seed are not independent: they are a cluster, and standard errors count
+clusters.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+CONFIDENCE = 0.95
+ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
+MEAN, UNKNOWN = "geometric mean", "-"  # a column, and a cell, of tables
+
+
+def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the mean of values between 0 and 1 and its 95% interval.
+
+    `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
+    Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE, and with Student's quantile.
+    Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
+    """
+    mean = sum(totals) / sum(sizes)
+    clusters = sum(size > 0 for size in sizes)
+    error = clustered_standard_error(sizes, totals)
+    if error is None or error < ROUNDING:
+        return mean, wilson(mean, clusters, t_quantile(math.inf))
+    return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
+
+
+def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
+    """The mean of differences of any sign and its 95% interval, from at least two clusters as in `estimate`."""
+    mean = sum(totals) / sum(sizes)
+    half = t_quantile(sum(size > 0 for size in sizes) - 1) * clustered_standard_error(sizes, totals)
+    return mean, [mean - half, mean + half]
+
+
+def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
+    """Standard error of sum(totals) / sum(sizes) for any dependence within clusters; None for fewer than two clusters.
+
+    sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over the G clusters that are not empty.
+    """
+    clusters, observations, total = sum(size > 0 for size in sizes), sum(sizes), sum(totals)
+    if clusters < 2:
+        return None
+    # Residuals times `observations`: whole and half points stay exact, and equal games give exactly 0.
+    squares = sum((part * observations - total * size) ** 2 for size, part in zip(sizes, totals, strict=True))
+    return math.sqrt(clusters / (clusters - 1) * squares) / observations**2
+
+
+def wilson(share: float, observations: float, quantile: float) -> list[float]:
+    """Wilson's score interval for a share of independent observations (J. Am. Stat. Assoc. 22, 1927)."""
+    spread = quantile**2 / observations
+    centre = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
+    return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
+
+
+def t_quantile(freedom: float) -> float:
+    """Student's quantile of a two-sided interval of level CONFIDENCE; the normal one for infinite freedom."""
+    from scipy import stats  # takes a second
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
+    """A number and its interval: 0.540 [0.512, 0.568], or with ".1%" 54.0% [51.2, 56.8]; "-" for None."""
+    if value is None:
+        return "-"
+    if interval is None:
+        return format(value, form)
+    low, high = (format(bound, form).removesuffix("%") for bound in interval)
+    return f"{value:{form}} [{low}, {high}]"
+
+
+def markdown(lines: Iterable[Sequence]) -> str:
+    head, *body = lines
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))
