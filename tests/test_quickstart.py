@@ -73,6 +73,8 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
         "EVAL_WORDS=played=out/data/words.txt held_out=out/data/held_out.txt"
     )
     assert loop.endswith("SEED=3") and ("EPOCHS=1" in loop) == (quick == "1")
+    (project / "my out").symlink_to("out")
+    assert r" IMITATION_DATA=my\ out/data/imitation.json SFT_DATA=my out/data/" in " ".join(run("OUTPUT=my out")[1])
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(project, run):

@@ -20,7 +20,7 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local data table word models newest smaller=() quick=()
+  local data listed table word models newest smaller=() quick=()
   for word; do case $word in OUTPUT=*) OUTPUT=${word#*=} ;; esac; done
   if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
     OUTPUT=${OUTPUT:-outputs/quickstart_quick}
@@ -29,12 +29,13 @@ main() {
       "EVAL_ARGS=--max_words 20" "REWARD_ARGS=--training_prompt play --messages all")
   fi
   OUTPUT=${OUTPUT:-outputs/quickstart} data=$OUTPUT/data
+  listed=${data// /\\ } # as one of several values, which are split at blanks
   set_up quickstart requirements.txt
   export PYTHON=$venv OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
   run world "$PYTHON" -m tools.tiny.build --output_dir "$OUTPUT" ${quick[@]+"${quick[@]}"} # as bash 3.2 needs it
   in_foreground tools/run_spag.sh configs/tiny.sh MODEL="$OUTPUT/base" OUTPUT="$OUTPUT" \
-    IMITATION_DATA="$data/imitation.json" SFT_DATA="$data/facts.json" WORDS="$data/words.txt" \
-    EVAL_WORDS="played=$data/words.txt held_out=$data/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
+    IMITATION_DATA="$listed/imitation.json" SFT_DATA="$data/facts.json" WORDS="$data/words.txt" \
+    EVAL_WORDS="played=$listed/words.txt held_out=$listed/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
   in_foreground "$PYTHON" -m tools.tiny.questions --output_dir "$OUTPUT"
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
   for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
