@@ -170,7 +170,11 @@ def test_each_epoch_starts_from_the_model_before_and_all_are_measured(loop):
 def test_settings_reach_the_stages(loop):
     settings = {"imitation_data": "", "save_steps": "0.0", "game_options": "match=word", "play_batch": 7}
     settings |= {"losers": 0.5, "ties": 0.2, "baseline": "role", "role_weights": "none", "detach_kl": "True"}
-    settings |= {"chat_template": "True", "thinking": "True", "eval_args": "--max_words 3 \n --x *", "lora_rank": 4}
+    settings |= {"chat_template": "True", "thinking": "True", "lora_rank": 4}
+    settings["eval_args"] = "--max_words 3 \n --openai_base_url *"
+    words = loop.folder / "two words.txt"
+    words.write_text("river\n")
+    settings["eval_words"] = f"'{words}' own={words.with_name('words.txt')}"
     commands, model = loop.commands(**settings), loop.settings["model"]
     for stage, flags in {
         "epoch1_play": f"--attacker_model_name_or_path {model} .*--game_options match=word .*--chat_template True "
@@ -178,11 +182,11 @@ def test_settings_reach_the_stages(loop):
         "epoch1_rewards": "--losers 0.5 --ties 0.2 --baseline role --role_weights none .*--chat_template True "
         f"--thinking True --tokenizer {model} --training_prompt play ",
         "epoch1_train": "--save_strategy no .*--lora_rank 4 --lora_merge True .*--learning_rate 1e-4 ",
-        "epoch1_eval": f"epoch1={loop.output}/epoch1/model/merged .*--max_words 3 --x [*] ",
+        "epoch1_eval": f"epoch1={loop.output}/epoch1/model/merged .*--max_words 3 --openai_base_url [*] ",
         "report": "--game taboo --game_options match=word ",
     }.items():
         assert re.search(flags, " ".join(commands[stage]) + " "), commands[stage]
-    assert "imitation" not in commands
+    assert "imitation" not in commands and str(words) in commands["epoch1_eval"]
 
 
 @pytest.mark.parametrize("control", ["coin_by_length", "cloning", "sft", "silent"])
@@ -276,9 +280,9 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
 # With the real programs.
 
 
-def test_after_a_sigkill_the_stage_at_work_keeps_another_start_out_and_ends(inputs):
-    def start_loop() -> subprocess.Popen:
-        words = words_of(inputs | {"until": "imitation"})
+def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_have_ended(inputs):
+    def start_loop(**changes) -> subprocess.Popen:
+        words = words_of(inputs | {"until": "imitation"} | changes)
         return start([SCRIPT, *words], env=ENVIRONMENT | {"PYTHON": sys.executable})
 
     def has_lock(process: psutil.Process) -> bool:
@@ -286,18 +290,25 @@ def test_after_a_sigkill_the_stage_at_work_keeps_another_start_out_and_ends(inpu
             return f"{output}/imitation/model/.settings.lock" in [file.path for file in process.open_files()]
         return False
 
+    def check_refused(**changes) -> None:
+        assert f"{output}: another loop is at work here" in finish(start_loop(**changes), status=2)
+
     output, process = inputs["output"], start_loop()
+    assert wait_for((output / "words.txt").exists, process)
+    before = [(output / name).read_text() for name in ("settings.json", "words.txt")]
+    check_refused(kl=0.3, games=1)
     assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each)], process)
     (training,) = at_work()
     process.kill()
     process.wait()
     training.suspend()  # so that it is at work long enough
-    printed = finish(start_loop(), status=1)
-    assert "train.py: error: " in printed and "another launch is at work here" in printed
+    check_refused()
+    assert [(output / name).read_text() for name in ("settings.json", "words.txt")] == before
     training.resume()
     psutil.wait_procs(users_of(output))  # the training runs to its end
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
+    finish(start_loop())
 
 
 def test_shellcheck_finds_nothing():

@@ -1,7 +1,11 @@
 """The settings of the loop: read, filled in, checked and recorded. GPUs are pretended."""
 
+import errno
+import fcntl
 import json
+import random
 import re
+import shutil
 import subprocess
 import types
 from pathlib import Path
@@ -11,8 +15,9 @@ import torch
 from helpers import ROOT, call, words_of
 
 from tools.games import load_game
+from tools.games.prompts import load_templates, training_prompt
 from tools.loop import settings as loop
-from utils import UserError, files_setting, write_json
+from utils import UserError, alpaca_to_row, files_setting, read_json, write_json
 
 SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
 
@@ -21,6 +26,21 @@ SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHE
 def needed(tmp_path) -> dict[str, str]:
     (tmp_path / "words.txt").write_text("art\nmusic\nbridge\n")
     return SETTLED | {"MODEL": "m", "WORDS": str(tmp_path / "words.txt"), "OUTPUT": str(tmp_path / "out")}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend so many GPUs of this memory; with `bf16` False, PyTorch emulates it on them."""
+
+    def pretend(number: int, gib: int = 0, *, bf16: bool = True):
+        card = types.SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+    return pretend
 
 
 @pytest.fixture
@@ -36,10 +56,20 @@ def start(tmp_path, needed):
 
 def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shell(tmp_path):
     windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\nPROMPTS=$root/a\r\n"
+    windows += "#EPOCHS=1: isn't read\r\nMODEL=run#3#\r\nWORDS='a #b'#c\r\n"
     (tmp_path / "my.sh").write_bytes(windows.encode())
     read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my.sh\r", "SEED=7\r"])
-    names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS")
-    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a", "3"]
+    names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS", "MODEL", "WORDS")
+    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", f"{ROOT}/a", "3", "run#3#", "a #b#c"]
+
+
+def test_the_folder_of_the_project_may_have_a_blank(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "ROOT", Path("/My Drive/spag"))
+    lines = ("IMITATION_DATA='$root/a.json b.json'", "PROMPTS=$root/p.json", "EVAL_WORDS=x=$root/w")
+    (tmp_path / "my.sh").write_text("\n".join(lines))
+    read = loop.read_file(tmp_path / "my.sh")
+    assert loop.values(read, "IMITATION_DATA") == ["/My Drive/spag/a.json", "b.json"]
+    assert read["PROMPTS"] == "/My Drive/spag/p.json" and loop.values(read, "EVAL_WORDS") == ["x=/My Drive/spag/w"]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +87,20 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
         ("GAME_OPTIONS=match", "match is ''"),
         ("GLOBAL_BATCH=31", "GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, 2"),
-        ("MAX_NEW_TOKENS=2048", "MAX_LENGTH must be above MAX_NEW_TOKENS"),
-        ("GAMES=0", "GAMES=0: expected"),
+        ("MAX_NEW_TOKENS=2048", "--max_length 2048 must be above --max_new_tokens 2048"),
+        *((word, f"{word}: expected") for word in ("GAMES=0", "PLAY_BATCH=0", "EVAL_GAMES_PER_WORD=0", "NPROC=two")),
+        *((word, f"{word}: expected") for word in ("KL=o.2", "IMITATION_KL=", "LEARNING_RATE=1e", "DETACH_KL=true")),
+        *((word, f"{word}: expected") for word in ("TOP_K=-1", "MAX_TURNS=0")),
+        ("ENGINE=vlm", "--engine: invalid choice: 'vlm'"),
+        ("BASELINE=Role", "--baseline: invalid choice: 'Role'"),
+        ("ROLE_WEIGHTS=non", "--role_weights: invalid choice: 'non'"),
+        ("DECAY_WEIGHT=1.5", "decay_weight is 1.5"),
+        ("TEMPERATURE=0", "--temperature must be above 0"),
+        ("TEMPERATURE=hot", "--temperature: invalid float value: 'hot'"),
+        ("EVAL_SEEDS=0 x", "--seeds: invalid int value: 'x'"),
+        ("EVAL_WORDS=all=/dev/null", "--words all=..."),
+        *((f"{stage}_ARGS=--typo 1", "arguments: --typo") for stage in (*loop.STAGES, "TRAIN")),
+        ("PROMPTS=/dev/null", "/dev/null: not JSON"),
         ("LOSERS=0.5", "DETACH_KL=True"),
         ("BASELINE=role", "DETACH_KL=True"),
         ("GAME=guess_my_city", "words.txt:1: "),
@@ -74,11 +116,12 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
 
 
 def test_values_reach_the_shell_as_they_are(needed):
-    needed |= {"OUTPUT": f"{needed['OUTPUT']} $(touch x) 'y'", "EVAL_ARGS": "--a 'b \"c' '' $(x) * 'd\ne'"}
+    needed |= {"OUTPUT": f"{needed['OUTPUT']} $(touch x) 'y'"}
+    needed["REWARD_ARGS"] = "--input_data_path 'b \"c' '' $(x) * 'd\ne'"
     lines = call(loop.main, *words_of(needed)).output
-    script = 'printf "%s\\0" "$OUTPUT" "${EVAL_ARGS[@]}"'
+    script = 'printf "%s\\0" "$OUTPUT" "${REWARD_ARGS[@]}"'
     shown = subprocess.run(["bash", "-c", f"{lines}\n{script}"], capture_output=True, text=True, check=True).stdout
-    assert shown.split("\0")[:-1] == [needed["OUTPUT"], "--a", 'b "c', "", "$(x)", "*", "d\ne"]
+    assert shown.split("\0")[:-1] == [needed["OUTPUT"], "--input_data_path", 'b "c', "", "$(x)", "*", "d\ne"]
 
 
 @pytest.fixture
@@ -92,7 +135,7 @@ def large_model(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "gpus, gib, bf16, lora, expected",
+    "number, gib, bf16, lora, expected",
     [
         (0, 0, False, "", ["1", "fp32", "False", "none"]),
         (1, 80, False, "", ["1", "fp16", "True", "default_offload_opt_param.json"]),  # where PyTorch emulates bf16
@@ -102,16 +145,27 @@ def large_model(tmp_path) -> Path:
         (8, 24, True, "", ["8", "bf16", "True", "zero3.json"]),
     ],
 )
-def test_automatic_settings_follow_the_gpus_and_what_fits(monkeypatch, large_model, gpus, gib, bf16, lora, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=gib * 2**30))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, number, gib, bf16, lora, expected):
+    gpus(number, gib, bf16=bf16)
     settings = loop.read_settings([f"MODEL={large_model}", f"LORA_RANK={lora}"])
     loop.fill(settings)
     settings["DEEPSPEED"] = Path(settings["DEEPSPEED"]).name
     assert [settings[name] for name in ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")] == expected
+
+
+def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
+    changes = {"MODEL": str(large_model), "EVAL_WORDS": str(tmp_path / "words.txt"), "NPROC": "4", "PRECISION": "bf16"}
+    gpus(2, 80)
+    assert "NPROC=4, but this machine has 2 GPUs" in start(**changes, status=2)
+    gpus(4, 27)  # two models of 12.5 GiB, and 24.3 GiB for them
+    assert "EVAL_WORDS= leaves" in start(**changes, status=2)
+    start(**changes | {"EVAL_WORDS": ""})
+    start(**changes | {"TENSOR_PARALLEL_SIZE": "2"})
+    gpus(4, 28)
+    start(**changes)
+    assert "EVAL_WORDS= leaves" in start(**changes | {"PRECISION": "fp32"}, status=2)
+    gpus(0)
+    start(**changes)
 
 
 def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
@@ -131,6 +185,7 @@ def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_th
     run, record = tmp_path / "spag", tmp_path / "spag/imitation/model/settings.json"
     stored = loop.read_file(loop.DEFAULTS_FILE) | {"IMITATION_DATA": "rows.json", "LORA_RANK": "4"}
     stored |= needed | {"UNTIL": "epoch1_play", "CONTROL": "sft", "TEMPERATURE": "0.5", "KL": "0.3"}
+    stored |= {"ENGINE": "vllm", "PLAY_BATCH": "7", "TRAIN_BATCH": "4", "X=1;touch INJECTED;Y": "1"}
     write_json(run / "settings.json", {"settings": stored})
     write_json(record, {"finished": True})
     settings = loop.read_settings(["KL=0.4", f"LIKE={run}", "OUTPUT=mine"])
@@ -138,7 +193,12 @@ def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_th
     games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     model = f"{run}/imitation/model/merged"
     assert [settings[name] for name in names] == [model, games, "0.5", "0.4", "", "", "mine"]
-    for change, expected in (("TEMPERATURE=0.8", [model, ""]), ("IMITATION_LR=1", ["", ""])):
+    machine = ("NPROC", "DEEPSPEED", "GRADIENT_CHECKPOINTING", "ENGINE", "PLAY_BATCH", "PRECISION", "TRAIN_BATCH")
+    assert [settings[name] for name in machine] == ["auto", "auto", "auto", "auto", "", "fp32", "4"]
+    assert settings.keys() == loop.read_file(loop.DEFAULTS_FILE).keys()  # the shell evaluates no other name
+    anew = {"TEMPERATURE=0.8": [model, ""], "MAX_LENGTH=900": [model, ""], "IMITATION_LR=1": ["", ""]}
+    kept = ("SEED=1", "PRECISION=bf16", "LORA_RANK=4", "GLOBAL_BATCH=64", "TRAIN_BATCH=1")
+    for change, expected in (anew | dict.fromkeys(kept, [model, games])).items():
         settings = loop.read_settings([change, f"LIKE={run}"])
         assert [settings[name] for name in names[:2]] == expected
     write_json(record, {"finished": False})
@@ -152,14 +212,53 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
         write_json(tmp_path / "rows_rewards_settings.json", {"settings": layout})
         return str(tmp_path / "rows.json")
 
+    write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
     own = files_setting(load_game().prompt_file)["sha256"]
     start(IMITATION_DATA=rows(own))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own), THINKING="True")
-    start(IMITATION_DATA="foreign.json")  # rows of others have no record: a warning
     write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
     start(IMITATION_DATA=str(tmp_path / "rows.json"))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Files of rows without a record: begins of games by our rules, the same by others' rules, and SFT rows."""
+    game = load_game()
+    templates, rng = load_templates(game.prompt_file, game), random.Random(0)
+    begins = [training_prompt(game, [], "art", 5, rng=rng, templates=templates) for _ in range(20)]
+    others = [begin.replace("defender", "guesser") for begin in begins]
+    question = alpaca_to_row({"instruction": "Write a number.", "output": "1"})
+    files = {
+        "sft": [question],
+        "ours": [{"query": begin.strip().replace("\n", ""), "target": "Hi"} for begin in begins],  # in a template
+        "others": [{"prompt": begin, "answer": "Hi"} for begin in others],
+        "messages": [{"messages": [{"role": "user", "content": begin}]} for begin in others],
+        "mixture": [question] * 52_000 + [{"instruction": begin, "output": "Hi"} for begin in others],
+    }
+    for name, rows in files.items():
+        write_json(tmp_path / f"{name}.json", rows)
+    return lambda *names: " ".join(str(tmp_path / f"{name}.json") for name in names)
+
+
+@pytest.mark.parametrize("names", [["others"], ["messages"], ["sft", "others"], ["mixture"]])
+def test_games_without_a_rule_of_play_are_no_rows_of_imitation(start, foreign, names):
+    errors = start(status=2, IMITATION_DATA=foreign(*names))
+    assert "PROMPTS=data/released_prompts.json" in errors and "tools/assign_rewards.py" in errors
+
+
+def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(start, foreign, tmp_path):
+    for names in (["sft"], ["sft", "ours"], ["others", "ours"]):
+        start(IMITATION_DATA=foreign(*names))
+    start(IMITATION_DATA=foreign("others"), IMITATION_MODEL="m")  # as LIKE sets it
+    start(IMITATION_DATA=foreign("sft"))
+    (tmp_path / "others.json").rename(tmp_path / "sft.json")
+    record = tmp_path / "out/imitation/model/settings.json"
+    write_json(record, {"finished": False})
+    assert "none of play's rules" in start(status=2, IMITATION_DATA=foreign("sft"))
+    write_json(record, {"finished": True})
+    start(IMITATION_DATA=foreign("sft"))
 
 
 def test_play_gets_the_first_words_so_many_times(start, tmp_path):
@@ -177,6 +276,53 @@ def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp
     assert start(**free) == before | free
 
 
+def test_the_lock_of_a_loop_keeps_another_start_from_writing(needed, tmp_path, monkeypatch):
+    def refuse(number, how):
+        raise BlockingIOError
+
+    def has_no_locks(number, how):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    words = ["--lock", *words_of(needed)]
+    assert call(loop.main, "--output", *words_of(needed)).output == f"{tmp_path}/out\n"
+    assert call(loop.main, "--output", *words_of(needed), "NODE_RANK=1").output == "\n"
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert "another loop is at work here" in call(loop.main, *words, status=2).errors
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(fcntl, "flock", has_no_locks)
+    assert "no file locks here" in call(loop.main, *words).errors
+
+
+def test_an_output_that_was_moved_with_model_and_data_inside_goes_on(start, tmp_path, needed):
+    def inside(name: str, rows: str) -> dict[str, str]:
+        output = tmp_path / name
+        files = f"'{output}/a.json' {output}/{rows}"
+        return {"OUTPUT": f"{output}", "MODEL": f"{output}/base", "IMITATION_DATA": files}
+
+    for name in ("a.json", "b.json", "c.json"):
+        write_json(tmp_path / "out" / name, [{"query": "Say: ", "target": "Hi"}])
+    before = start(**inside("out", "b.json"))
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    assert before["MODEL"] == f"{tmp_path}/out/base"  # LIKE and others read it
+    (tmp_path / "out").rename(tmp_path / "moved")
+    call(loop.main, *words_of(needed | inside("moved", "b.json")))
+    assert read_json(tmp_path / "moved/settings.json")["settings"] == before | inside("moved", "b.json")
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    call(loop.main, *words_of(needed | inside("moved", "b.json") | {"OUTPUT": tmp_path / "copy"}))
+    errors = call(loop.main, *words_of(needed | inside("moved", "c.json")), status=2).errors
+    assert "made with other settings (IMITATION_DATA: " in errors
+
+
+def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    names = ("SFT_DATA", "WORDS", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")
+    missing = {name: f"{name}.json" for name in names} | {"EVAL_WORDS": "e=E1 E2", "IMITATION_DATA": "I1 I2"}
+    errors = start(status=2, LORA_RANK="4", EVAL_TASKS="PIQA", **missing)
+    wanted = [f"{name}.json" for name in names] + ["E1", "E2", "I1", "I2", "peft", "lm_eval"]
+    assert len(errors.splitlines()) == 1 and [name for name in wanted if f"{name}: no" not in errors] == wanted[-2:]
+    assert "peft is missing" in errors and "lm_eval is missing" in errors
+
+
 @pytest.mark.parametrize("name", ["llama2_7b", "qwen3_4b", "tiny", "english"])
 def test_the_files_of_settings_are_read(name):
     assert loop.read_settings([f"{ROOT}/configs/{name}.sh"]).keys() == loop.read_file(loop.DEFAULTS_FILE).keys()
@@ -186,4 +332,24 @@ def test_every_setting_has_its_meaning_in_the_file_of_defaults():
     text = loop.DEFAULTS_FILE.read_text()
     settings = loop.read_file(loop.DEFAULTS_FILE)
     assert re.findall(r"^([A-Z_]+)=.* # \w", text, flags=re.MULTILINE) == list(settings)
-    assert loop.MAY_DIFFER | {*loop.FILES, *loop.PATTERNS} <= settings.keys()
+    patterns = " ".join(loop.PATTERNS.values()).split()
+    assert {*loop.FILES, *patterns} <= settings.keys()
+
+
+def test_a_section_says_what_a_change_of_its_settings_means():
+    text = """
+        imitation: MODEL IMITATION_DATA IMITATION_LR IMITATION_KL IMITATION_ARGS
+        play: IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD
+            MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K FIRST_EPISODES PLAY_ARGS
+        training: SEED PRECISION SFT_DATA DECAY_WEIGHT LOSERS TIES BASELINE ROLE_WEIGHTS REWARD_ARGS GLOBAL_BATCH
+            LEARNING_RATE KL SFT_COEFF CLIP_RANGE DETACH_KL LORA_RANK TRAIN_ARGS
+        run: LIKE CONTROL
+        scope: EPOCHS TRAIN_BATCH SAVE_STEPS EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS EVAL_TASKS
+            REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT
+        machine: OUTPUT UNTIL NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID TENSOR_PARALLEL_SIZE PLAY_BATCH ENGINE
+            DEEPSPEED GRADIENT_CHECKPOINTING
+    """
+    sections = dict(re.findall(r"(\w+):([A-Z_\s]+)", text))
+    for name, settings in sections.items():
+        assert loop.section(name) == set(settings.split())
+    assert loop.section(*sections) == loop.read_file(loop.DEFAULTS_FILE).keys()

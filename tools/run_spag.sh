@@ -5,8 +5,8 @@
 #
 # Arguments are settings, NAME=VALUE, and files of settings; --help shows all of them (configs/defaults.sh). The same
 # command continues a loop that was stopped. A stage's log is OUTPUT/logs/STAGE.log.
-# shellcheck disable=SC2086,SC2153,SC2154,SC2329  # settings of several values are split at their blanks
-set -efo pipefail # -f: no value is a pattern of file names
+# shellcheck disable=SC2153,SC2154,SC2329  # settings of several values are arrays
+set -eo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 # shellcheck source=tools/loop/common.sh
@@ -14,7 +14,9 @@ PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 
 main() {
   [ "$1" != --help ] || { cat "$root/configs/defaults.sh"; exit; }
-  settings=$("$PYTHON" "$root/tools/loop/settings.py" "$@") # lines NAME='value'; *_ARGS are arrays
+  OUTPUT=$("$PYTHON" "$root/tools/loop/settings.py" --output "$@") # empty but on machine 0
+  [ -z "$OUTPUT" ] || { mkdir -p "$OUTPUT" && exec 9>>"$OUTPUT/.loop.lock"; } # the lock is of shell and stages
+  settings=$("$PYTHON" "$root/tools/loop/settings.py" ${OUTPUT:+--lock} "$@") # lines NAME='value'; some are arrays
   eval "$settings"
   set_flags
   model=${IMITATION_MODEL:-$MODEL} player=imitation # the newest model, and its name in files
@@ -35,13 +37,13 @@ main() {
     [ "$REPORT" = False ] || on_machine_0 run report "$PYTHON" "$root/tools/report.py" "$OUTPUT" "${game[@]}"
   done
   [ -z "$EVAL_TASKS" ] || on_machine_0 run reasoning "$PYTHON" "$root/tools/evaluate_reasoning.py" \
-    --models "${models[@]}" --tasks $EVAL_TASKS --output_dir "$OUTPUT/reasoning" --dtype "$dtype" \
+    --models "${models[@]}" --tasks "${EVAL_TASKS[@]}" --output_dir "$OUTPUT/reasoning" --dtype "$dtype" \
     "${REASONING_ARGS[@]}"
   say "finished in $((SECONDS / 60)) min; everything is in $OUTPUT"
 }
 
 imitate() {
-  train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL --train_data_path $IMITATION_DATA \
+  train imitation "$OUTPUT/imitation/model" --train_method SFTwithKL --train_data_path "${IMITATION_DATA[@]}" \
     --lm_kl_coeff "$IMITATION_KL" --learning_rate "${IMITATION_LR:-${lora_rate:-5e-6}}" --seed "$SEED" \
     "${IMITATION_ARGS[@]}"
 }
@@ -105,7 +107,7 @@ train() { # train STAGE FOLDER FLAGS...: $model is the start and the reference; 
 
 match() { # the newest model against imitation
   launch "${player}_eval" "$play_processes" "$root/tools/evaluate_games.py" \
-    --players "imitation=$imitation" "$player=$model" --against imitation --words $EVAL_WORDS --seeds $EVAL_SEEDS \
+    --players "imitation=$imitation" "$player=$model" --against imitation --words "${EVAL_WORDS[@]}" --seeds "${EVAL_SEEDS[@]}" \
     --games_per_word "$EVAL_GAMES_PER_WORD" --output_dir "$folder/eval" "${game[@]}" "${sampling[@]}" "${EVAL_ARGS[@]}"
 }
 
@@ -125,7 +127,7 @@ set_flags() { # flags that several stages share
   esac
   lora_rate=${LORA_RANK:+1e-4} # merging adapters into bf16 weights loses smaller updates
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
-  game=(--game "$GAME" ${GAME_OPTIONS:+--game_options $GAME_OPTIONS} ${PROMPTS:+--prompt_templates "$PROMPTS"})
+  game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${PROMPTS:+--prompt_templates "$PROMPTS"})
   sampling=(--task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --chat_template "$CHAT_TEMPLATE"
     --thinking "$THINKING" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
     --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"

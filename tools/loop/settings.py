@@ -1,67 +1,95 @@
-"""The settings of the loop: read, filled in, checked, recorded, and printed for the shell.
+"""The settings of the loop: read, checked, filled in, recorded, and printed for the shell.
 
     eval "$(PYTHONPATH=. python tools/loop/settings.py configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
 
 Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
-with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place.
+with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place. Two options come first: --output only
+prints OUTPUT, for machine 0; --lock takes the lock of the loop in descriptor 9, which the shell has opened.
 """
 
+import dataclasses
 import difflib
+import fcntl
+import json
 import logging
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import utils
-from tools.games import load_game
+from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
+from tools.flags import parse_flags
+from tools.games import prompts
+from tools.games.game import Game
 from utils import ROOT, UserError, read_json
 
 DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
-# The machine, how much is done, and what is measured of the models. (Stages refuse what would mix with their results.)
-MAY_DIFFER = set(
-    "OUTPUT NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID TENSOR_PARALLEL_SIZE PLAY_BATCH DEEPSPEED SAVE_STEPS "
-    "GRADIENT_CHECKPOINTING ENGINE TRAIN_BATCH EPOCHS UNTIL EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY "
-    "EVAL_ARGS EVAL_TASKS REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT".split()
-)
-OF_IMITATION = {"MODEL", "IMITATION_DATA", "IMITATION_LR", "IMITATION_KL", "IMITATION_ARGS"}
-OF_PLAY = set(
-    "IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD MAX_LENGTH "
-    "MAX_NEW_TOKENS TEMPERATURE TOP_K PLAY_ARGS".split()
-)
-SIZES = "GLOBAL_BATCH TRAIN_BATCH NPROC NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS".split()
+LOCK = 9  # descriptor of OUTPUT/.loop.lock, which run_spag.sh and its stages keep open
+SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "EVAL_TASKS")  # ends of names
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
-PATTERNS = {
-    **dict.fromkeys(("EPOCHS", "SEED"), f"0|{COUNT}"),  # the shell computes with these and the next
-    **dict.fromkeys((*SIZES, "EVAL_EVERY", "GAMES_PER_WORD"), COUNT),
-    "PRECISION": "bf16|fp16|fp32",
-    "CHAT_TEMPLATE": "True|False",
-    "THINKING": "True|False",
-    "GAMES": f"|{COUNT}",
-    **dict.fromkeys(("LOSERS", "TIES"), r"\d*\.?\d+"),
-    "CONTROL": "|coin_by_length|cloning|sft|silent",
-    "UNTIL": rf"|imitation|epoch{COUNT}_(play|train)",
+NUMBER = r"(\d+\.?\d*|\.\d+)(e-?\d+)?"
+PATTERNS = {  # of values, before `auto` is replaced; STAGES check those that are called like one of their flags
+    f"0|{COUNT}": "EPOCHS SEED NODE_RANK TOP_K",  # the shell computes with these and the next
+    COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD "
+    "EVAL_GAMES_PER_WORD EVAL_EVERY",
+    f"|{COUNT}": "GAMES MAX_TURNS PLAY_BATCH LORA_RANK",
+    f"auto|{COUNT}": "NPROC",
+    NUMBER: "KL SFT_COEFF CLIP_RANGE IMITATION_KL SAVE_STEPS",
+    f"|{NUMBER}": "LEARNING_RATE IMITATION_LR",
+    "True|False": "CHAT_TEMPLATE THINKING DETACH_KL REPORT",
+    "auto|True|False": "GRADIENT_CHECKPOINTING",
+    "auto|bf16|fp16|fp32": "PRECISION",
+    "|coin_by_length|cloning|sft|silent": "CONTROL",
+    rf"|imitation|epoch{COUNT}_(play|train)": "UNTIL",
 }
 PACKAGES = {"LORA_RANK": ("peft", "peft>=0.21,<0.22"), "EVAL_TASKS": ("lm_eval", "lm-eval==0.4.13")}
-FILES = ("SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
+FILES = ("WORDS", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
+STAGES = {  # flags by the first part of the names of a stage's settings
+    "PLAY": play_llm_game.Flags,
+    "REWARD": assign_rewards.Flags,
+    "EVAL": evaluate_games.Flags,
+    "BELIEF": evaluate_belief.Flags,
+    "REASONING": evaluate_reasoning.Flags,
+}
 RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/*")
+REMEDY = """for the authors' rows take PROMPTS=data/released_prompts.json, made by python -m tools.prepare_data \
+prompts --release SPAG/utils.py --output data/released_prompts.json; else make rows by tools/assign_rewards.py"""
 logger = logging.getLogger(__name__)
+Settings = dict[str, str]  # values by name
 
 
-def read_file(path: str | Path) -> dict[str, str]:
+def read_file(path: str | Path) -> Settings:
     """The settings of a file: words NAME=VALUE and comments, as in a shell; $root is the project's folder."""
+    # A comment begins at the start of a word: # inside a word, or between quotes, belongs to the value.
+    text = re.sub(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*""", r"\1", utils.read_text(path))
     settings = {}
-    for word in shlex.split(utils.read_text(path), comments=True):
+    for word in shlex.split(text):
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
-        settings[name] = os.path.expanduser(value.replace("$root", str(ROOT)))
+        root = shlex.quote(str(ROOT)) if name.endswith(SEVERAL) else str(ROOT)
+        settings[name] = os.path.expanduser(value.replace("$root", root))
     return settings
 
 
-def read_settings(words: list[str]) -> dict[str, str]:
+def values(settings: Settings, name: str) -> list[str]:
+    """The values of a setting that takes several, split as by a shell, or its one value. [] if empty or unknown."""
+    value = settings.get(name, "")
+    return shlex.split(value) if name.endswith(SEVERAL) else [value] * bool(value)
+
+
+def section(*names: str) -> set[str]:
+    """The settings in these sections of configs/defaults.sh. A section begins with a comment: # [NAME] meaning."""
+    sections = utils.read_text(DEFAULTS_FILE).split("\n\n# [")
+    chosen = (text for text in sections if text.partition("]")[0] in names)
+    return set(re.findall(r"^[A-Z_]+(?==)", "\n".join(chosen), re.MULTILINE))
+
+
+def read_settings(words: list[str]) -> Settings:
     """The defaults, or the settings of LIKE, changed by the arguments. UserError for an unknown name."""
     defaults, changes = read_file(DEFAULTS_FILE), {}
     for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
@@ -73,16 +101,18 @@ def read_settings(words: list[str]) -> dict[str, str]:
     return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
 
 
-def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
+def like(run: str, changes: Settings, defaults: Settings) -> Settings:
     """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones.
 
-    A changed setting on which imitation or these games depend makes new ones.
+    A change in the section `imitation` trains imitation anew, and with one there or in `play` epoch 1 is played anew.
+    All other changes keep both: SEED, PRECISION, LORA_RANK, GLOBAL_BATCH, TRAIN_BATCH, and for imitation MAX_LENGTH.
+    The sections `run` and `machine` are not taken from the other run.
     """
-    settings = defaults | read_json(Path(run, "settings.json"))["settings"]
-    own = "OUTPUT UNTIL CONTROL NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID".split()
-    settings |= {name: defaults[name] for name in own}
+    stored = read_json(Path(run, "settings.json"))["settings"]
+    taken = defaults.keys() - section("run", "machine")  # no other names: the shell evaluates them
+    settings = defaults | {name: value for name, value in stored.items() if name in taken}
     changed = {name for name, value in changes.items() if value != settings[name]}
-    if changed & OF_IMITATION:
+    if changed & section("imitation"):
         trained = changes.get("IMITATION_DATA", settings["IMITATION_DATA"])
         settings["IMITATION_MODEL"] = "" if trained else settings["IMITATION_MODEL"]
     elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
@@ -91,10 +121,10 @@ def like(run: str, changes: dict[str, str], defaults: dict[str, str]) -> dict[st
             raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
         settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
     games = settings["FIRST_EPISODES"] or f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    return settings | {"FIRST_EPISODES": "" if changed & (OF_IMITATION | OF_PLAY) else games}
+    return settings | {"FIRST_EPISODES": "" if changed & section("imitation", "play") else games}
 
 
-def fill(settings: dict[str, str]) -> None:
+def fill(settings: Settings) -> None:
     """Replace what is `auto`, in place."""
     names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
     automatic = [name for name in names if settings[name] == "auto"]
@@ -119,16 +149,13 @@ def fill(settings: dict[str, str]) -> None:
     settings |= {name: values[name] for name in automatic}
 
 
-def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
+def deepspeed_file(settings: Settings, gpus: int, memory: int) -> str:
     """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
     Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
     copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
     """
-    folder = utils.model_folder(settings["MODEL"])
-    config = read_json(folder / "config.json")
-    fp32 = "float32" in (config.get("dtype"), config.get("torch_dtype"))
-    parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / (4 if fp32 else 2)
+    parameters = count_parameters(settings["MODEL"])
     ways = {"none": 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     if settings["LORA_RANK"]:
         ways = {"none": 2.2, "configs/zero3.json": 2.2 / gpus}
@@ -138,36 +165,102 @@ def deepspeed_file(settings: dict[str, str], gpus: int, memory: int) -> str:
     return str(ROOT / "configs/default_offload_opt_param.json")
 
 
-def check(settings: dict[str, str]) -> None:
-    """Raise UserError for what would fail only after hours, or give wrong results. The stages check the rest."""
-    for name, pattern in PATTERNS.items():
-        if not re.fullmatch(pattern, settings[name]):
-            raise UserError(f"{name}={settings[name]}: expected {pattern}")
-    for name in FILES:
-        if settings[name] and not Path(settings[name]).is_file():
-            raise UserError(f"{settings[name]}: no such file")
-    for name in filter(settings.get, PACKAGES):
-        utils.require(*PACKAGES[name])
-    check_sizes({name: int(settings[name]) for name in SIZES})
-    negative = float(settings["LOSERS"]) or float(settings["TIES"]) or settings["BASELINE"] != "none"
+def count_parameters(model: str) -> float:
+    """The parameters of a model, by the bytes of its safetensors."""
+    folder = utils.model_folder(model)
+    config = read_json(folder / "config.json")
+    fp32 = "float32" in (config.get("dtype"), config.get("torch_dtype"))
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / (4 if fp32 else 2)
+
+
+def check(settings: Settings) -> Game:
+    """Raise UserError for what would fail only after hours, or give wrong results. Returns the game.
+
+    The parsers of the stages end the program with their own message. The stages check the rest.
+    """
+    for pattern, names in PATTERNS.items():
+        for name in names.split():
+            if not re.fullmatch(pattern, settings[name]):
+                raise UserError(f"{name}={settings[name]}: expected {pattern}")
+    flags = {prefix: stage_flags(settings, prefix, kind) for prefix, kind in STAGES.items()}
+    if words := values(settings, "IMITATION_ARGS") + values(settings, "TRAIN_ARGS"):
+        check_train_flags(words)
+    check_files(settings)
+    game, rewards = flags["PLAY"].load_game(), flags["REWARD"]
+    rewards.check_rewards(game)
+    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
     if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
     if settings["THINKING"] == "True" and settings["BELIEF_GAMES"]:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
+    return game
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    at_once = sizes["NPROC"] * sizes["NNODES"] * sizes["TRAIN_BATCH"]
-    if sizes["GLOBAL_BATCH"] % at_once or sizes["NPROC"] % sizes["TENSOR_PARALLEL_SIZE"]:
-        rows = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
-        raise UserError(f"{rows}, and NPROC of TENSOR_PARALLEL_SIZE")
-    if sizes["MAX_NEW_TOKENS"] >= sizes["MAX_LENGTH"]:  # play would find out, after imitation
-        raise UserError("MAX_LENGTH must be above MAX_NEW_TOKENS: it holds the prompt too")
+def stage_flags(settings: Settings, prefix: str, kind: type):
+    """A stage's flags, read by its own parser: those called like a setting (PREFIX_FLAG or FLAG), and PREFIX_ARGS."""
+    words = []
+    for field in dataclasses.fields(kind):
+        name, is_required = field.name.upper(), field.default is field.default_factory  # neither is there
+        given = values(settings, f"{prefix}_{name}") or values(settings, name) or ["some=value"] * is_required
+        words += [f"--{field.name}", *given] if given else []
+    return parse_flags(kind, [*words, *values(settings, f"{prefix}_ARGS")], description="")
 
 
-def check_sft_data(settings: dict[str, str]) -> None:
+def check_train_flags(words: list[str]) -> None:
+    """Let train.py's parser read these flags, in a process of its own: it imports transformers, which takes 5 s."""
+    required = "'--train_method=SFT', '--model_name_or_path=m', '--train_data_path=d', '--output_dir=o'"
+    parse = f"import sys, arguments; arguments.build_parser().parse_args([{required}, *sys.argv[1:]])"
+    done = subprocess.run([sys.executable, "-c", parse, *words], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"IMITATION_ARGS, TRAIN_ARGS: {done.stderr.rpartition('Error: ')[2].strip()}")
+
+
+def check_files(settings: Settings) -> None:
+    """Raise UserError that names all files and packages that are missing."""
+    paths = [path for name in FILES for path in values(settings, name)] + match_words(settings)
+    paths += [] if settings["IMITATION_MODEL"] else values(settings, "IMITATION_DATA")
+    missing = [f"{path}: no such file" for path in paths if not os.path.exists(path)]
+    for name in filter(settings.get, PACKAGES):
+        try:
+            utils.require(*PACKAGES[name])
+        except UserError as error:
+            missing.append(str(error))
+    if missing:
+        raise UserError("; ".join(missing))
+
+
+def match_words(settings: Settings) -> list[str]:
+    """The word lists of the matches."""
+    return [evaluate_games.named_words(word).path for word in values(settings, "EVAL_WORDS")]
+
+
+def check_sizes(settings: Settings) -> None:
+    """Raise UserError for processes that do not divide a batch or have no GPU, and for matches of too large models."""
+    names = ("NPROC", "NNODES", "TRAIN_BATCH", "GLOBAL_BATCH", "TENSOR_PARALLEL_SIZE")
+    processes, machines, rows, batch, tensor = (int(settings[name]) for name in names)
+    at_once = processes * machines * rows
+    if batch % at_once or processes % tensor:
+        multiple = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
+        raise UserError(f"{multiple}, and NPROC of TENSOR_PARALLEL_SIZE")
+    parameters = count_parameters(settings["MODEL"]) if settings["EVAL_WORDS"] else 0
+    models = 2 * parameters * (4 if settings["PRECISION"] == "fp32" else 2)  # bytes of a match's weights
+    if processes == 1 and models < 2**30:
+        return  # before torch is imported, which takes seconds
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < processes:
+        raise UserError(f"NPROC={processes}, but this machine has {gpus} GPUs; a process needs one")
+    if gpus and torch.cuda.is_available():
+        memory = 0.9 * tensor * torch.cuda.get_device_properties(0).total_memory
+        if models > memory:
+            sizes = f"{models / 2**30:.0f} GiB, and they may take {memory / 2**30:.0f} GiB"
+            raise UserError(f"EVAL_WORDS: the two models of a match have {sizes}; EVAL_WORDS= leaves matches out")
+
+
+def check_sft_data(settings: Settings) -> None:
     """Raise UserError if MODEL has no chat template for SFT rows of messages: training would find out after play."""
     path, model = settings["SFT_DATA"], settings["MODEL"]
     records = utils.read_json_or_jsonl(path) if path else []
@@ -175,29 +268,63 @@ def check_sft_data(settings: dict[str, str]) -> None:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 
-def check_layout(settings: dict[str, str], prompt_file: str | Path) -> None:
-    """Raise UserError if the record beside rows of imitation names another layout than that of play."""
-    prompts = utils.files_setting(prompt_file)["sha256"]
-    of_play = (settings["CHAT_TEMPLATE"] == "True", settings["THINKING"] == "True", prompts)
-    for path in settings["IMITATION_DATA"].split():
+def check_layout(settings: Settings, game: Game) -> None:
+    """Raise UserError for rows of imitation in another layout than that of play.
+
+    A record beside the rows names it. Rows without a record, as long as they are to be trained on, must hold a rule of
+    play somewhere if they hold games.
+    """
+    prompt_file = settings["PROMPTS"] or game.prompt_file
+    templates = prompts.load_templates(prompt_file, game)
+    layout_of_play = (settings["CHAT_TEMPLATE"] == "True", settings["THINKING"] == "True")
+    layout_of_play += (utils.files_setting(prompt_file)["sha256"],)
+    foreign = []  # of other people, or of tools/controls.py
+    for path in values(settings, "IMITATION_DATA"):
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
         layout = read_json(record)["settings"] if record.is_file() else {}
-        if "prompt_templates" not in layout:  # rows of other people, or of tools/controls.py
+        if "prompt_templates" not in layout:
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
+            foreign.append(path)
             continue
-        thinking, prompts = bool(layout.get("thinking")), layout["prompt_templates"]["sha256"]
-        if (bool(layout["chat_template"]), thinking, prompts) != of_play:
+        thinking, sha256 = bool(layout.get("thinking")), layout["prompt_templates"]["sha256"]
+        if (bool(layout["chat_template"]), thinking, sha256) != layout_of_play:
             raise UserError(f"{path}: its CHAT_TEMPLATE, THINKING or prompts are not those of play ({prompt_file})")
+    imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
+    if settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
+        return
+    rows = bare([utils.read_json_or_jsonl(path) for path in foreign])
+    rules = [[bare(part) for part in prompts.SLOT.split(rule)[::2]] for rule in templates[prompts.RULES]]
+    has_rule = any(all(part in rows for part in rule) for rule in rules)
+    if bare(prompts.NO_HISTORY) in rows and not has_rule:
+        raise UserError(f"{' '.join(foreign)}: these games have none of play's rules ({prompt_file}); {REMEDY}")
 
 
-def record(settings: dict[str, str], words: list[str]) -> None:
+def bare(value) -> str:
+    """The JSON of a text or a list, without what begins and ends it, and without blanks, those in its texts too."""
+    return "".join(json.dumps(value, ensure_ascii=False).replace("\\n", " ").split())[1:-1]
+
+
+def lock_output(folder: str) -> None:
+    """Keep other loops out of OUTPUT. The shell and its stages hold the lock until all of them have ended."""
+    try:
+        fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another loop is at work here; end that one first") from None
+    except OSError as error:
+        logger.warning("%s: no file locks here (%s); run one loop at a time", folder, error)
+
+
+def record(settings: Settings, words: list[str]) -> None:
     """Write OUTPUT/settings.json and OUTPUT/words.txt. UserError if there are results of other settings."""
     folder = Path(settings["OUTPUT"])
     path = folder / "settings.json"
     if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
         stored = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
-        then, now = ({name: each[name] for name in settings.keys() - MAY_DIFFER} for each in (stored, settings))
-        if different := "; ".join(sorted(utils.differences(then, now))):
+        inside = re.compile(rf"(?<![\w./-]){re.escape(str(Path(stored['OUTPUT'])))}/")  # OUTPUT may have been moved
+        moved = {name: inside.sub(lambda _: f"{folder}/", value) for name, value in stored.items()}
+        compared = sorted(settings.keys() - section("scope", "machine"))
+        then = {name: stored[name] for name in compared if settings[name] not in (stored[name], moved[name])}
+        if different := "; ".join(utils.differences(then, {name: settings[name] for name in then})):
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")
     utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
@@ -205,23 +332,29 @@ def record(settings: dict[str, str], words: list[str]) -> None:
 
 
 def main() -> None:
-    settings = read_settings(sys.argv[1:])
+    words = sys.argv[1:]
+    option = words.pop(0) if words[:1] in (["--output"], ["--lock"]) else ""
+    settings = read_settings(words)
+    is_first = settings["NODE_RANK"] == "0"
+    if option == "--output":
+        print(settings["OUTPUT"] if is_first else "")
+        return
     for name in ("MODEL", "WORDS", "OUTPUT"):
         if not settings[name]:
             raise UserError(f"{name}=... is missing")
+    if option == "--lock":
+        lock_output(settings["OUTPUT"])
+    game = check(settings)
+    tasks, *_ = [utils.read_words(path, game.check_task) for path in (settings["WORDS"], *match_words(settings))]
+    check_layout(settings, game)
     fill(settings)
-    check(settings)
+    check_sizes(settings)
     check_sft_data(settings)
-    options = {key: value for key, _, value in (word.partition("=") for word in settings["GAME_OPTIONS"].split())}
-    game = load_game(settings["GAME"], **options)
-    check_layout(settings, settings["PROMPTS"] or game.prompt_file)
-    lists = [settings["WORDS"], *(word.rpartition("=")[2] for word in settings["EVAL_WORDS"].split())]
-    words, *_ = [utils.read_words(path, game.check_task) for path in lists]
-    if settings["NODE_RANK"] == "0":
-        record(settings, words[: int(settings["GAMES"] or len(words))] * int(settings["GAMES_PER_WORD"]))
-    for name, value in settings.items():  # for `eval`; each *_ARGS is an array
-        arguments = name.endswith("_ARGS")
-        print(f"{name}=({shlex.join(shlex.split(value))})" if arguments else f"{name}={shlex.quote(value)}")
+    if is_first:
+        record(settings, tasks[: int(settings["GAMES"] or len(tasks))] * int(settings["GAMES_PER_WORD"]))
+    for name, value in settings.items():  # for `eval`; a setting of several values is an array
+        several = f"({shlex.join(values(settings, name))})"
+        print(f"{name}={several if name.endswith(SEVERAL) else shlex.quote(value)}")
 
 
 if __name__ == "__main__":
