@@ -267,7 +267,7 @@ def test_play_gets_the_first_words_so_many_times(start, tmp_path):
 
 
 def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):
-    start(SEED="9")
+    start(SEED="9", IMITATION_LR="5E-06", KL=".5")
     before = start()  # nothing is there yet
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
     assert "made with other settings (KL: 0.2 then, 0.3 now)" in start(status=2, KL="0.3")

@@ -31,7 +31,7 @@ DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
 LOCK = 9  # descriptor of OUTPUT/.loop.lock, which run_spag.sh and its stages keep open
 SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "EVAL_TASKS")  # ends of names
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
-NUMBER = r"(\d+\.?\d*|\.\d+)(e-?\d+)?"
+NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 PATTERNS = {  # of values, before `auto` is replaced; STAGES check those that are called like one of their flags
     f"0|{COUNT}": "EPOCHS SEED NODE_RANK TOP_K",  # the shell computes with these and the next
     COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD "
