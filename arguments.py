@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import NoReturn
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
 
 import utils
 
@@ -110,7 +111,12 @@ class SPAGArguments(TrainingArguments):
             self.dataloader_pin_memory = False
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
-        super().__post_init__()
+        with utils.told("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
+            super().__post_init__()
+            for callback in get_reporting_integration_callbacks(self.report_to):
+                callback()  # looks for its package
+            optimizer = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
+            get_scheduler(self.lr_scheduler_type, optimizer, 0, 1, self.lr_scheduler_kwargs)
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -168,6 +174,8 @@ def _check(args: SPAGArguments, method_arguments: dict) -> None:
         raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
+    if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
+        raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
     if args.deepspeed and "scheduler" in utils.read_json(args.deepspeed):
         raise utils.UserError(f"{args.deepspeed}: 'scheduler' would overrule --lr_scheduler_type; take it out")
     for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):

@@ -7,6 +7,7 @@ data/README.md describes the rows field by field.
 
 import logging
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -39,12 +40,13 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
 
     Weight and reward are 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
-    if utils.in_messages(record):
-        record = record | messages_to_row(record["messages"], tokenizer)
+    if messages := utils.row_messages(record):
+        record = record | messages_to_row(messages, tokenizer)
     query, target, record = utils.row_texts(record)
     weight, reward = record.get("weight", 1.0), record.get("reward", 1.0)
-    if not math.isfinite(weight) or not math.isfinite(reward):
-        raise utils.UserError(f"weight {weight} and reward {reward} must be finite numbers")
+    with utils.told("weight or reward", TypeError, OverflowError):
+        if not math.isfinite(weight) or not math.isfinite(reward):
+            raise utils.UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return Row(
         query=utils.whole_characters(query),
         target=utils.whole_characters(target),
@@ -56,17 +58,18 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
 
 
 def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Turn a conversation into an SFT row in the tokenizer's chat template: the last reply is the target."""
+    """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target."""
     replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
         raise utils.UserError("'messages' has no assistant message, which would be the target")
-    before, dialogue = messages[: replies[-1]], messages[: replies[-1] + 1]
-    options = {"tokenize": False, "enable_thinking": False}
-    try:
-        query = tokenizer.apply_chat_template(before, add_generation_prompt=True, **options)
-        whole = tokenizer.apply_chat_template(dialogue, **options)
-    except (ValueError, TemplateError) as error:
-        raise utils.UserError(f"the tokenizer's chat template does not take these messages ({error})") from None
+    before, reply = messages[: replies[-1]], messages[replies[-1]]
+    render = partial(utils.chat_text, tokenizer, enable_thinking=False)
+    refusal = "the tokenizer's chat template does not take these messages"
+    with utils.told(refusal, ValueError, TypeError, TemplateError):
+        query, whole = render(before, add_generation_prompt=True), render([*before, reply])
+    only_calls = reply.get("tool_calls") and not reply["content"]
+    if only_calls and whole == render([*before, {"role": "assistant", "content": ""}]):
+        raise utils.UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
     if not whole.startswith(query):
         raise utils.UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}
@@ -98,6 +101,8 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     encoded = []
     for row, query, target in zip(rows, queries, targets, strict=True):
         if not row.chat_template:
+            if tokenizer.eos_token_id is None:
+                raise utils.UserError("this tokenizer has no EOS, the token that ends a target")
             query, target = bos + query, [*target, tokenizer.eos_token_id]
         elif not target or target[-1] not in special:
             raise utils.UserError(
@@ -130,23 +135,25 @@ class RowDataset(torch.utils.data.Dataset):
         return self.rows[index] | {"ref_logprob": float(self.ref_logprobs[index])}
 
 
-def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDataset:
-    """Read and encode JSON and JSONL files. UserError names the row that is bad, or whose target is cut off whole."""
+def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf) -> RowDataset:
+    """Read and encode JSON and JSONL files.
+
+    UserError names a row that is bad, whose target is cut off whole, or with a token of `vocab_size` or above.
+    """
     rows, places = [], []
     for path in paths:
-        for number, record in enumerate(utils.read_json_or_jsonl(path), start=1):
-            places.append(f"{path}: row {number}")
-            try:
-                rows.append(normalize_row(record, tokenizer))
-            except utils.UserError as error:
-                raise utils.UserError(f"{places[-1]}: {error}") from None
+        of_file = utils.read_json_or_jsonl(path, lambda record: normalize_row(record, tokenizer))
+        places += [f"{path}: row {number}" for number in range(1, len(of_file) + 1)]
+        rows += of_file
     chunks = (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE))
     dataset = RowDataset([row for chunk in chunks for row in encode(chunk, tokenizer)])
     for place, row in zip(places, dataset.rows, strict=True):
-        # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
-        if (row["labels"][1:] == IGNORE_INDEX).all():
-            remedy = "use --truncation_side left or a larger --max_length"
-            raise utils.UserError(f"{place}: {tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
+        with utils.told(place, utils.UserError):
+            # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
+            if (row["labels"][1:] == IGNORE_INDEX).all():
+                remedy = "use --truncation_side left or a larger --max_length"
+                raise utils.UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
+            utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
     eos = tokenizer.eos_token
     if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
         utils.warn_on_rank_0("%d targets end in the text of %s, which training adds to every target", twice, eos)
@@ -156,15 +163,17 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase) -> RowDatase
 
 
 class SPAGCollator:
-    """Pad encoded rows to the longest of them, on the tokenizer's padding side, with PAD or else EOS.
+    """Pad encoded rows to the longest of them, on the tokenizer's padding side, with PAD, EOS or token 0.
+
+    It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
 
     Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards, sft_mask
     and, if the rows have them, ref_logprobs, float32 of shape (batch,); and scored_places, (scored tokens,).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        pad = tokenizer.pad_token_id
-        self.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):
+        tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad_token_id = next(token for token in tokens if token is not None and token < vocab_size)
         self.pad_left = tokenizer.padding_side == "left"
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
 from arguments import SPAGArguments, parse_arguments
@@ -24,10 +24,12 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows from which self-play would learn nothing of a game, or that would ruin the model."""
+    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
+    files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(rows) < batch:
+        raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     if not TRAIN_METHODS[args.train_method].learns_from_games:
         return
-    files = ", ".join(args.train_data_path)
     if rows.is_sft.all() and not args.allow_no_game_rows:
         raise utils.UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
@@ -41,28 +43,27 @@ def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
         )
 
 
-def check_vocabularies(args: SPAGArguments) -> None:
-    """Raise UserError if the reference's vocabulary has another size: then l and l_ref are not comparable."""
-    names = filter(None, (args.model_name_or_path, args.ref_model_name_or_path))
-    options = {"trust_remote_code": args.trust_remote_code}
-    configs = {name: AutoConfig.from_pretrained(utils.model_folder(name), **options) for name in names}
-    sizes = {name: config.get_text_config().vocab_size for name, config in configs.items()}
-    if len(set(sizes.values())) > 1:
-        raise utils.UserError(f"model and reference have different vocabularies: {sizes}")
+def vocabulary_size(args: SPAGArguments) -> int:
+    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
+
+    def size(name: str) -> int:
+        config = utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+        return config.get_text_config().vocab_size
+
+    model, reference = size(args.model_name_or_path), size(args.ref_model_name_or_path or args.model_name_or_path)
+    if model != reference:
+        raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
+    return model
 
 
 def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
     """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        utils.model_folder(name),
+    model = utils.load_model(
+        name,
         trust_remote_code=args.trust_remote_code,
-        output_loading_info=True,
         dtype=args.weights_dtype,
         attn_implementation=args.attn_implementation,
-        use_safetensors=True,
     )
-    if loaded["missing_keys"]:
-        raise utils.UserError(f"{name}: weights are missing ({', '.join(sorted(loaded['missing_keys']))})")
     if model.generation_config is not None:
         try:
             model.generation_config.validate(strict=True)
@@ -135,6 +136,7 @@ def merge_lora(args: SPAGArguments) -> None:
     folder = Path(args.output_dir) / "merged"
     adapted.merge_and_unload().save_pretrained(folder)
     utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code).save_pretrained(folder)
+    utils.share_weights(folder)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
@@ -147,20 +149,23 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
         padding_side=args.padding_side,
         truncation_side=args.truncation_side,
     )
-    check_vocabularies(args)
-    train_rows = load_rows(args.train_data_path, tokenizer)
+    size = vocabulary_size(args)
+    train_rows = load_rows(args.train_data_path, tokenizer, size)
     check_rows(train_rows, args)
-    eval_rows = load_rows(args.eval_data_path, tokenizer) if args.eval_data_path else None
+    eval_rows = load_rows(args.eval_data_path, tokenizer, size) if args.eval_data_path else None
     model = load_model(args.model_name_or_path, args)
+    # Saved beside the model, with the maximum length and the sides that it came with.
+    saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    if (saved_tokenizer.pad_token_id or 0) >= size:
+        saved_tokenizer.pad_token = None  # the Trainer copies it to the model's configuration, which could not be read
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
         args=args,
         load_reference=lambda: load_model(args.ref_model_name_or_path, args),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
-        data_collator=SPAGCollator(tokenizer),
-        # Saved beside the model, with the maximum length and the sides that it came with.
-        processing_class=utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code),
+        data_collator=SPAGCollator(tokenizer, size),
+        processing_class=saved_tokenizer,
     )
 
 
@@ -169,7 +174,8 @@ def run(trainer: SPAGTrainer) -> None:
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
     trainer.save_model()
-    utils.on_rank_0(lambda: None)  # with --push_to_hub rank 0 uploads, for longer than the other ranks' NCCL waits
+    # A barrier too: with --push_to_hub rank 0 has uploaded, for longer than the other ranks' NCCL waits.
+    utils.on_rank_0(lambda: utils.share_weights(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()

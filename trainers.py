@@ -282,7 +282,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
     learns_from_games = False  # True: SFT rows have a loss of their own, without the reference
 
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
-        super().__init__(args=args, **kwargs)
+        with utils.told("the Trainer", ValueError, ImportError):
+            super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
         self.load_reference = load_reference
@@ -329,6 +330,11 @@ class SPAGTrainer(Trainer, TrainerCallback):
         """The loss of an evaluation batch; the Trainer averages it over rows."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    def create_optimizer(self, *args):
+        """The Trainer's. UserError if its package is missing."""
+        with utils.told("--optim", ValueError, ImportError):
+            return super().create_optimizer(*args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of a step and, unless each is normalized by itself, the Denominators over all ranks."""
@@ -444,7 +450,9 @@ class SPAGTrainer(Trainer, TrainerCallback):
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # ranks write into one folder
         if self.args.should_save:
-            (folder / f"checkpoint-{self.state.global_step}" / COMPLETE).touch()
+            checkpoint = folder / f"checkpoint-{self.state.global_step}"
+            utils.share_weights(checkpoint)
+            (checkpoint / COMPLETE).touch()
             for checkpoint in folder.glob("checkpoint-*"):
                 if not (checkpoint / COMPLETE).is_file():  # of a killed launch; save_total_limit must not count it
                     shutil.rmtree(checkpoint)

@@ -1,5 +1,6 @@
 """What all programs share: errors, ranks, files, models, finished work. No torch; importing this changes nothing."""
 
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -31,10 +32,14 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", 
 BYTE_LEVEL = re.compile(r'"type":\s*"ByteLevel"')
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # a model's digest reads so many samples, each so long, of a file of weights
+DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
+FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
+SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples, each so long, of a file of weights
+OLDER_DIGEST = " (a digest of an older version)"
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,13 +57,16 @@ class UserError(ValueError):
 def told(where: object, *types: type[BaseException]) -> Iterator[None]:
     """Raise errors of these types as UserError: where, and the first line of what the library said.
 
-    For the places where a library reads what a person gave. A person's own code does not belong inside.
+    For the places where a library reads what a person gave. A person's own code does not belong inside. A UserError
+    gets no second `where` unless it is among the types. An ImportError counts only if a library raised it by hand, to
+    name a package; Python's own, which have a name, come from inside an installed package.
     """
     try:
         yield
-    except UserError:
-        raise
     except types as error:
+        inside = isinstance(error, ImportError) and (error.name or type(error) is not ImportError)
+        if inside or isinstance(error, UserError) and UserError not in types:
+            raise
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(f"{where}: {first_line or type(error).__name__}") from error
 
@@ -181,8 +189,11 @@ def read_json(path: StrPath):
     return _parse(read_text(path), path)
 
 
-def read_json_or_jsonl(path: StrPath) -> list[dict]:
-    """The objects of a JSON list, or of a file with one object a line. UserError names a line that is not JSON."""
+def read_json_or_jsonl(path: StrPath, make: Callable[[dict], T] = lambda record: record) -> list[T]:
+    """`make` of each object of a JSON list, or of a file with one object a line.
+
+    UserError names a line that is not JSON, a row that is no object, and a row of which `make` raises one.
+    """
     text = read_text(path)
     if text.lstrip().startswith("["):
         records = _parse(text, path)
@@ -191,7 +202,13 @@ def read_json_or_jsonl(path: StrPath) -> list[dict]:
         records = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not records:
         raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
-    return records
+    made = []
+    for number, record in enumerate(records, start=1):
+        with told(f"{path}: row {number}", UserError):
+            if not isinstance(record, dict):
+                raise UserError("not a JSON object")
+            made.append(make(record))
+    return made
 
 
 def _parse(text: str, where: StrPath):
@@ -210,14 +227,12 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         word = "".join(each for each in line if unicodedata.category(each) != "Cf").strip()
-        try:
+        with told(f"{path}:{number}", ValueError, UserError):
             if word not in line:
-                raise ValueError(f"{line.strip()!r} has an invisible character inside; take it out")
+                raise UserError(f"{line.strip()!r} has an invisible character inside; take it out")
             if word:
                 check(word)
                 words.append(word)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: {error}") from None
     if not words:
         raise UserError(f"{path}: no words; expected one a line")
     return words
@@ -263,9 +278,29 @@ def alpaca_to_row(example: dict) -> dict:
     return {"prompt": prompt, "target": example["output"], "type": "sft"}
 
 
-def in_messages(record: Mapping) -> bool:
-    """Whether a record is a conversation, `messages`, and has no target of its own."""
-    return bool(record.get("messages")) and all(record.get(name) is None for name in ("target", "answer", "output"))
+def row_messages(record: Mapping) -> list[dict] | None:
+    """The conversation of a record that has no target of its own, each content as a text; None if it has texts.
+
+    A content is a text or a list of parts, all of them texts; beside tool calls it may be null. UserError for a record
+    with anything else, or with neither messages nor texts.
+    """
+    messages = record.get("messages")
+    if not messages or any(record.get(name) is not None for name in ("target", "answer", "output")):
+        row_texts(record)
+        return None
+    return [_in_text(message) for message in (messages if isinstance(messages, list) else [messages])]
+
+
+def _in_text(message) -> dict:
+    match message:
+        case {"role": str(), "content": str()}:
+            return message
+        case {"content": [{"type": "text", "text": str(text)}, *others]}:
+            rest = _in_text(message | {"content": others or ""})
+            return rest | {"content": text + rest["content"]}
+        case {"role": str(), "tool_calls": [_, *_]} if message.get("content") is None:
+            return message | {"content": ""}
+    raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
 
 
 def row_texts(record: Mapping) -> tuple[str, str, dict]:
@@ -277,6 +312,14 @@ def row_texts(record: Mapping) -> tuple[str, str, dict]:
     if not isinstance(query, str) or not isinstance(target, str):
         raise UserError("a row needs the texts 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's fields)")
     return query, target, record
+
+
+def chat_text(tokenizer, messages: list[dict], **options) -> str:
+    """Messages in the tokenizer's chat template, on a fixed day; `options` are those of `apply_chat_template`."""
+    template = tokenizer.get_chat_template()
+    template = (FIXED_DAY if "strftime_now" in template else "") + template
+    options |= {"chat_template": template, "date_string": DAY, "tokenize": False}
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def whole_characters(text: str) -> str:
@@ -294,14 +337,49 @@ def model_folder(name: str) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        try:
+        with told(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
-        except (OSError, ValueError) as error:
-            why = str(error).strip().split("\n")[0]
-            raise UserError(f"{name}: no such folder, and no such model on the hub or in its cache ({why})") from None
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json; this is not a model folder")
     return folder
+
+
+def from_folder(auto, name: StrPath, **options):
+    """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
+    folder = model_folder(name)
+    with told(folder, ValueError, ImportError):
+        try:
+            return auto.from_pretrained(folder, **options)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise UserError(f"{folder}: has code of its own; --trust_remote_code True runs it") from error
+            raise
+
+
+def load_model(name: StrPath, **options):
+    """A causal language model in eval mode, from safetensors. UserError if it cannot be loaded or lacks weights."""
+    from transformers import AutoModelForCausalLM
+
+    options |= {"use_safetensors": True, "output_loading_info": True}
+    model, report = from_folder(AutoModelForCausalLM, name, **options)
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
+    return model
+
+
+def share_weights(folder: StrPath) -> None:
+    """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in Path(folder).glob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
+def check_token(token: int, tokenizer, vocab_size: float) -> None:
+    """Raise UserError for a token that a model with embeddings of `vocab_size` tokens lacks."""
+    if token >= vocab_size:
+        text = tokenizer.convert_ids_to_tokens(int(token))
+        raise UserError(f"the model has {vocab_size} tokens, not token {token} ({text}); is the tokenizer its own?")
 
 
 def load_tokenizer(name: str, **options):
@@ -311,10 +389,7 @@ def load_tokenizer(name: str, **options):
     folder = model_folder(name)
     if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
         require("mistral_common", "mistral-common")  # converts it
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False, **options)
-    except ValueError as error:
-        raise UserError(f"{folder}: no tokenizer that can be loaded ({' '.join(str(error).split())})") from error
+    tokenizer = from_folder(AutoTokenizer, folder, mistral_format=False, **options)
     file = folder / "tokenizer.json"
     if type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file() and BYTE_LEVEL.search(file.read_text("utf-8")):
         # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks
@@ -335,11 +410,11 @@ def model_setting(name: str) -> dict[str, str]:
             digest.update(path.read_bytes())
             continue
         with open(path, "rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            for start in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+                file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
-    return {"path": name, "sha256": digest.hexdigest()} | commit
+    return {"path": name, "sha256": digest.hexdigest(), "samples": SAMPLES} | commit
 
 
 # Finished work.
@@ -388,7 +463,11 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
         lock.acquire()
     except Timeout:  # an OSError too, so it comes first
         raise UserError(f"{record.parent}: another launch is at work here; end that one first") from None
+    except PermissionError as error:
+        raise UserError(f"{lock.lock_file}: {error.strerror}; another user's launch may be at work here") from None
     except (NotImplementedError, OSError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in NO_LOCKS:
+            raise
         logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
     there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
     if there and not record.is_file():
@@ -412,8 +491,13 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
     def content(setting):
         return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
-    names = [name for name in {**then, **now} if content(then.get(name)) != content(now.get(name))]
-    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
+    phrases = []
+    for name in {**then, **now}:
+        old, new = then.get(name), now.get(name)
+        if content(old) != content(new):
+            older = isinstance(old, dict) and isinstance(new, dict) and "samples" in new.keys() - old.keys()
+            phrases.append(f"{name}: {old} then{OLDER_DIGEST if older else ''}, {new} now")
+    return phrases
 
 
 @functools.cache

@@ -71,6 +71,11 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("OfflinePO", "--lora_alpha 8", "--lora_alpha is not used without --lora_rank"),
         ("OfflinePO", "--lora_rank 8 --ref_model_name_or_path ./x", "the reference is the model without its adapters"),
         ("SFT", "--resume_from_checkpoint elsewhere", "the checkpoints of --output_dir only"),
+        ("SFT", "--max_steps 0", "no step would be made"),
+        ("SFT", "--num_train_epochs 0", "no step would be made"),
+        ("SFT", "--bf16 True --fp16 True", "the Trainer's flags: At most one of fp16 and bf16"),
+        ("SFT", "--report_to flyte", "the Trainer's flags: FlyteCallback requires"),
+        ("SFT", "--lr_scheduler_type cosine_with_min_lr", "the Trainer's flags: One of min_lr or min_lr_rate"),
         ("SFT", "--deepspeed own.json", "own.json: 'scheduler' would overrule --lr_scheduler_type"),
     ],
 )

@@ -11,12 +11,12 @@ from dataloaders import encode_example
 from tools import assign_rewards
 from tools.engine.local import ModelTokens
 from tools.games import prompts
-from tools.games.chat import DAY, EMPTY, ChatTemplate, chat_messages
+from tools.games.chat import EMPTY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
 from tools.selfplay.rewards import read_sft_rows
-from utils import UserError, read_json_or_jsonl, write_json, write_records
+from utils import DAY, UserError, read_json_or_jsonl, write_json, write_records
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 SPECIAL = {  # the tokens of a family; the last one ends a reply

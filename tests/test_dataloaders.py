@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 import dataloaders
 import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
+from tools.loop.settings import check_sft_data
+from tools.selfplay.rewards import read_sft_rows
 
 RECORDED = load_golden("collator.json")
 ROWS = [
@@ -100,6 +102,29 @@ def test_of_a_conversation_the_last_reply_is_learned_in_the_chat_template(chat_t
     assert not encode_example(texts, chat_tokenizer)["is_sft"]
 
 
+def last_reply(tokenizer, **fields) -> str:
+    """The target of a conversation whose last reply has these fields."""
+    return tokenizer.decode(target_of(encode_example({"messages": [TALK[0], TALK[1] | fields]}, tokenizer)))
+
+
+def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_template_writes(chat_tokenizer):
+    parts = [{"type": "text", "text": text, "image": None} for text in ("a ", "b")]
+    assert last_reply(chat_tokenizer, content=parts) == last_reply(chat_tokenizer, content="a b") == "a b<|im_end|>"
+    assert last_reply(chat_tokenizer, content="") == "<|im_end|>"
+    only_calls = {"content": None, "tool_calls": [{"function": {"name": "look"}}]}
+    with pytest.raises(utils.UserError, match="chat template leaves out"):
+        last_reply(chat_tokenizer, **only_calls)
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", calls + "<|im_end|>")
+    assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
+
+
+def test_a_template_that_tells_the_date_is_told_a_fixed_one(chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ strftime_now('%Y') }} {{ date_string }}" + CHATML
+    encoded = encode_example({"messages": TALK}, chat_tokenizer)
+    assert chat_tokenizer.decode(encoded["input_ids"]).startswith(f"{utils.DAY} {utils.DAY}<|im_start|>")
+
+
 def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
     row = {"query": "q", "target": "t<|im_end|>", "chat_template": True}
     assert target_of(encode_example(row, chat_tokenizer))[-1] == chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -144,8 +169,44 @@ def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, ca
         ({"query": "a", "target": "b", "reward": math.nan}, "weight 1.0 and reward nan must be finite numbers"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
         ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
+        ({"query": "a", "target": "b", "reward": "1.0"}, "weight or reward: must be real number"),
+        ({"query": "a", "target": "b", "weight": [1]}, "weight or reward: must be real number"),
+        ({"query": "a", "target": "b", "weight": 10**400}, "weight or reward: int too large"),
     ],
 )
 def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):
     with pytest.raises(utils.UserError, match=rf"bad\.jsonl: row 4: {message}"):
         load_rows([write_rows(tmp_path / "bad.jsonl", [*ROWS, row])], tokenizer)
+
+
+BAD_REPLIES = [{"from": "gpt", "value": "b"}, {"content": "b"}, "b", {"role": "assistant", "content": None}]
+BAD_REPLIES += [{"role": "assistant", "content": content} for content in (42, [], ["b"], [{"type": "image"}])]
+
+
+@pytest.mark.parametrize("row", [None, [1], "a", {"messages": "a"}, *({"messages": [bad]} for bad in BAD_REPLIES)])
+def test_sft_rows_in_another_format_are_named_in_training_rewards_and_the_loops_start(tmp_path, tiny_model, row):
+    path = write_rows(tmp_path / "bad.jsonl", [*ROWS, row])
+    for read in (lambda: load_rows([path], build_tokenizer()), lambda: read_sft_rows(path),
+                 lambda: check_sft_data({"SFT_DATA": path, "MODEL": tiny_model})):  # fmt: skip
+        with pytest.raises(utils.UserError, match=r"bad\.jsonl: row 4: (not a JSON object|a message needs 'role')"):
+            read()
+
+
+def test_tokens_that_the_model_lacks_are_no_padding_and_name_their_row(tmp_path, tokenizer):
+    own, larger = len(tokenizer), build_tokenizer()
+    larger.add_special_tokens({"pad_token": "[PAD]"})
+    rows = [encode_example(row, tokenizer) for row in ROWS]
+    batch = SPAGCollator(larger, own)(rows)
+    assert batch["input_ids"].max() < own and SPAGCollator(larger).pad_token_id == own
+    larger.add_special_tokens({"eos_token": "[EOS]"})
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    assert SPAGCollator(larger, own).pad_token_id == 0 and len(load_rows([path], larger)) == 3
+    with pytest.raises(utils.UserError, match=rf"row 1: the model has {own} tokens, not token {own + 1} \(\[EOS\]\)"):
+        load_rows([path], larger, own)
+
+
+def test_a_tokenizer_without_eos_is_refused_where_training_needs_one(chat_tokenizer):
+    chat_tokenizer.eos_token = None
+    assert last_reply(chat_tokenizer) == "assistant 1<|im_end|>"
+    with pytest.raises(utils.UserError, match="no EOS"):
+        encode_example(ROWS[0], chat_tokenizer)

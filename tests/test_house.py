@@ -12,7 +12,8 @@ from helpers import ROOT, finish, start
 # A room may import those before it. "flags" and "estimates" are files, "spag" is the page of pieces.
 ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny study, programs spag"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
-ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "programs"}}  # all that these may import
+# All that these may import.
+ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "programs"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "figure"}  # pieces for people, and the picture of the loss
 

@@ -147,8 +147,32 @@ def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, 
     config = json.loads((code / "config.json").read_text()) | {"model_type": "own"}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (code / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(UserError, match="code: has code of its own; --trust_remote_code True"):
         load(code)
+
+
+FOREIGN = {"qwen9": {"model_type": "qwen9"}, "t5": {"model_type": "t5", "d_model": 32}}
+for kind in ("bitsandbytes", "gptq"):
+    FOREIGN[kind] = {"quantization_config": {"quant_method": kind, "load_in_8bit": True}}
+
+
+@pytest.mark.parametrize("kind", [*FOREIGN, "none"])
+def test_a_model_that_transformers_cannot_load_is_refused_in_its_words(tiny_model, tmp_path, kind):
+    folder = shutil.copytree(tiny_model, tmp_path / kind)
+    config = json.loads((folder / "config.json").read_text()) | FOREIGN.get(kind, {})
+    if kind == "none":
+        del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"^{folder}: "):
+        load(folder)
+
+
+def test_a_token_that_the_model_lacks_ends_play(tiny_model):
+    model = load(tiny_model)
+    model.tokenizer.add_tokens("<|x|>")
+    assert generate(model, ["x"])
+    with pytest.raises(UserError, match=r"the model has 260 tokens, not token 260 \(<\|x\|>\)"):
+        generate(model, ["x<|x|>"])
 
 
 class EchoEngine:

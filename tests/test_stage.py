@@ -1,5 +1,6 @@
 """`utils.stage`: work is done once, under the same settings, by one launch at a time."""
 
+import errno
 import json
 import re
 import shutil
@@ -87,9 +88,24 @@ def test_an_error_leaves_the_work_unfinished_and_frees_the_lock(tmp_path):
     assert utils.read_json(tmp_path / "s.json")["finished"] is False
 
 
-def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(utils.FileLock, "acquire", lambda self: (_ for _ in ()).throw(OSError(95, "not supported")))
+@pytest.mark.parametrize("error", [OSError(errno.ENOTSUP, "no"), OSError(errno.EROFS, "no"), NotImplementedError()])
+def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, caplog, error):
+    monkeypatch.setattr(utils.FileLock, "acquire", lambda self: (_ for _ in ()).throw(error))
     assert work(tmp_path) and "run one launch at a time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (PermissionError(errno.EACCES, "denied"), utils.UserError, r"\.settings\.lock: denied"),
+        (OSError(errno.EIO, "broken"), OSError, "broken"),
+    ],
+)
+def test_a_lock_that_cannot_be_taken_is_an_error(tmp_path, monkeypatch, error, kind, message):
+    monkeypatch.setattr(utils.FileLock, "acquire", lambda self: (_ for _ in ()).throw(error))
+    with pytest.raises(kind, match=message):
+        work(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_and_models_are_compared_by_content(tmp_path):
@@ -105,6 +121,14 @@ def test_files_and_models_are_compared_by_content(tmp_path):
     (tmp_path / "b").write_text("other words")
     with pytest.raises(utils.UserError, match=r"words: .*/a'.* then, .*/b'.* now"):
         todo(tmp_path / "b")
+
+
+def test_a_digest_of_an_older_version_is_called_one(tiny_model):
+    now = {"model": utils.model_setting(tiny_model)}
+    old = {"model": {"path": tiny_model, "sha256": "0"}}
+    assert ["older version" in phrase for phrase in utils.differences(old, now)] == [True]
+    other = {"model": now["model"] | {"sha256": "0"}}
+    assert ["older version" in phrase for phrase in utils.differences(other, now)] == [False]
 
 
 def test_rank_0_decides_for_all_ranks(tmp_path):

@@ -354,6 +354,7 @@ def assert_merged(output: Path, base) -> None:
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
+    settings["save_strategy"] = "epoch"
     steps = run(tmp_path / "out", settings, lora_alpha=6, gradient_checkpointing=True)
     adapter = utils.read_json(tmp_path / "out/adapter_config.json")
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
@@ -361,6 +362,8 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
     assert_merged(tmp_path / "out", tiny_model)
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "merged").eos_token == "</s>"
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert len(modes) == 1  # others may read the weights too
 
 
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
@@ -468,6 +471,12 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, gemma, m
 
 
 BAD_TRAINING = {
+    "3 rows, which --dataloader_drop_last drops": (
+        [GAME] * 3,
+        {"dataloader_drop_last": True},
+        "a batch has 8",
+        {"per_device_train_batch_size": 3},
+    ),
     "only SFT rows": ([GAME | {"type": "sft"}] * 8, {}, "--allow_no_game_rows True", {"allow_no_game_rows": True}),
     "4 rows have negative rewards": (
         [GAME, GAME | {"reward": -1.0}] * 4,
@@ -511,6 +520,25 @@ def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, mixed_ro
     del weights["model.norm.weight"]
     save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
+    utils.write_json(layerless / "config.json", {"model_type": "qwen9"})
+    refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: .* model type `qwen9`")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"eval_strategy": "epoch"}, "eval_dataset"), ({"optim": "galore_adamw"}, "--optim: You need to install")],
+)
+def test_what_the_trainer_refuses_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model), message, **changes)
+
+
+def test_a_padding_token_that_the_model_lacks_is_not_written_into_its_configuration(tmp_path, mixed_rows, tiny_model):
+    folder, tokenizer = Path(shutil.copytree(tiny_model, tmp_path / "model")), build_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    first = run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
+    assert_same_curve(first, run(tmp_path / "same", sft(mixed_rows, tiny_model, max_steps=1)))
+    run(tmp_path / "second", sft(mixed_rows, tmp_path / "out", max_steps=1))
 
 
 @pytest.mark.parametrize("logging_steps, save_steps", [(1, 3), (100, 3), (100, 9)])

@@ -110,6 +110,27 @@ def test_a_models_digest_covers_every_file_that_may_change_it(tiny_model, tmp_pa
     assert len({*digests, digest()}) == 16
 
 
+@pytest.mark.parametrize("megabytes, changed", [(16, 1), (40, 1 << 14)])
+def test_a_digest_sees_each_byte_of_16_mib_and_each_layer_of_more(tmp_path, megabytes, changed):
+    (tmp_path / "config.json").write_text("{}")
+    digests = set()
+    for place in (None, 3, 5_000_001, 12_345_678):
+        with open(tmp_path / "model.safetensors", "wb") as file:
+            file.truncate(megabytes << 20)
+            if place:
+                file.seek(place)
+                file.write(b"x" * changed)
+        digests.add(utils.model_setting(str(tmp_path))["sha256"])
+    assert len(digests) == 4
+
+
+def test_others_may_read_weights_if_they_may_read_a_new_file(tmp_path):
+    (tmp_path / "new").touch()
+    (tmp_path / "model.safetensors").touch(mode=0o600)
+    utils.share_weights(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(utils.UserError, match="no config.json; this is not a model folder"):
         utils.model_folder(str(tmp_path))
@@ -144,3 +165,13 @@ def test_errors_of_a_library_that_reads_what_a_person_gave_become_one_line():
         raise utils.UserError("of its own")
     with pytest.raises(TypeError), utils.told("x", ValueError):
         raise TypeError("a bug")
+    with pytest.raises(utils.UserError, match="^row 3: of its own$"), utils.told("row 3", utils.UserError):
+        raise utils.UserError("of its own")
+
+
+def test_an_import_error_is_told_if_a_library_names_a_package_and_keeps_its_traceback_inside_one():
+    with pytest.raises(utils.UserError, match="^x: install y$"), utils.told("x", ImportError):
+        raise ImportError("install y")
+    for code in ("import no_such_package", "from json import no_such_name"):
+        with pytest.raises(ImportError), utils.told("x", ImportError):
+            exec(code)

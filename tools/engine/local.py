@@ -5,13 +5,14 @@ Weights are read from .safetensors files only. Code in a model folder runs only 
 
 import asyncio
 import functools
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tools.games.chat import ChatTemplate
@@ -27,7 +28,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import UserError, check_gpus, load_tokenizer, whole_characters
+from utils import check_gpus, check_token, load_model, load_tokenizer, whole_characters
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -36,6 +37,8 @@ ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 class ModelTokens:
     """A model's tokenizer, which turns prompts into token ids and token ids into replies."""
+
+    vocab_size: float = math.inf  # tokens that the model has embeddings of, where these are known
 
     def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
         self.tokenizer, self.sampling = tokenizer, sampling
@@ -52,10 +55,14 @@ class ModelTokens:
         self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning."""
+        """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning.
+
+        UserError for a token that the model has no embedding of.
+        """
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(whole_characters(prompt), add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
+        check_token(max(ids, default=0), self.tokenizer, self.vocab_size)
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
@@ -77,7 +84,7 @@ class ModelTokens:
 class LocalModel(ModelTokens):
     def __init__(self, model, tokenizer, sampling: Sampling):
         super().__init__(tokenizer, sampling, model.generation_config)
-        self.model = model
+        self.model, self.vocab_size = model, len(model.get_input_embeddings().weight)
         self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
@@ -92,13 +99,9 @@ def load_local_model(
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
     disable_progress_bar()  # "Loading weights"
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    safety = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **safety
-    )
-    if report["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{folder}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
-    return LocalModel(model.eval(), tokenizer, sampling)
+    options = {"dtype": dtype or "auto", "device_map": {"": device}, "trust_remote_code": trust_remote_code}
+    model = load_model(folder, **options)
+    return LocalModel(model, tokenizer, sampling)
 
 
 def own_device() -> torch.device:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.flags import flag
 from tools.players.player import Reply, Sampling
-from utils import LAUNCHER_VARIABLES, UserError, check_gpus, load_tokenizer
+from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
 
 AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
@@ -66,7 +66,7 @@ class VLLMEngine:
 
         from tools.engine.local import ModelTokens
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = from_folder(AutoConfig, folder, trust_remote_code=trust_remote_code)
         generation = GenerationConfig.from_model_config(config)
         if (folder / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(folder)

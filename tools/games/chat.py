@@ -13,11 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from tools.games import prompts
 from tools.games.game import Game, History
 from tools.games.prompts import Templates
-from utils import UserError, alpaca_to_row, told
+from utils import UserError, alpaca_to_row, chat_text, told
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
-FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 OPEN_THOUGHT = re.compile(r"((<|\[)(think(?:ing)?>|THINK\]))\s*$")
 TAGS = re.compile(r"</?think(ing)?>|\[/?THINK\]")
@@ -53,7 +51,6 @@ class ChatTemplate:
         with told(name, ValueError):  # several templates, and none of them the default
             template = tokenizer.get_chat_template()
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
-        self.template = (FIXED_DAY if "strftime_now" in template else "") + template
         try:
             self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
         except TemplateError:  # some refuse a system message
@@ -127,11 +124,5 @@ class ChatTemplate:
         return self._render(filled, reply_follows=reply_follows)
 
     def _apply(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.template,
-            tokenize=False,
-            add_generation_prompt=reply_follows,
-            enable_thinking=self.thinking,
-            date_string=DAY,
-        )
+        options = {"add_generation_prompt": reply_follows, "enable_thinking": self.thinking}
+        return chat_text(self.tokenizer, messages, **options)

@@ -261,10 +261,10 @@ def check_sizes(settings: Settings) -> None:
 
 
 def check_sft_data(settings: Settings) -> None:
-    """Raise UserError if MODEL has no chat template for SFT rows of messages: training would find out after play."""
+    """Raise UserError for SFT rows, or for messages without a chat template, that training would refuse after play."""
     path, model = settings["SFT_DATA"], settings["MODEL"]
-    records = utils.read_json_or_jsonl(path) if path else []
-    if any(map(utils.in_messages, records)) and not utils.load_tokenizer(model).chat_template:
+    conversations = utils.read_json_or_jsonl(path, utils.row_messages) if path else []
+    if any(conversations) and not utils.load_tokenizer(model).chat_template:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 

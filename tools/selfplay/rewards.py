@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 from tools.flags import check_values, flag
 from tools.games import load_game, prompts
 from tools.games.game import EPISODE_KEYS, Game, History
-from utils import UserError, in_messages, load_tokenizer, read_json_or_jsonl, row_texts, told
+from utils import UserError, load_tokenizer, read_json_or_jsonl, row_messages, row_texts, told
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -83,7 +83,7 @@ class Result(NamedTuple):
 def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
     """Raise UserError that names the first invalid episode by `place` and its number, which counts from `first`."""
     for number, episode in enumerate(episodes, start=first):
-        with told(f"{place} {number}", ValueError):
+        with told(f"{place} {number}", ValueError, UserError):
             game.check_episode(episode)
 
 
@@ -298,18 +298,15 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[dict]:
     With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
     do messages, which training writes in the template of its model.
     """
-    rows = []
-    for number, record in enumerate(read_json_or_jsonl(path), start=1):
-        if in_messages(record):
-            rows.append({"messages": record["messages"], "type": "sft", "weight": 1.0})
-            continue
-        if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
-            record = chat.alpaca_to_turn(record)
-        try:
-            query, target, record = row_texts(record)
-        except UserError as error:
-            raise UserError(f"{path}: record {number}: {error}") from None
-        row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
-        row |= {"chat_template": True} if record.get("chat_template") else {}
-        rows.append(chat.row(row) if chat else row)
-    return rows
+    return read_json_or_jsonl(path, partial(sft_row, chat=chat))
+
+
+def sft_row(record: Mapping, chat: "ChatTemplate | None") -> dict:
+    if row_messages(record):
+        return {"messages": record["messages"], "type": "sft", "weight": 1.0}
+    if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
+        record = chat.alpaca_to_turn(record)
+    query, target, record = row_texts(record)
+    row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
+    row |= {"chat_template": True} if record.get("chat_template") else {}
+    return chat.row(row) if chat else row

@@ -20,7 +20,7 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
-from utils import ROOT, files_setting, run_program, run_python, stage, write_records, write_text
+from utils import ROOT, files_setting, run_program, run_python, share_weights, stage, write_records, write_text
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
 # Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
@@ -78,6 +78,7 @@ def write_data(folder: Path, flags: Flags) -> None:
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
+    share_weights(folder / "random")
     words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
     words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
     run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
 
 from tools.estimates import estimate, markdown, with_interval
 from tools.flags import flag, parse_flags
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
-from utils import load_tokenizer, read_json, run_program, write_json
+from utils import load_model, load_tokenizer, read_json, run_program, write_json
 
 PLAYED, HELD_OUT = "played", "held_out"
 DRAWS = 2  # questions about the same clues of a word, with other wrong choices
@@ -99,7 +98,7 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
     """Whether the right choice, the first one, has a higher log-probability than all others, for each question."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(str(folder))
+    model, tokenizer = load_model(folder), load_tokenizer(str(folder))
     batches = [questions[start : start + AT_ONCE] for start in range(0, len(questions), AT_ONCE)]
     logprobs = torch.cat([choice_logprobs(model, tokenizer, batch) for batch in batches])
     return (logprobs[:, 0] > logprobs[:, 1:].amax(1)).tolist()
