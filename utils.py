@@ -35,7 +35,6 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples, each so long, of a file of weights
-OLDER_DIGEST = " (a digest of an older version)"
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
@@ -399,7 +398,10 @@ def load_tokenizer(name: str, **options):
 
 
 def model_setting(name: str) -> dict[str, str]:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights over samples."""
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights over samples.
+
+    `samples` tells it from digests of older versions. A file of weights of at most 16 MiB is read whole.
+    """
     folder, digest = model_folder(name), hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
@@ -496,7 +498,7 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
         old, new = then.get(name), now.get(name)
         if content(old) != content(new):
             older = isinstance(old, dict) and isinstance(new, dict) and "samples" in new.keys() - old.keys()
-            phrases.append(f"{name}: {old} then{OLDER_DIGEST if older else ''}, {new} now")
+            phrases.append(f"{name}: {old} then{' (a digest of an older version)' if older else ''}, {new} now")
     return phrases
 
 

@@ -115,8 +115,15 @@ def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_t
     with pytest.raises(utils.UserError, match="chat template leaves out"):
         last_reply(chat_tokenizer, **only_calls)
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
-    chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", calls + "<|im_end|>")
+    chat_tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content + '' }}" + calls)
     assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 + 'a' }}"])
+def test_messages_that_the_template_does_not_take_are_refused(chat_tokenizer, template):
+    chat_tokenizer.chat_template = template
+    with pytest.raises(utils.UserError, match="template does not take these messages: (never|unsupported)"):
+        last_reply(chat_tokenizer)
 
 
 def test_a_template_that_tells_the_date_is_told_a_fixed_one(chat_tokenizer):
@@ -180,15 +187,17 @@ def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, me
 
 
 BAD_REPLIES = [{"from": "gpt", "value": "b"}, {"content": "b"}, "b", {"role": "assistant", "content": None}]
-BAD_REPLIES += [{"role": "assistant", "content": content} for content in (42, [], ["b"], [{"type": "image"}])]
+IMAGE = {"type": "image", "text": "b"}
+BAD_REPLIES += [{"role": "assistant", "content": content} for content in (42, [], ["b"], [IMAGE])]
+BAD_ROWS = [None, [1], {"query": "a"}, {"messages": "a"}, *({"messages": [reply]} for reply in BAD_REPLIES)]
 
 
-@pytest.mark.parametrize("row", [None, [1], "a", {"messages": "a"}, *({"messages": [bad]} for bad in BAD_REPLIES)])
+@pytest.mark.parametrize("row", BAD_ROWS)
 def test_sft_rows_in_another_format_are_named_in_training_rewards_and_the_loops_start(tmp_path, tiny_model, row):
     path = write_rows(tmp_path / "bad.jsonl", [*ROWS, row])
     for read in (lambda: load_rows([path], build_tokenizer()), lambda: read_sft_rows(path),
                  lambda: check_sft_data({"SFT_DATA": path, "MODEL": tiny_model})):  # fmt: skip
-        with pytest.raises(utils.UserError, match=r"bad\.jsonl: row 4: (not a JSON object|a message needs 'role')"):
+        with pytest.raises(utils.UserError, match=r"bad\.jsonl: row 4: (not a JSON|a message needs|a row needs)"):
             read()
 
 
@@ -198,6 +207,7 @@ def test_tokens_that_the_model_lacks_are_no_padding_and_name_their_row(tmp_path,
     rows = [encode_example(row, tokenizer) for row in ROWS]
     batch = SPAGCollator(larger, own)(rows)
     assert batch["input_ids"].max() < own and SPAGCollator(larger).pad_token_id == own
+    assert SPAGCollator(larger, own).pad_token_id == larger.eos_token_id
     larger.add_special_tokens({"eos_token": "[EOS]"})
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     assert SPAGCollator(larger, own).pad_token_id == 0 and len(load_rows([path], larger)) == 3

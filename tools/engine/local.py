@@ -99,9 +99,8 @@ def load_local_model(
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
     disable_progress_bar()  # "Loading weights"
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    options = {"dtype": dtype or "auto", "device_map": {"": device}, "trust_remote_code": trust_remote_code}
-    model = load_model(folder, **options)
-    return LocalModel(model, tokenizer, sampling)
+    where = {"dtype": dtype or "auto", "device_map": {"": device}}
+    return LocalModel(load_model(folder, trust_remote_code=trust_remote_code, **where), tokenizer, sampling)
 
 
 def own_device() -> torch.device:
