@@ -7,6 +7,9 @@ import subprocess
 import pytest
 from helpers import ROOT
 
+from tools import play_llm_game
+from tools.flags import parse_flags
+
 # Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
 PYTHON = """#!/bin/bash
 echo "$*" >>"$CALLS"
@@ -37,7 +40,8 @@ def project(tmp_path):
     for path, text in ({f"bin/{name}": text for name, text in STANDINS.items()} | {"tools/run_spag.sh": loop}).items():
         (tmp_path / path).write_text(text)
         os.chmod(tmp_path / path, 0o755)
-    (tmp_path / "out/epoch1/eval").mkdir(parents=True)
+    for folder in ("eval", "model"):
+        (tmp_path / "out/epoch1" / folder).mkdir(parents=True)
     (tmp_path / "out/epoch1/eval/matches.txt").write_text("a table\nepoch1 against imitation: points 60%\n")
     return tmp_path
 
@@ -60,7 +64,10 @@ def run(project):
 @pytest.mark.parametrize("quick", ["0", "1"])
 def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_result(project, run, quick):
     printed, calls, installed = run("SEED=3", QUICK=quick)
-    assert "\nepoch1 against imitation: points 60%\n" in printed and "out/report.html" in printed.splitlines()[-1]
+    *_, report, to_play = printed.splitlines()
+    assert "\nepoch1 against imitation: points 60%\n" in printed and "out/report.html" in report
+    flags = parse_flags(play_llm_game.Flags, to_play.partition("play_llm_game ")[2].split(), description="")
+    assert flags.attacker_model_name_or_path == "out/epoch1/model" and flags.data_path == "out/data/words.txt"
     assert installed == [FROM_CPU_INDEX, "-r .venv/requirements.txt"]
     requirements = (project / ".venv/requirements.txt").read_text()
     assert "transformers" in requirements and "deepspeed" not in requirements

@@ -42,7 +42,7 @@ main() {
   say "report, to open in a browser: $OUTPUT/report.html"
   models=("$OUTPUT"/epoch*/model)
   newest=${models[${#models[@]} - 1]} # the model hints at a word, you have one guess; Ctrl-D leaves
-  say "play against it: $PYTHON -m tools.play_llm_game --attacker_model_name_or_path $newest" \
+  say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
     "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
     "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir outputs/me" \
     "--model_prefix me --data_suffix words"
