@@ -20,7 +20,7 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local data listed table word models newest smaller=() quick=()
+  local data listed table word newest smaller=() quick=()
   for word; do case $word in OUTPUT=*) OUTPUT=${word#*=} ;; esac; done
   if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
     OUTPUT=${OUTPUT:-outputs/quickstart_quick}
@@ -40,8 +40,7 @@ main() {
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
   for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
   say "report, to open in a browser: $OUTPUT/report.html"
-  models=("$OUTPUT"/epoch*/model)
-  newest=${models[${#models[@]} - 1]} # the model hints at a word, you have one guess; Ctrl-D leaves
+  newest=$(printf '%s\n' "$OUTPUT"/epoch*/model | sort -V | tail -n 1) # it hints at a word, you have one guess
   say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
     "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
     "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir outputs/me" \
