@@ -8,7 +8,6 @@ import os
 from argparse import SUPPRESS
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import NoReturn
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
@@ -33,11 +32,10 @@ METHOD_ARGUMENTS = {
     },
 }
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
-# The flags that change the results; `run_settings` adds data, models and the rows of a step. The number of processes,
-# the ZeRO stage, the machine, logging and saving do not change them.
+# The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
+# number of processes, the ZeRO stage, the machine, logging and saving do not change them.
 COMPARED = (
     *("train_method", "lora_rank", *LORA_ARGUMENTS),
-    *(name for names in METHOD_ARGUMENTS.values() for name in names if not name.startswith(("ref_", "allow_"))),
     *("max_length", "padding_side", "truncation_side"),
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "neftune_noise_alpha", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -127,7 +125,8 @@ class SPAGArguments(TrainingArguments):
     @cached_property
     def run_settings(self) -> dict:
         """Everything that changes the results, as `utils.stage` compares it between two starts."""
-        settings = {name: getattr(getattr(self, name), "value", getattr(self, name)) for name in COMPARED}
+        names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
+        settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         if self.loss_normalization == "micro_batch":
             settings["per_device_train_batch_size"] = self.train_batch_size
@@ -183,8 +182,8 @@ def _check(args: SPAGArguments, method_arguments: dict) -> None:
             utils.require(package, package)
 
 
-def parse_arguments(argv: list[str]) -> SPAGArguments:
-    """Read the command line. Raises UserError for an unknown flag and for arguments that the method does not use."""
+def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
+    """Read the command line. UserError for flags that the method does not use; an unknown flag ends the program."""
     return SPAGArguments(**vars(build_parser().parse_args(argv)))
 
 
@@ -193,14 +192,9 @@ def build_parser() -> HfArgumentParser:
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
     parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, usage=usage, description=__doc__)
     parser.add_argument("--evaluation_strategy", dest="eval_strategy", default=SUPPRESS, help="--eval_strategy")
-    parser.error = _refuse
-    ours, theirs = parser._optionals, parser.add_argument_group("flags of transformers' Trainer")
-    ours.title = "flags of this project"
-    names = {each.name for each in fields(TrainingArguments)}
-    theirs._group_actions += [action for action in ours._group_actions if action.dest in names]
-    ours._group_actions = [action for action in ours._group_actions if action.dest not in names]
+    parser.error = lambda message: utils.end_with_error(f"{message} (--help lists the flags)")
+    flags = parser._optionals
+    flags.title = "flags of this project, then those of transformers' Trainer"
+    of_the_trainer = {each.name for each in fields(TrainingArguments)}
+    flags._group_actions.sort(key=lambda action: action.dest in of_the_trainer)
     return parser
-
-
-def _refuse(message: str) -> NoReturn:
-    raise utils.UserError(f"{message} (--help lists the flags)")

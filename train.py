@@ -9,7 +9,6 @@ Started again, the same command continues from the last complete checkpoint. If 
 
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -23,120 +22,42 @@ from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
-def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
-    files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
-    if args.dataloader_drop_last and len(rows) < batch:
-        raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
-    if not TRAIN_METHODS[args.train_method].learns_from_games:
-        return
-    if rows.is_sft.all() and not args.allow_no_game_rows:
-        raise utils.UserError(
-            f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
-            "--allow_no_game_rows True trains all the same"
-        )
-    negative = ((rows.rewards < 0) & ~rows.is_sft).sum()
-    if negative and not args.detach_kl and not args.allow_negative_rewards:
-        raise utils.UserError(
-            f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
-            "replies degenerate; --allow_negative_rewards True trains all the same"
-        )
+def main() -> None:
+    utils.run_program(train, ranks=True)
+    leave()
 
 
-def vocabulary_size(args: SPAGArguments) -> int:
-    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
-
-    def size(name: str) -> int:
-        config = utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
-        return config.get_text_config().vocab_size
-
-    model, reference = size(args.model_name_or_path), size(args.ref_model_name_or_path or args.model_name_or_path)
-    if model != reference:
-        raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
-    return model
-
-
-def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
-    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
-    model = utils.load_model(
-        name,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.weights_dtype,
-        attn_implementation=args.attn_implementation,
-    )
-    if model.generation_config is not None:
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
-            model.generation_config.do_sample = True
-    restore_rope(model)
-    freeze_all_but_text(model)
-    return model
+def train() -> None:
+    """Do what the command line says, unless an earlier start has finished it."""
+    args = parse_arguments()
+    trainer = None
+    with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
+        if work.todo:
+            args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
+            trainer = set_up(args)
+            run(trainer)
+            work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
+    if trainer and trainer.is_world_process_zero():
+        print(summary(trainer))
 
 
-def restore_rope(model: PreTrainedModel) -> None:
-    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__:
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.float())
-            model._init_weights(module)
-
-
-def freeze_all_but_text(model: PreTrainedModel) -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
-    if model.config.get_text_config() is model.config:
-        return
-    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
-    text = {id(weights) for part in parts for weights in part.parameters()}
-    for weights in model.parameters():
-        weights.requires_grad_(weights.requires_grad and id(weights) in text)
-
-
-def add_lora(model: PreTrainedModel, args: SPAGArguments):
-    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies."""
-    from peft import LoraConfig, get_peft_model
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    targets = args.lora_target_modules or (None if model.config.model_type in KNOWN else ["all-linear"])
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-    )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+def run(trainer: SPAGTrainer) -> None:
+    args = trainer.args
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.check_finite()
+    trainer.save_model()
+    # A barrier too: with --push_to_hub rank 0 has uploaded, for longer than the other ranks' NCCL waits.
+    utils.on_rank_0(lambda: utils.share_weights(args.output_dir))
+    if trainer.eval_dataset:
+        trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_state()
+    trainer.create_model_card(tags=["spag", args.train_method])
     if args.lora_merge:
-        check_tied_weights(adapted)
-    freeze_all_but_text(adapted)
-    return adapted
-
-
-def check_tied_weights(adapted) -> None:
-    """Raise UserError if an adapter cannot be merged into its layer because another layer shares the weights."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    users = Counter(id(weights) for module in adapted.modules() for weights in module._parameters.values())
-    for name, layer in adapted.named_modules():
-        if isinstance(layer, BaseTunerLayer) and users[id(layer.get_base_layer().weight)] > 1:
-            raise utils.UserError(
-                f"--lora_merge True: {name.rpartition('.')[2]} shares its weights with another layer of this model, "
-                "which would change too; leave it out of --lora_target_modules"
-            )
-
-
-def merge_lora(args: SPAGArguments) -> None:
-    """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights."""
-    from peft import PeftModel
-    from transformers.integrations import deepspeed as deepspeed_integration
-
-    deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
-    adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
-    folder = Path(args.output_dir) / "merged"
-    adapted.merge_and_unload().save_pretrained(folder)
-    utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code).save_pretrained(folder)
-    utils.share_weights(folder)
+        utils.on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
+    if trainer.is_world_process_zero():
+        Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_metrics("train", result.metrics)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
@@ -169,23 +90,103 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     )
 
 
-def run(trainer: SPAGTrainer) -> None:
-    args = trainer.args
-    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.check_finite()
-    trainer.save_model()
-    # A barrier too: with --push_to_hub rank 0 has uploaded, for longer than the other ranks' NCCL waits.
-    utils.on_rank_0(lambda: utils.share_weights(args.output_dir))
-    if trainer.eval_dataset:
-        trainer.save_metrics("eval", trainer.evaluate())
-    trainer.save_state()
-    trainer.create_model_card(tags=["spag", args.train_method])
-    if args.lora_merge:
-        utils.on_rank_0(lambda: merge_lora(args))  # without a time limit for the other ranks
-    if trainer.is_world_process_zero():
-        Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
-    trainer.accelerator.wait_for_everyone()
-    trainer.save_metrics("train", result.metrics)
+def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
+    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
+    files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(rows) < batch:
+        raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
+    if not TRAIN_METHODS[args.train_method].learns_from_games:
+        return
+    if rows.is_sft.all() and not args.allow_no_game_rows:
+        raise utils.UserError(
+            f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
+            "--allow_no_game_rows True trains all the same"
+        )
+    negative = ((rows.rewards < 0) & ~rows.is_sft).sum()
+    if negative and not args.detach_kl and not args.allow_negative_rewards:
+        raise utils.UserError(
+            f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
+            "replies degenerate; --allow_negative_rewards True trains all the same"
+        )
+
+
+def vocabulary_size(args: SPAGArguments) -> int:
+    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
+    names = (args.model_name_or_path, args.ref_model_name_or_path or args.model_name_or_path)
+    configs = [utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code) for name in names]
+    model, reference = [config.get_text_config().vocab_size for config in configs]
+    if model != reference:
+        raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
+    return model
+
+
+def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
+    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
+    model = utils.load_model(
+        name,
+        trust_remote_code=args.trust_remote_code,
+        dtype=args.weights_dtype,
+        attn_implementation=args.attn_implementation,
+    )
+    if model.generation_config is not None:
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
+            model.generation_config.do_sample = True
+    restore_rope(model)
+    freeze_all_but_text(model)
+    return model
+
+
+def restore_rope(model: PreTrainedModel) -> None:
+    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
+    # This function goes when requirements.txt asks for transformers 5.23.
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.float())
+            model._init_weights(module)
+
+
+def freeze_all_but_text(model: PreTrainedModel) -> None:
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
+    if model.config.get_text_config() is model.config:
+        return
+    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
+    text = {id(weights) for part in parts for weights in part.parameters()}
+    for weights in model.parameters():
+        weights.requires_grad_(weights.requires_grad and id(weights) in text)
+
+
+def add_lora(model: PreTrainedModel, args: SPAGArguments):
+    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    targets = args.lora_target_modules or (None if model.config.model_type in KNOWN else ["all-linear"])
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    freeze_all_but_text(adapted)
+    return adapted
+
+
+def merge_lora(trainer: SPAGTrainer) -> None:
+    """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights."""
+    from peft import PeftModel
+    from transformers.integrations import deepspeed as deepspeed_integration
+
+    deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
+    args, folder = trainer.args, Path(trainer.args.output_dir, "merged")
+    adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
+    adapted.merge_and_unload().save_pretrained(folder)
+    trainer.processing_class.save_pretrained(folder)
+    utils.share_weights(folder)
 
 
 def summary(trainer: SPAGTrainer) -> str:
@@ -204,25 +205,6 @@ def leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def train(argv: list[str]) -> None:
-    """Do what the command line says, unless an earlier start has finished it."""
-    args = parse_arguments(argv)
-    trainer = None
-    with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
-        if work.todo:
-            args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
-            trainer = set_up(args)
-            run(trainer)
-            work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
-    if trainer and trainer.is_world_process_zero():
-        print(summary(trainer))
-
-
-def main(argv: list[str] | None = None) -> None:
-    utils.run_program(lambda: train(sys.argv[1:] if argv is None else argv), ranks=True)
-    leave()
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def check_train_flags(words: list[str]) -> None:
     parse = f"import sys, arguments; arguments.build_parser().parse_args([{required}, *sys.argv[1:]])"
     done = subprocess.run([sys.executable, "-c", parse, *words], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"IMITATION_ARGS, TRAIN_ARGS: {done.stderr.rpartition('Error: ')[2].strip()}")
+        raise UserError(f"IMITATION_ARGS, TRAIN_ARGS: {done.stderr.partition('error: ')[2].strip()}")
 
 
 def check_files(settings: Settings) -> None:
