@@ -379,7 +379,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
                 for dataset in compared:
                     self._reference_pass(dataset, model, module)
         if todo and utils.rank() == 0:
-            with utils.replacing(path, "wb") as file:
+            with utils.replacing(path) as file:
                 np.save(file, self.train_dataset.ref_logprobs)
 
     def _compared(self, dataset: RowDataset) -> np.ndarray:

@@ -39,6 +39,7 @@ SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples,
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
+OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,9 +74,8 @@ def told(where: object, *types: type[BaseException]) -> Iterator[None]:
 def run_program(main: Callable[[], T], *, ranks: bool = False) -> T:
     """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2."""
     set_up_logging(ranks=ranks)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not a test's or a notebook's
+        sys.stdout.reconfigure(errors="replace")
     try:
         return main()
     except (UserError, OSError) as error:
@@ -130,10 +130,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def check_gpus(there: int, each: int = 1) -> None:
+def check_gpus(there: int, each: int = 1, processes: int = 1) -> None:
     """UserError that names both numbers if this machine's processes use more GPUs, `each` so many, than are there."""
     last = int(os.environ.get("LOCAL_RANK", 0)) + 1
-    processes = max(last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    processes = max(processes, last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if processes * each > there:
         need = f"{processes} processes on this machine need {processes * each} GPUs; it has {there}"
         raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop NPROC)")
@@ -151,7 +151,7 @@ def launch_store():
 def on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
 
-    All ranks must call this. Rank 0 returns when all of them have the answer, so it is also a barrier.
+    All ranks must call this. Rank 0 returns when all of them have the answer: for rank 0 alone it is a barrier too.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -238,15 +238,13 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
 
 
 @contextmanager
-def replacing(path: StrPath, mode: str = "w") -> Iterator[IO]:
+def replacing(path: StrPath) -> Iterator[IO[bytes]]:
     """Open a file for writing so that readers see the old file or the whole new one, never a part of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
-    text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace"}
     try:
-        with open(temporary, mode, **text) as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -257,7 +255,8 @@ def replacing(path: StrPath, mode: str = "w") -> Iterator[IO]:
 
 def write_text(path: StrPath, text: str) -> None:
     with replacing(path) as file:
-        file.write(text)
+        # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: StrPath, value) -> None:
@@ -267,7 +266,14 @@ def write_json(path: StrPath, value) -> None:
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
     """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    write_text(path, "\n".join([*lines, ""]) if str(path).endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]\n")
+    if str(path).endswith(".jsonl"):
+        write_text(path, "\n".join([*lines, ""]))
+    else:
+        write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def write_words(path: StrPath, words: Iterable[str]) -> None:
+    write_text(path, "".join(f"{word}\n" for word in words))
 
 
 def alpaca_to_row(example: dict) -> dict:
@@ -283,8 +289,8 @@ def row_messages(record: Mapping) -> list[dict] | None:
     A content is a text or a list of parts, all of them texts; beside tool calls it may be null. UserError for a record
     with anything else, or with neither messages nor texts.
     """
-    messages = record.get("messages")
-    if not messages or any(record.get(name) is not None for name in ("target", "answer", "output")):
+    messages, targets = record.get("messages"), map(record.get, ("target", "answer", "output"))
+    if not messages or any(target is not None for target in targets):
         row_texts(record)
         return None
     return [_in_text(message) for message in (messages if isinstance(messages, list) else [messages])]
@@ -297,17 +303,19 @@ def _in_text(message) -> dict:
         case {"content": [{"type": "text", "text": str(text)}, *others]}:
             rest = _in_text(message | {"content": others or ""})
             return rest | {"content": text + rest["content"]}
-        case {"role": str(), "tool_calls": [_, *_]} if message.get("content") is None:
-            return message | {"content": ""}
+        case {"tool_calls": [_, *_]} if message.get("content") is None:
+            return _in_text(message | {"content": ""})
     raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
 
 
 def row_texts(record: Mapping) -> tuple[str, str, dict]:
     """A record's query, its target, and the record without its nulls. UserError for a record without these texts."""
     record = {key: value for key, value in record.items() if value is not None}
-    if "instruction" in record and "output" in record and not {"query", "prompt", "target", "answer"} & record.keys():
+    of_others = {"query", "prompt", "target", "answer"} & record.keys()
+    if {"instruction", "output"} <= record.keys() and not of_others:
         record |= alpaca_to_row(record)
-    query, target = record.get("query", record.get("prompt")), record.get("target", record.get("answer"))
+    query = record.get("query", record.get("prompt"))
+    target = record.get("target", record.get("answer"))
     if not isinstance(query, str) or not isinstance(target, str):
         raise UserError("a row needs the texts 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's fields)")
     return query, target, record
@@ -390,33 +398,30 @@ def load_tokenizer(name: str, **options):
         require("mistral_common", "mistral-common")  # converts it
     tokenizer = from_folder(AutoTokenizer, folder, mistral_format=False, **options)
     file = folder / "tokenizer.json"
-    if type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file() and BYTE_LEVEL.search(file.read_text("utf-8")):
-        # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks
+    is_llama = type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file()
+    if is_llama and BYTE_LEVEL.search(file.read_text("utf-8")):
+        # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks.
+        # This goes when requirements.txt asks for transformers 5.24.
         options.pop("trust_remote_code", None)
         return PreTrainedTokenizerFast.from_pretrained(folder, **options)
     return tokenizer
 
 
 def model_setting(name: str) -> dict[str, str]:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights over samples.
-
-    `samples` tells it from digests of older versions. A file of weights of at most 16 MiB is read whole.
-    """
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples."""
     folder, digest = model_folder(name), hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
             continue
         size = path.stat().st_size
+        step = max(SAMPLE_BYTES, size // SAMPLES) if path.suffix in WEIGHTS else SAMPLE_BYTES
         digest.update(f"{path.name} {size}".encode())
-        if path.suffix not in WEIGHTS:
-            digest.update(path.read_bytes())
-            continue
         with open(path, "rb") as file:
-            for start in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+            for start in range(0, size, step):
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
-    return {"path": name, "sha256": digest.hexdigest(), "samples": SAMPLES} | commit
+    return {"path": name, "sha256": digest.hexdigest()} | commit
 
 
 # Finished work.
@@ -424,7 +429,9 @@ def model_setting(name: str) -> dict[str, str]:
 
 def files_setting(*paths: StrPath) -> dict[str, str]:
     """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared."""
-    digest = hashlib.sha256(b"".join(hashlib.sha256(Path(path).read_bytes()).digest() for path in paths))
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
     return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
 
 
@@ -472,16 +479,15 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
             raise
         logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
     there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
+    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join([*there[:8], record.name])}"
     if there and not record.is_file():
-        remedy = f"write elsewhere, or delete in {record.parent}: {' '.join(there[:8])}"
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
     stored = read_json(record) if there else {"settings": settings}
     if different := differences(stored["settings"], settings):
-        remedy = f"write elsewhere, or delete in {record.parent}: {' '.join([*there[:8], record.name])}"
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)
-        notes = {key: note for key, note in stored.items() if key not in ("settings", "finished", "made_by")}
+        notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
         return {"todo": False, "notes": notes}
     write_json(record, {"settings": settings, "finished": False, "made_by": made_by()})
     return {"todo": True}
@@ -490,16 +496,12 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """A phrase for each setting that differs. Files and models differ if their sha256 does."""
 
-    def content(setting):
+    def content(settings: Mapping, name: str):
+        setting = settings.get(name)
         return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
-    phrases = []
-    for name in {**then, **now}:
-        old, new = then.get(name), now.get(name)
-        if content(old) != content(new):
-            older = isinstance(old, dict) and isinstance(new, dict) and "samples" in new.keys() - old.keys()
-            phrases.append(f"{name}: {old} then{' (a digest of an older version)' if older else ''}, {new} now")
-    return phrases
+    different = [name for name in {**then, **now} if content(then, name) != content(now, name)]
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different]
 
 
 @functools.cache
@@ -511,5 +513,5 @@ def made_by() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=40"]
     with suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
-        versions["spag"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        versions["spag"] = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
     return versions

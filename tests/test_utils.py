@@ -74,11 +74,11 @@ def test_a_word_that_cannot_be_played_is_named_by_its_line(tmp_path, text, messa
 def test_readers_see_the_old_file_or_the_whole_new_one(tmp_path):
     path = tmp_path / "folder" / "file"
     with utils.replacing(path) as file:
-        file.write("old")
+        file.write(b"old")
         file.flush()
         assert not path.exists()
     with pytest.raises(ZeroDivisionError), utils.replacing(path) as file:
-        file.write("new")
+        file.write(b"new")
         raise ZeroDivisionError
     assert path.read_text() == "old" and [each.name for each in path.parent.iterdir()] == ["file"]
 

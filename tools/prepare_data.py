@@ -12,7 +12,6 @@ import random
 import tempfile
 import unicodedata
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from utils import (
     told,
     write_json,
     write_records,
-    write_text,
+    write_words,
 )
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
@@ -143,10 +142,6 @@ class SmolLM2:
             AutoModelForCausalLM.from_pretrained(**files, **dequantize).save_pretrained(self.output_dir)
         share_weights(self.output_dir)
         Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
-
-
-def write_words(path: str | Path, words: Iterable[str]) -> None:
-    write_text(path, "".join(f"{word}\n" for word in words))
 
 
 def main() -> None:

@@ -328,7 +328,7 @@ def record(settings: Settings, words: list[str]) -> None:
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")
     utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
-    utils.write_text(folder / "words.txt", "".join(f"{word}\n" for word in words))
+    utils.write_words(folder / "words.txt", words)
 
 
 def main() -> None:

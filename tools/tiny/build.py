@@ -20,7 +20,7 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
-from utils import ROOT, files_setting, run_program, run_python, share_weights, stage, write_records, write_text
+from utils import ROOT, files_setting, run_program, run_python, share_weights, stage, write_records, write_words
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
 # Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
@@ -64,7 +64,7 @@ def write_data(folder: Path, flags: Flags) -> None:
 
     lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"
     for name, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
-        write_text(data / f"{name}.txt", "".join(f"{word}\n" for word in words))
+        write_words(data / f"{name}.txt", words)
     pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))
     write_records(data / "pretraining.json", pretraining)
     write_records(data / "facts.json", fact_rows(lexicon, rng, flags.facts))
