@@ -83,14 +83,17 @@ def test_the_folder_of_the_project_may_have_a_blank(tmp_path, monkeypatch):
         ("CONTROL=sft", "CONTROL=sft needs LIKE"),
         ("UNTIL=epoch1_rewards", "UNTIL=epoch1_rewards: expected"),
         ("SFT_DATA=none.json", "none.json: no such file"),
+        ("PROMPTS=../data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
         ("EVAL_WORDS=held=none.txt", "none.txt"),
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
         ("GAME_OPTIONS=match", "match is ''"),
         ("GLOBAL_BATCH=31", "GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, 2"),
         ("MAX_NEW_TOKENS=2048", "--max_length must be above --max_new_tokens"),
-        *((word, f"{word}: expected") for word in ("GAMES=0", "PLAY_BATCH=0", "EVAL_GAMES_PER_WORD=0", "NPROC=two")),
+        *((word, f"{word}: expected") for word in ("GAMES=0", "PLAY_BATCH=0", "NPROC=two", "THINKING=true")),
         *((word, f"{word}: expected") for word in ("KL=o.2", "IMITATION_KL=", "LEARNING_RATE=1e", "DETACH_KL=true")),
-        *((word, f"{word}: expected") for word in ("TOP_K=-1", "MAX_TURNS=0")),
+        ("EVAL_GAMES_PER_WORD=0", "games_per_word is 0; it must be at least 1"),
+        ("TOP_K=-1", "top_k is -1; it must be at least 0"),
+        ("MAX_TURNS=0", "max_turns"),
         ("ENGINE=vlm", "--engine: invalid choice: 'vlm'"),
         ("BASELINE=Role", "--baseline: invalid choice: 'Role'"),
         ("ROLE_WEIGHTS=non", "--role_weights: invalid choice: 'non'"),
@@ -156,7 +159,7 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, num
 def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
     changes = {"MODEL": str(large_model), "EVAL_WORDS": str(tmp_path / "words.txt"), "NPROC": "4", "PRECISION": "bf16"}
     gpus(2, 80)
-    assert "NPROC=4, but this machine has 2 GPUs" in start(**changes, status=2)
+    assert "4 processes on this machine need 4 GPUs; it has 2" in start(**changes, status=2)
     gpus(4, 27)  # two models of 12.5 GiB, and 24.3 GiB for them
     assert "EVAL_WORDS= leaves" in start(**changes, status=2)
     start(**changes | {"EVAL_WORDS": ""})

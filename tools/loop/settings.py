@@ -33,14 +33,13 @@ SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS"
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 PATTERNS = {  # of values, before `auto` is replaced; STAGES check those that are called like one of their flags
-    f"0|{COUNT}": "EPOCHS SEED NODE_RANK TOP_K",  # the shell computes with these and the next
-    COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD "
-    "EVAL_GAMES_PER_WORD EVAL_EVERY",
-    f"|{COUNT}": "GAMES MAX_TURNS PLAY_BATCH LORA_RANK",
+    f"0|{COUNT}": "EPOCHS SEED NODE_RANK",  # the shell computes with these and the next
+    COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD EVAL_EVERY",
+    f"|{COUNT}": "GAMES PLAY_BATCH LORA_RANK",
     f"auto|{COUNT}": "NPROC",
     NUMBER: "KL SFT_COEFF CLIP_RANGE IMITATION_KL SAVE_STEPS",
     f"|{NUMBER}": "LEARNING_RATE IMITATION_LR",
-    "True|False": "CHAT_TEMPLATE THINKING DETACH_KL REPORT",
+    "True|False": "CHAT_TEMPLATE THINKING DETACH_KL REPORT",  # the shell compares them
     "auto|True|False": "GRADIENT_CHECKPOINTING",
     "auto|bf16|fp16|fp32": "PRECISION",
     "|coin_by_length|cloning|sft|silent": "CONTROL",
@@ -56,8 +55,8 @@ STAGES = {  # flags by the first part of the names of a stage's settings
     "REASONING": evaluate_reasoning.Flags,
 }
 RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/*")
-REMEDY = """for the authors' rows take PROMPTS=data/released_prompts.json, made by python -m tools.prepare_data \
-prompts --release SPAG/utils.py --output data/released_prompts.json; else make rows by tools/assign_rewards.py"""
+RELEASED = "data/released_prompts.json"
+MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
 logger = logging.getLogger(__name__)
 Settings = dict[str, str]  # values by name
 
@@ -113,8 +112,8 @@ def like(run: str, changes: Settings, defaults: Settings) -> Settings:
     settings = defaults | {name: value for name, value in stored.items() if name in taken}
     changed = {name for name, value in changes.items() if value != settings[name]}
     if changed & section("imitation"):
-        trained = changes.get("IMITATION_DATA", settings["IMITATION_DATA"])
-        settings["IMITATION_MODEL"] = "" if trained else settings["IMITATION_MODEL"]
+        if (settings | changes)["IMITATION_DATA"]:
+            settings["IMITATION_MODEL"] = ""
     elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
         if not read_json(model / "settings.json")["finished"]:
@@ -140,22 +139,22 @@ def fill(settings: Settings) -> None:
         raise UserError("PyTorch is built for CPUs, and here are GPUs: delete .venv; CUDA_VISIBLE_DEVICES= hides them")
     # GPUs before Ampere emulate bf16, most CPUs too: that is slow
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
-    values = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
-    values["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
+    chosen = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
+    chosen["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
+    settings |= {name: chosen[name] for name in automatic}
     if gpus and "DEEPSPEED" in automatic:
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-        used = gpus if settings["NPROC"] == "auto" else int(settings["NPROC"])
-        values["DEEPSPEED"] = deepspeed_file(settings, used * int(settings["NNODES"]), memory)
-    settings |= {name: values[name] for name in automatic}
+        settings["DEEPSPEED"] = deepspeed_file(settings, memory)
 
 
-def deepspeed_file(settings: Settings, gpus: int, memory: int) -> str:
+def deepspeed_file(settings: Settings, memory: int) -> str:
     """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
     Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
     copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
     """
     parameters = count_parameters(settings["MODEL"])
+    gpus = int(settings["NPROC"]) * int(settings["NNODES"])
     ways = {"none": 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     if settings["LORA_RANK"]:
         ways = {"none": 2.2, "configs/zero3.json": 2.2 / gpus}
@@ -169,12 +168,12 @@ def count_parameters(model: str) -> float:
     """The parameters of a model, by the bytes of its safetensors."""
     folder = utils.model_folder(model)
     config = read_json(folder / "config.json")
-    fp32 = "float32" in (config.get("dtype"), config.get("torch_dtype"))
-    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / (4 if fp32 else 2)
+    bytes_of_one = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / bytes_of_one
 
 
-def check(settings: Settings) -> Game:
-    """Raise UserError for what would fail only after hours, or give wrong results. Returns the game.
+def check(settings: Settings) -> list[str]:
+    """Raise UserError for what would fail only after hours, or give wrong results. Returns the words of play.
 
     The parsers of the stages end the program with their own message. The stages check the rest.
     """
@@ -185,7 +184,8 @@ def check(settings: Settings) -> Game:
     flags = {prefix: stage_flags(settings, prefix, kind) for prefix, kind in STAGES.items()}
     if words := values(settings, "IMITATION_ARGS") + values(settings, "TRAIN_ARGS"):
         check_train_flags(words)
-    check_files(settings)
+    word_lists = [words.path for words in flags["EVAL"].words] if settings["EVAL_WORDS"] else []
+    check_files(settings, word_lists)
     game, rewards = flags["PLAY"].load_game(), flags["REWARD"]
     rewards.check_rewards(game)
     negative = rewards.losers or rewards.ties or rewards.baseline != "none"
@@ -195,7 +195,10 @@ def check(settings: Settings) -> Game:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
-    return game
+    check_layout(settings, game)
+    for path in word_lists:
+        utils.read_words(path, game.check_task)
+    return utils.read_words(settings["WORDS"], game.check_task)
 
 
 def stage_flags(settings: Settings, prefix: str, kind: type):
@@ -217,23 +220,19 @@ def check_train_flags(words: list[str]) -> None:
         raise UserError(f"IMITATION_ARGS, TRAIN_ARGS: {done.stderr.partition('error: ')[2].strip()}")
 
 
-def check_files(settings: Settings) -> None:
+def check_files(settings: Settings, word_lists: list[str]) -> None:
     """Raise UserError that names all files and packages that are missing."""
-    paths = [path for name in FILES for path in values(settings, name)] + match_words(settings)
+    paths = [path for name in FILES for path in values(settings, name)] + word_lists
     paths += [] if settings["IMITATION_MODEL"] else values(settings, "IMITATION_DATA")
-    missing = [f"{path}: no such file" for path in paths if not os.path.exists(path)]
+    missing = [path for path in paths if not os.path.exists(path)]
+    errors = [f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}" for path in missing]
     for name in filter(settings.get, PACKAGES):
         try:
             utils.require(*PACKAGES[name])
         except UserError as error:
-            missing.append(str(error))
-    if missing:
-        raise UserError("; ".join(missing))
-
-
-def match_words(settings: Settings) -> list[str]:
-    """The word lists of the matches."""
-    return [evaluate_games.named_words(word).path for word in values(settings, "EVAL_WORDS")]
+            errors.append(str(error))
+    if errors:
+        raise UserError("; ".join(errors))
 
 
 def check_sizes(settings: Settings) -> None:
@@ -250,9 +249,8 @@ def check_sizes(settings: Settings) -> None:
         return  # before torch is imported, which takes seconds
     import torch
 
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < processes:
-        raise UserError(f"NPROC={processes}, but this machine has {gpus} GPUs; a process needs one")
+    if gpus := torch.cuda.device_count():
+        utils.check_gpus(gpus, processes=processes)
     if gpus and torch.cuda.is_available():
         memory = 0.9 * tensor * torch.cuda.get_device_properties(0).total_memory
         if models > memory:
@@ -281,27 +279,32 @@ def check_layout(settings: Settings, game: Game) -> None:
     foreign = []  # of other people, or of tools/controls.py
     for path in values(settings, "IMITATION_DATA"):
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
-        layout = read_json(record)["settings"] if record.is_file() else {}
-        if "prompt_templates" not in layout:
+        made = read_json(record)["settings"] if record.is_file() else {}
+        if "prompt_templates" not in made:
             logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             foreign.append(path)
             continue
-        thinking, sha256 = bool(layout.get("thinking")), layout["prompt_templates"]["sha256"]
-        if (bool(layout["chat_template"]), thinking, sha256) != layout_of_play:
+        layout = (bool(made["chat_template"]), bool(made.get("thinking")), made["prompt_templates"]["sha256"])
+        if layout != layout_of_play:
             raise UserError(f"{path}: its CHAT_TEMPLATE, THINKING or prompts are not those of play ({prompt_file})")
     imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
     if settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
         return
     rows = bare([utils.read_json_or_jsonl(path) for path in foreign])
-    rules = [[bare(part) for part in prompts.SLOT.split(rule)[::2]] for rule in templates[prompts.RULES]]
-    has_rule = any(all(part in rows for part in rule) for rule in rules)
-    if bare(prompts.NO_HISTORY) in rows and not has_rule:
-        raise UserError(f"{' '.join(foreign)}: these games have none of play's rules ({prompt_file}); {REMEDY}")
+
+    def is_there(rule: str) -> bool:
+        return all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2])
+
+    if bare(prompts.NO_HISTORY) in rows and not any(map(is_there, templates[prompts.RULES])):
+        remedy = f"take PROMPTS={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
+        rules = f"these games have none of play's rules ({prompt_file})"
+        raise UserError(f"{' '.join(foreign)}: {rules}; for the authors' rows {remedy}")
 
 
 def bare(value) -> str:
     """The JSON of a text or a list, without what begins and ends it, and without blanks, those in its texts too."""
-    return "".join(json.dumps(value, ensure_ascii=False).replace("\\n", " ").split())[1:-1]
+    text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
+    return "".join(text.split())[1:-1]
 
 
 def lock_output(folder: str) -> None:
@@ -320,11 +323,12 @@ def record(settings: Settings, words: list[str]) -> None:
     path = folder / "settings.json"
     if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
         stored = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
-        inside = re.compile(rf"(?<![\w./-]){re.escape(str(Path(stored['OUTPUT'])))}/")  # OUTPUT may have been moved
-        moved = {name: inside.sub(lambda _: f"{folder}/", value) for name, value in stored.items()}
+        outputs = (re.escape(str(Path(output))) for output in (stored["OUTPUT"], folder))
+        inside = re.compile(rf"(?<![\w./-])({'|'.join(outputs)})/")  # OUTPUT may have been moved
         compared = sorted(settings.keys() - section("scope", "machine"))
-        then = {name: stored[name] for name in compared if settings[name] not in (stored[name], moved[name])}
-        if different := "; ".join(utils.differences(then, {name: settings[name] for name in then})):
+        then = {name: inside.sub("OUTPUT/", stored[name]) for name in compared}
+        now = {name: inside.sub("OUTPUT/", settings[name]) for name in compared}
+        if different := "; ".join(utils.differences(then, now)):
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")
     utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
@@ -344,14 +348,13 @@ def main() -> None:
             raise UserError(f"{name}=... is missing")
     if option == "--lock":
         lock_output(settings["OUTPUT"])
-    game = check(settings)
-    tasks, *_ = [utils.read_words(path, game.check_task) for path in (settings["WORDS"], *match_words(settings))]
-    check_layout(settings, game)
+    words = check(settings)
     fill(settings)
     check_sizes(settings)
     check_sft_data(settings)
     if is_first:
-        record(settings, tasks[: int(settings["GAMES"] or len(tasks))] * int(settings["GAMES_PER_WORD"]))
+        played = words[: int(settings["GAMES"] or len(words))]
+        record(settings, played * int(settings["GAMES_PER_WORD"]))
     for name, value in settings.items():  # for `eval`; a setting of several values is an array
         several = f"({shlex.join(values(settings, name))})"
         print(f"{name}={several if name.endswith(SEVERAL) else shlex.quote(value)}")
