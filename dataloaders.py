@@ -117,21 +117,19 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
 
 
 class RowDataset(torch.utils.data.Dataset):
-    """Encoded rows, each with its log-probability under the reference once that is computed."""
+    """Encoded rows, each with its log-probability under the reference: 0 until it is computed."""
 
     def __init__(self, rows: list[dict]):
         self.rows = rows
         self.lengths = np.array([len(row["input_ids"]) for row in rows])
         self.is_sft = np.array([row["is_sft"] for row in rows])
         self.rewards = np.array([row["reward"] for row in rows])
-        self.ref_logprobs: np.ndarray | None = None  # (rows,) nats per token
+        self.ref_logprobs = np.zeros(len(rows), dtype=np.float32)  # nats per token
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        if self.ref_logprobs is None:
-            return self.rows[index]
         return self.rows[index] | {"ref_logprob": float(self.ref_logprobs[index])}
 
 

@@ -221,27 +221,26 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        self.batches: list[dict[str, Mean | Largest | Rate]] = []
+        self.batches: list[torch.Tensor] = []  # of each micro-batch (2 * names,): both numbers of every metric
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, torch.Tensor]) -> None:
         tokens = batch["attention_mask"].sum().float()
-        pairs = {"tokens": Rate(tokens, torch.ones_like(tokens))}
+        one = torch.ones_like(tokens)
+        pairs = {"tokens": Rate(tokens, one)}
         for name, metric in metrics.items():
-            pairs[name] = metric if isinstance(metric, tuple) else Mean(metric, torch.ones_like(metric))
-        self.batches.append(pairs)
+            pairs[name] = metric if isinstance(metric, tuple) else Mean(metric, one)
+        self.kinds = {name: type(pair) for name, pair in pairs.items()}
+        self.batches.append(torch.stack([number for pair in pairs.values() for number in pair]))
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
-        kinds = {name: type(pair) for name, pair in self.batches[0].items()}
-        numbers = [[number for pair in pairs.values() for number in pair] for pairs in self.batches]
-        ours = torch.stack([torch.stack(each) for each in numbers])  # (micro-batches, 2 * names)
-        gathered = accelerator.gather(ours).cpu()  # (micro-batches of all ranks, 2 * names)
+        gathered = accelerator.gather(torch.stack(self.batches)).cpu()  # (micro-batches of all ranks, 2 * names)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
-        by_name = gathered.view(-1, len(kinds), 2).unbind(1)  # (micro-batches, 2) for each metric
-        for (name, kind), pairs in zip(kinds.items(), by_name, strict=True):
+        by_name = gathered.view(-1, len(self.kinds), 2).unbind(1)  # (micro-batches, 2) for each metric
+        for (name, kind), pairs in zip(self.kinds.items(), by_name, strict=True):
             total, rows = pairs.sum(0).tolist()
             if kind is Rate:
                 logs[f"{name}_per_second"] = total / seconds
@@ -264,11 +263,7 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
             f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
             "--deepspeed that made them, or delete them"
         )
-
-    def step(name: str) -> int:
-        return int(name.rpartition("-")[2])
-
-    return max(with_state, key=step, default=None)
+    return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
 class SPAGTrainer(Trainer, TrainerCallback):
@@ -368,12 +363,10 @@ class SPAGTrainer(Trainer, TrainerCallback):
     def prepare_reference(self) -> None:
         """Compute the reference's log-probabilities. A run that continues reads those it stored."""
         path = Path(self.args.output_dir, REFERENCE_FILE)
+        todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
         if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
             self.train_dataset.ref_logprobs = np.load(path)
-        datasets = filter(None, (self.train_dataset, self.eval_dataset))
-        todo = [dataset for dataset in datasets if dataset.ref_logprobs is None]
-        for dataset in todo:
-            dataset.ref_logprobs = np.zeros(len(dataset), dtype=np.float32)
+            todo.remove(self.train_dataset)
         if compared := [dataset for dataset in todo if len(self._compared(dataset))]:
             with self._reference_model() as (model, module):
                 for dataset in compared:
