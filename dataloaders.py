@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jinja2 import TemplateError
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 import utils
+from utils import UserError, told
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
@@ -44,9 +46,9 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
         record = record | messages_to_row(messages, tokenizer)
     query, target, record = utils.row_texts(record)
     weight, reward = record.get("weight", 1.0), record.get("reward", 1.0)
-    with utils.told("weight or reward", TypeError, OverflowError):
+    with told("weight or reward", TypeError, OverflowError):
         if not math.isfinite(weight) or not math.isfinite(reward):
-            raise utils.UserError(f"weight {weight} and reward {reward} must be finite numbers")
+            raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return Row(
         query=utils.whole_characters(query),
         target=utils.whole_characters(target),
@@ -61,17 +63,17 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) ->
     """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target."""
     replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
-        raise utils.UserError("'messages' has no assistant message, which would be the target")
+        raise UserError("'messages' has no assistant message, which would be the target")
     before, reply = messages[: replies[-1]], messages[replies[-1]]
     render = partial(utils.chat_text, tokenizer, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
-    with utils.told(refusal, ValueError, TypeError, TemplateError):
+    with told(refusal, ValueError, TypeError, TemplateError):
         query, whole = render(before, add_generation_prompt=True), render([*before, reply])
     only_calls = reply.get("tool_calls") and not reply["content"]
     if only_calls and whole == render([*before, {"role": "assistant", "content": ""}]):
-        raise utils.UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
+        raise UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
     if not whole.startswith(query):
-        raise utils.UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
+        raise UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}
 
 
@@ -102,10 +104,10 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     for row, query, target in zip(rows, queries, targets, strict=True):
         if not row.chat_template:
             if tokenizer.eos_token_id is None:
-                raise utils.UserError("this tokenizer has no EOS, the token that ends a target")
+                raise UserError("this tokenizer has no EOS, the token that ends a target")
             query, target = bos + query, [*target, tokenizer.eos_token_id]
         elif not target or target[-1] not in special:
-            raise utils.UserError(
+            raise UserError(
                 f"the target {row.target[-40:]!r} does not end in a special token of this tokenizer; make rows for it "
                 "by assign_rewards --chat_template True --tokenizer MODEL"
             )
@@ -146,11 +148,11 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: 
     chunks = (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE))
     dataset = RowDataset([row for chunk in chunks for row in encode(chunk, tokenizer)])
     for place, row in zip(places, dataset.rows, strict=True):
-        with utils.told(place, utils.UserError):
+        with told(place, UserError):
             # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
             if (row["labels"][1:] == IGNORE_INDEX).all():
                 remedy = "use --truncation_side left or a larger --max_length"
-                raise utils.UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
+                raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
             utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
     eos = tokenizer.eos_token
     if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
@@ -174,16 +176,17 @@ class SPAGCollator:
         self.pad_token_id = next(token for token in tokens if token is not None and token < vocab_size)
         self.pad_left = tokenizer.padding_side == "left"
 
-    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        def column(name: str) -> torch.Tensor:
+    def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
+        def column(name: str) -> Tensor:
             return torch.tensor([example[name] for example in examples], dtype=torch.float32)
 
+        input_ids = [example["input_ids"] for example in examples]
         labels = self._pad([example["labels"] for example in examples], IGNORE_INDEX)
         batch = {
-            "input_ids": self._pad([example["input_ids"] for example in examples], self.pad_token_id),
+            "input_ids": self._pad(input_ids, self.pad_token_id),
             "labels": labels,
             "scored_places": scored_places(labels),  # on the CPU, since on a GPU nonzero() would wait for its result
-            "attention_mask": self._pad([[1] * len(example["input_ids"]) for example in examples], 0),
+            "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
             "weights": column("weight"),
             "rewards": column("reward"),
             "sft_mask": column("is_sft"),
@@ -192,12 +195,13 @@ class SPAGCollator:
             batch["ref_logprobs"] = column("ref_logprob")
         return batch
 
-    def _pad(self, sequences: list[list[int]], value: int) -> torch.Tensor:
+    def _pad(self, sequences: list[list[int]], value: int) -> Tensor:
         tensors = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
         side = "left" if self.pad_left else "right"
         return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
-def scored_places(labels: torch.Tensor) -> torch.Tensor:
+def scored_places(labels: Tensor) -> Tensor:
     """Indices into the flattened (batch, T) labels of the positions that predict a scored label: (scored tokens,)."""
-    return F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1)).flatten().nonzero()[:, 0]
+    predicts = F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
+    return predicts.flatten().nonzero()[:, 0]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -36,34 +36,34 @@ REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probab
 class Mean(NamedTuple):
     """A metric that is logged as the mean over all rows of micro-batches and ranks."""
 
-    total: torch.Tensor
-    rows: torch.Tensor
+    total: Tensor
+    rows: Tensor
 
 
 class Largest(NamedTuple):
     """A metric of which the largest value is logged."""
 
-    value: torch.Tensor
-    rows: torch.Tensor
+    value: Tensor
+    rows: Tensor
 
 
 class Rate(NamedTuple):
     """A metric that is logged as its sum a second."""
 
-    total: torch.Tensor
-    rows: torch.Tensor
+    total: Tensor
+    rows: Tensor
 
 
 # A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars: means over micro-batches.
-Metrics = dict[str, torch.Tensor | Mean | Largest]
+Metrics = dict[str, Tensor | Mean | Largest]
 
 
-def token_logprob(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_logprob(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-probability of each target under its logits, in fp32: (N, vocabulary), (N,) -> (N,)."""
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
@@ -76,8 +76,8 @@ def sequence_logprob(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 
 def label_logprob(
-    model: nn.Module, module: PreTrainedModel, batch: dict[str, torch.Tensor], *, pads_left: bool = True
-) -> torch.Tensor:
+    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
+) -> Tensor:
     """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
 
     Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
@@ -103,19 +103,19 @@ def label_logprob(
     return by_place.view(labels.shape).sum(1) / num_scored(batch)
 
 
-def sft_loss(logprob: torch.Tensor, num_tokens: torch.Tensor, total_tokens: torch.Tensor | float) -> torch.Tensor:
+def sft_loss(logprob: Tensor, num_tokens: Tensor, total_tokens: Tensor | float) -> Tensor:
     """Cross-entropy per token, from each row's mean log-probability and number of tokens, both (batch,)."""
     return -(logprob * num_tokens).sum() / total_tokens
 
 
 def sft_kl_loss(
-    logprob: torch.Tensor,
-    ref_logprob: torch.Tensor,
-    weights: torch.Tensor,
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    weights: Tensor,
     *,
     kl_coeff: float,
-    num_rows: torch.Tensor | float | None = None,
-) -> tuple[torch.Tensor, Metrics]:
+    num_rows: Tensor | float | None = None,
+) -> tuple[Tensor, Metrics]:
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
     Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch.
@@ -133,19 +133,19 @@ def sft_kl_loss(
 
 
 def offline_po_loss(
-    logprob: torch.Tensor,
-    ref_logprob: torch.Tensor,
-    rewards: torch.Tensor,
-    weights: torch.Tensor,
-    sft_mask: torch.Tensor,
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    rewards: Tensor,
+    weights: Tensor,
+    sft_mask: Tensor,
     *,
     kl_coeff: float,
     sft_coeff: float,
     clip_range: float,
-    num_game_rows: torch.Tensor | float | None = None,
-    num_sft_rows: torch.Tensor | float | None = None,
+    num_game_rows: Tensor | float | None = None,
+    num_sft_rows: Tensor | float | None = None,
     detach_kl: bool = False,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:
     """Self-play's clipped policy loss on game rows, and SFT on the rows whose `sft_mask` is 1.
 
     r = exp(l - l_ref), A = reward - beta * (l - l_ref);
@@ -175,18 +175,17 @@ def offline_po_loss(
     return policy_loss + sft_coeff * sft_part, metrics
 
 
-def _divide(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+def _divide(total: Tensor, count: Tensor | float) -> Tensor:
     """total / count, or the total if the count is 0 (then the total is 0 too)."""
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / torch.where(count > 0, count, 1.0)
+    return total / (count + (count == 0))
 
 
-def _over_rows(values: torch.Tensor, mask: torch.Tensor) -> Mean:
+def _over_rows(values: Tensor, mask: Tensor) -> Mean:
     """The mean of the values where the mask is 1."""
     return Mean((values * mask).sum().detach(), mask.sum())
 
 
-def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
     ratio = log_ratio.detach().exp()
     largest = torch.where(mask.bool(), ratio, 0.0).max()
     return {
@@ -197,19 +196,19 @@ def _ratio_metrics(log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
-    game_rows: torch.Tensor | float
-    sft_rows: torch.Tensor | float
-    tokens: torch.Tensor | float
+    game_rows: Tensor | float
+    sft_rows: Tensor | float
+    tokens: Tensor | float
 
     @classmethod
-    def of(cls, batch: dict[str, torch.Tensor]) -> "Denominators":
+    def of(cls, batch: dict[str, Tensor]) -> "Denominators":
         sft_rows = batch["sft_mask"].sum()
         game_rows = len(batch["sft_mask"]) - sft_rows
         tokens = num_scored(batch).sum()
         return cls(game_rows, sft_rows, tokens.to(sft_rows.dtype))
 
 
-def num_scored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def num_scored(batch: dict[str, Tensor]) -> Tensor:
     """Number of scored target tokens of each row: (batch,)."""
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1)
 
@@ -221,10 +220,10 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        self.batches: list[torch.Tensor] = []  # of each micro-batch (2 * names,): both numbers of every metric
+        self.batches: list[Tensor] = []  # of each micro-batch (2 * names,): both numbers of every metric
         self.since = time.perf_counter()
 
-    def add(self, metrics: Metrics, batch: dict[str, torch.Tensor]) -> None:
+    def add(self, metrics: Metrics, batch: dict[str, Tensor]) -> None:
         tokens = batch["attention_mask"].sum().float()
         one = torch.ones_like(tokens)
         pairs = {"tokens": Rate(tokens, one)}
