@@ -393,17 +393,14 @@ def load_tokenizer(name: str, **options):
     """A model's tokenizer, never by mistral-common, which reads tekken.json and gives "[INST]" other ids."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = model_folder(name)
-    if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
-        require("mistral_common", "mistral-common")  # converts it
-    tokenizer = from_folder(AutoTokenizer, folder, mistral_format=False, **options)
-    file = folder / "tokenizer.json"
+    tokenizer = from_folder(AutoTokenizer, name, mistral_format=False, **options)
+    file = model_folder(name) / "tokenizer.json"
     is_llama = type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file()
     if is_llama and BYTE_LEVEL.search(file.read_text("utf-8")):
         # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks.
         # This goes when requirements.txt asks for transformers 5.24.
         options.pop("trust_remote_code", None)
-        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+        return PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
     return tokenizer
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tools.engine.local import LocalModel
     from tools.games.chat import ChatTemplate
 
-CACHE_NAMES = ("cache", "past_key_values")  # the argument of transformers 5.24, and of older versions
+# The argument of transformers 5.24, and of older versions; that goes when requirements.txt asks for 5.24.
+CACHE_NAMES = ("cache", "past_key_values")
 AT_ONCE = 256  # sentences
 
 
