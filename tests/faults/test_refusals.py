@@ -17,7 +17,6 @@ WRONG = [
     ("play", {"attacker_model_name_or_path": "."}, "config.json"),
     ("play", {"attacker_model_name_or_path": "./missing/model"}, "./missing/model: no such folder"),
     ("training", {"train_data_path": "games.jsonl"}, "games.jsonl"),
-    ("training", {"clip_range": 0.2}, "clip_range"),
     ("training", {"lerning_rate": 1e-5}, "--lerning_rate"),
 ]
 
