@@ -220,7 +220,7 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        self.batches: list[Tensor] = []  # of each micro-batch (2 * names,): both numbers of every metric
+        self.batches: list[Tensor] = []  # of each micro-batch (names, 2): both numbers of every metric
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, Tensor]) -> None:
@@ -230,17 +230,16 @@ class MetricSums:
         for name, metric in metrics.items():
             pairs[name] = metric if isinstance(metric, tuple) else Mean(metric, one)
         self.kinds = {name: type(pair) for name, pair in pairs.items()}
-        self.batches.append(torch.stack([number for pair in pairs.values() for number in pair]))
+        self.batches.append(torch.stack([torch.stack(pair) for pair in pairs.values()]))
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
-        gathered = accelerator.gather(torch.stack(self.batches)).cpu()  # (micro-batches of all ranks, 2 * names)
+        gathered = accelerator.gather(torch.stack(self.batches)).cpu()  # (micro-batches of all ranks, names, 2)
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
-        by_name = gathered.view(-1, len(self.kinds), 2).unbind(1)  # (micro-batches, 2) for each metric
-        for (name, kind), pairs in zip(self.kinds.items(), by_name, strict=True):
-            total, rows = pairs.sum(0).tolist()
+        for (name, kind), pairs in zip(self.kinds.items(), gathered.unbind(1), strict=True):
+            total, rows = pairs.sum(0).tolist()  # of (micro-batches, 2)
             if kind is Rate:
                 logs[f"{name}_per_second"] = total / seconds
             elif rows and kind is Largest:

@@ -19,7 +19,7 @@ import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
@@ -188,7 +188,7 @@ def read_json(path: StrPath):
     return _parse(read_text(path), path)
 
 
-def read_json_or_jsonl(path: StrPath, make: Callable[[dict], T] = lambda record: record) -> list[T]:
+def read_json_or_jsonl(path: StrPath, make: Callable[[dict], T] = dict) -> list[T]:
     """`make` of each object of a JSON list, or of a file with one object a line.
 
     UserError names a line that is not JSON, a row that is no object, and a row of which `make` raises one.
@@ -375,11 +375,9 @@ def load_model(name: StrPath, **options):
 
 
 def share_weights(folder: StrPath) -> None:
-    """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """Let those read a model's weights who may read its folder: safetensors lets their owner alone read them."""
     for path in Path(folder).glob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def check_token(token: int, tokenizer, vocab_size: float) -> None:
@@ -437,7 +435,7 @@ class Stage:
     """What `stage` yields: whether there is work to do, and notes that stand in the record beside the settings."""
 
     todo: bool
-    notes: dict = field(default_factory=dict)
+    notes: dict
 
 
 @contextmanager
@@ -453,7 +451,7 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
-        work = Stage(**everywhere(lambda: _begin(record, settings, results, lock)))
+        work = Stage(*everywhere(lambda: _begin(record, settings, results, lock)))
         yield work
         everywhere(lambda: None)  # all ranks have ended their part
         if work.todo and (rank() == 0 or not ranks):
@@ -462,7 +460,7 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
         lock.release()
 
 
-def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> dict:
+def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
     """Take the lock and compare the settings. Returns the fields of the Stage."""
     record.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -485,9 +483,9 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)
         notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
-        return {"todo": False, "notes": notes}
+        return False, notes
     write_json(record, {"settings": settings, "finished": False, "made_by": made_by()})
-    return {"todo": True}
+    return True, {}
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:

@@ -125,10 +125,12 @@ def test_a_digest_sees_each_byte_of_16_mib_and_each_layer_of_more(tmp_path, mega
 
 
 def test_others_may_read_weights_if_they_may_read_a_new_file(tmp_path):
-    (tmp_path / "new").touch()
-    (tmp_path / "model.safetensors").touch(mode=0o600)
-    utils.share_weights(tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "new").touch()
+    (folder / "model.safetensors").touch(mode=0o600)
+    utils.share_weights(folder)
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "new").stat().st_mode
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
