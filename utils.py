@@ -474,12 +474,12 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
             raise
         logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
     there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
-    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join([*there[:8], record.name])}"
+    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join(there[:8])}"
     if there and not record.is_file():
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
     stored = read_json(record) if there else {"settings": settings}
     if different := differences(stored["settings"], settings):
-        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy}")
+        raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)
         notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
