@@ -165,6 +165,8 @@ def test_sentences_behind_a_prompt_have_their_whole_logprobs_in_models_of_all_ki
     sentences = [[7, 8, *(draw.randrange(5, 97) for _ in range(length)), 11] for length in (1, 2, 3, 1)]
     whole = [full_forward(model, prompt, sentence) for sentence in sentences]
     assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(whole, abs=1e-4)
+    of_one_token = belief.sentence_logprobs(model, prompt, [sentence[:1] for sentence in sentences[:2]])
+    assert of_one_token == pytest.approx([full_forward(model, prompt, [7])] * 2, abs=1e-4)
 
 
 def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():

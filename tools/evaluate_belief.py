@@ -8,13 +8,14 @@ defines share, rank and belief. Shares among different numbers of candidates do 
 """
 
 import gc
+import itertools
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 from tqdm import tqdm
 
 from tools.estimates import estimate, markdown, mean_difference, with_interval
@@ -38,7 +39,7 @@ from utils import (
 NUMBERS, TABLE = "belief.json", "belief.txt"
 ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
 MEASURES = ("share", "rank_1", "tempered", "belief", "share_difference", "tempered_difference")
-WITH_INTERVAL = ("share", "rank_1", "share_difference", "tempered_difference")  # in the table
+NO_INTERVAL = ("tempered", "belief")  # in the table
 
 
 @dataclass(kw_only=True)
@@ -94,8 +95,8 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
 
     gc.collect()  # frees the model before
     sampling = Sampling(max_length=flags.max_length + 1, max_new_tokens=1)  # the whole max_length is the prompt's
-    options = {"dtype": "bfloat16" if flags.bf16 else None, "trust_remote_code": flags.trust_remote_code}
-    local = load_local_model(model_folder(path), sampling, **options)
+    dtype = "bfloat16" if flags.bf16 else None
+    local = load_local_model(model_folder(path), sampling, dtype=dtype, trust_remote_code=flags.trust_remote_code)
     if flags.chat_template:
         local.use_chat_template(path)
     messages = []
@@ -114,12 +115,11 @@ def add_tempered(messages: Sequence[dict]) -> None:
     from tools.matches.belief import share
 
     words = sorted({message["target_word"] for message in messages})
-    halves = set(words[::2]), set(words[1::2])
-    for half, other in (halves, halves[::-1]):
-        last = [message for message in messages if message["last_hint"] and message["target_word"] in half]
+    for fitted, used in itertools.permutations([words[::2], words[1::2]]):
+        last = [message for message in messages if message["last_hint"] and message["target_word"] in fitted]
         divisor = best_divisor([list(message["logprobs"].values()) for message in last])
         for message in messages:
-            if message["target_word"] in other:
+            if message["target_word"] in used:
                 message["tempered"] = share(list(message["logprobs"].values()), divisor)
 
 
@@ -151,27 +151,23 @@ def table_rows(measured: Mapping[str, list[dict]], game: Game) -> Iterator[dict]
     """Means for each model, outcome and number of hints, each with its 95% interval."""
     outcomes = [ALL, *(outcome.name for outcome in game.outcomes)]
     for model, messages in measured.items():
-        groups = defaultdict(list)
-        for message in messages:
-            for outcome in (ALL, message["outcome"]):
-                groups[outcome, message["hints"]].append(message | {"rank_1": message["rank"] == 1})
-                if message["last_hint"]:
-                    groups[outcome, LAST].append(groups[outcome, message["hints"]][-1])
-        for outcome, hints in sorted(groups, key=lambda key: (outcomes.index(key[0]), key[1] == LAST, key[1])):
-            group = groups[outcome, hints]
-            row = {"model": model, "outcome": outcome, "hints": hints, "games": len(group)}
-            row["candidates"] = len(group[0]["logprobs"])
-            for name in [name for name in MEASURES if name in group[0]]:
-                row[name], row[f"{name} interval"] = mean_by_word(group, name)
-            yield row
+        frame = pd.DataFrame(messages)
+        frame["rank_1"] = frame["rank"] == 1
+        last = frame[frame.last_hint].assign(hints=LAST)
+        for outcome, lines in itertools.product(outcomes, (frame, last)):
+            of_outcome = lines if outcome == ALL else lines[lines.outcome == outcome]
+            for hints, group in of_outcome.groupby("hints"):
+                row = {"model": model, "outcome": outcome, "hints": hints, "games": len(group)}
+                row["candidates"] = len(group.logprobs.iloc[0])
+                for name in MEASURES:
+                    if name in group:
+                        row[name], row[f"{name} interval"] = mean_by_word(group, name)
+                yield row
 
 
-def mean_by_word(messages: Sequence[Mapping], name: str) -> tuple[float, list[float] | None]:
+def mean_by_word(messages: pd.DataFrame, name: str) -> tuple[float, list[float] | None]:
     """The mean of a number, and its interval, for which all messages about a word count as one cluster."""
-    by_word = defaultdict(list)
-    for message in messages:
-        by_word[message["target_word"]].append(message[name])
-    sizes, totals = list(map(len, by_word.values())), list(map(sum, by_word.values()))
+    sizes, totals = messages.groupby("target_word")[name].agg(["size", "sum"]).to_numpy().T
     if name == "rank_1":
         return estimate(sizes, totals)
     return mean_difference(sizes, totals) if len(sizes) > 1 else (totals[0] / sizes[0], None)
@@ -181,9 +177,8 @@ def table_text(rows: Sequence[Mapping]) -> str:
     head = ("model", "outcome", "hints", "games", "candidates")
     lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
     for row in rows:
-        intervals = [row.get(f"{name} interval") if name in WITH_INTERVAL else None for name in MEASURES]
-        cells = map(with_interval, map(row.get, MEASURES), intervals, [".3f"] * len(MEASURES))
-        lines.append((*(row[name] for name in head), *cells))
+        intervals = [None if name in NO_INTERVAL else row.get(f"{name} interval") for name in MEASURES]
+        lines.append((*map(row.get, head), *map(with_interval, map(row.get, MEASURES), intervals)))
     return f"{markdown(lines)}\n"
 
 

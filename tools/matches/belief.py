@@ -160,7 +160,8 @@ def _logprobs_as_tree(model, sentences: Sequence[Sequence[int]], prompt: int, lo
         "attention_mask": mask[None, None],
     }
     rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
-    logits = torch.cat([model(**rows, **keys, use_cache=True).logits[0], logits])  # behind each beginning; the prompt
+    if beginnings:  # else each sentence is a single token
+        logits = torch.cat([model(**rows, **keys, use_cache=True).logits[0], logits])  # the prompt's are the last
     logprobs = logits.float().log_softmax(-1)
     place[()] = len(place)
     return [

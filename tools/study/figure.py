@@ -13,7 +13,6 @@ from utils import ROOT, require, run_program
 OURS, OTHER, CONTROL, INK = "#3b82f6", "#d97706", "#8b949e", "#7d8590"
 LABELS = {
     "released": "SPAG, as released",
-    "baseline": "rewards less their role's mean",
     "losers": "losers' rows too",
     "losers_ties": "losers' rows too, ties cost",
     "cloning": "copy the winners",
@@ -53,21 +52,17 @@ def draw_points(figure) -> None:
 
 
 def draw_ties(figure) -> None:
-    """The share of ties in a model's games against itself."""
-    frame, lines = stored("tiny", SELF_PLAY, "tied game"), {"released": "-", "losers": "--", "losers_ties": ":"}
-    draw_epochs(figure.subplots(), frame, "ties in games against itself", lines)
-    figure.legend(loc="outside upper center", ncols=2)
-
-
-def draw_epochs(panel, frame, label: str, lines: dict[str, str]) -> None:
-    """A number of each arm after each epoch, from imitation on, a line a seed."""
-    for arm, style in lines.items():
-        seeds = frame[frame.arm == arm].seed.unique()
-        for seed in seeds:
+    """The share of ties in a model's games against itself after each epoch, from imitation on, a line a seed."""
+    panel, frame = figure.subplots(), stored("tiny", SELF_PLAY, "tied game")
+    for arm, style in {"released": "-", "losers": "--", "losers_ties": ":"}.items():
+        name, colour = LABELS[arm], OURS if arm == "released" else OTHER
+        for seed in frame[frame.arm == arm].seed.unique():
             line = frame[frame.arm.isin([IMITATION, arm]) & (frame.seed == seed)]
-            name, colour = LABELS[arm] if seed == seeds[0] else None, OURS if arm == "released" else OTHER
             panel.plot(line.epoch, line.value, style, color=colour, label=name, alpha=0.7)
-    panel.set(xticks=range(frame.epoch.max() + 1), xlabel="epoch; 0: imitation", ylabel=label)
+            name = None  # one line of an arm is in the legend
+    last = frame.epoch.max()
+    panel.set(xticks=range(last + 1), xlabel="epoch; 0: imitation", ylabel="ties in games against itself")
+    figure.legend(loc="outside upper center", ncols=2)
 
 
 def draw_gradient(figure) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from tools.estimates import estimate, markdown, with_interval
@@ -83,17 +84,16 @@ def make_questions(lexicon: Lexicon) -> list[Question]:
 @torch.inference_mode()
 def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Tensor:
     """Log-probability of each choice after BOS and the context, summed over its tokens: (questions, 4)."""
-    rows, lengths = [], []
+    rows, labels = [], []
     for question in questions:
         context, *choices = tokenizer([question.context, *question.choices], add_special_tokens=False)["input_ids"]
-        rows += [torch.tensor([tokenizer.bos_token_id, *context, *choice]) for choice in choices]
-        lengths += map(len, choices)
-    ids = pad_sequence(rows, batch_first=True)  # (rows, T); causal: no token sees the padding on its right
-    logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
-    of_tokens = logprobs.gather(-1, ids[:, 1:, None])[..., 0]  # (rows, T - 1)
-    ends = [len(row) - 1 for row in rows]
-    sums = [line[end - length : end].sum() for line, end, length in zip(of_tokens, ends, lengths, strict=True)]
-    return torch.stack(sums).view(len(questions), -1)
+        rows += [torch.tensor([tokenizer.bos_token_id, *context, *choice[:-1]]) for choice in choices]
+        labels += [torch.tensor([-100] * len(context) + choice) for choice in choices]
+    # (rows, T); causal: no token sees the padding on its right, which has no label
+    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits
+    labels = pad_sequence(labels, batch_first=True, padding_value=-100)
+    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return -losses.sum(1).view(len(questions), -1)
 
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
@@ -114,7 +114,7 @@ def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tu
         "meet + common, held-out words": frame[frame.side == HELD_OUT],
     }
     by_word = {name: lines.groupby("word").right.agg(["size", "sum"]) for name, lines in columns.items()}
-    return {name: estimate(words["size"].tolist(), words["sum"].tolist()) for name, words in by_word.items()}
+    return {name: estimate(*words.to_numpy().T) for name, words in by_word.items()}
 
 
 def models_of_loop(loop: Path) -> dict[str, Path]:
