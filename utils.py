@@ -263,6 +263,10 @@ def write_json(path: StrPath, value) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
+def write_words(path: StrPath, words: Iterable[str]) -> None:
+    write_text(path, "".join(f"{word}\n" for word in words))
+
+
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
     """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]

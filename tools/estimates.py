@@ -20,26 +20,25 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list
     Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
     """
     mean = sum(totals) / sum(sizes)
-    clusters = sum(size > 0 for size in sizes)
     error = clustered_standard_error(sizes, totals)
     if error is None or error < ROUNDING:
-        return mean, wilson(mean, clusters, t_quantile(math.inf))
-    return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(clusters - 1))
+        return mean, wilson(mean, len(sizes), t_quantile(math.inf))
+    return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(len(sizes) - 1))
 
 
 def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
     """The mean of differences of any sign and its 95% interval, from at least two clusters as in `estimate`."""
     mean = sum(totals) / sum(sizes)
-    half = t_quantile(sum(size > 0 for size in sizes) - 1) * clustered_standard_error(sizes, totals)
+    half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
     return mean, [mean - half, mean + half]
 
 
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
     """Standard error of sum(totals) / sum(sizes) for any dependence within clusters; None for fewer than two clusters.
 
-    sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over the G clusters that are not empty.
+    sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over the G clusters, of which none is empty.
     """
-    clusters, observations, total = sum(size > 0 for size in sizes), sum(sizes), sum(totals)
+    clusters, observations, total = len(sizes), sum(sizes), sum(totals)
     if clusters < 2:
         return None
     # Residuals times `observations`: whole and half points stay exact, and equal games give exactly 0.

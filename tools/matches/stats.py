@@ -5,7 +5,7 @@ Games of the same target word are not independent, so standard errors count word
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tools.estimates import estimate
@@ -13,7 +13,7 @@ from tools.games.game import Game
 
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists
-RATES = ("win", "loss", "tie", "breach")
+RATES = ("win", "tie", "loss", "breach")
 
 
 class Match(NamedTuple):
@@ -43,8 +43,8 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
     """
     rows: dict[tuple, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums by target word
     for episode in episodes:
-        first, second = (episode[role] for role in game.roles)
-        for role, players in zip(game.roles, ((first, second), (second, first)), strict=True):
+        sides = itertools.permutations(episode[role] for role in game.roles)  # the player first, then its opponent
+        for role, players in zip(game.roles, sides, strict=True):
             sums = sums_of_side(episode, game, role)
             for key in itertools.product([players], {episode["words"], ALL}, (role, BOTH), (episode["seed"], None)):
                 rows[key][episode["target_word"]].update(sums)
@@ -68,15 +68,6 @@ def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
     sums = {"games": 1, "points": points[game.roles.index(role)], result: 1, "length": episode["length"]}
     sums |= {"messages": len(messages), "empty": messages.count("")}
     return sums | ({"breach": 1, f"breach {result}": 1} if outcome.breach else {})
-
-
-def pooled_rows(results: Iterable[Mapping], player: str, opponent: str) -> dict[str, dict[str, dict]]:
-    """The rows of a player against an opponent that pool seeds, by word list and role. A single list is also ALL."""
-    rows: dict[str, dict[str, dict]] = defaultdict(dict)
-    for row in results:
-        if (row["player"], row["opponent"], row["seed"]) == (player, opponent, None):
-            rows[row["words"]][row["role"]] = dict(row)
-    return {ALL: next(iter(rows.values()), {})} | dict(rows)
 
 
 def summarise(words: Collection[Counter[str]]) -> dict:

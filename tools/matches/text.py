@@ -6,13 +6,12 @@ from pathlib import Path
 
 from tools.estimates import with_interval
 from tools.games.game import Game
-from tools.matches.stats import ALL, BOTH, result_rows
+from tools.matches.stats import ALL, BOTH, RATES, result_rows
 from utils import read_json_or_jsonl, write_json, write_text
 
 RESULTS, TABLE = "matches.json", "matches.txt"
 NAMES = ("player", "opponent", "words", "role")
-RATE_COLUMNS = ("win", "tie", "loss", "breach")
-HEAD = (*NAMES, "games", "points", *RATE_COLUMNS, "length", "empty")
+HEAD = (*NAMES, "games", "points", *RATES, "length", "empty")
 HOW_COUNTED = (
     "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
     "games that ended by breaking the rules. All shares are in percent, with 95% intervals over target words, not "
@@ -55,7 +54,7 @@ def shown_rows(results: dict) -> list[dict]:
 
 def cells(row: dict) -> list[str]:
     """The cells of a row, in the order of HEAD."""
-    rates = [row["rates"][name] for name in RATE_COLUMNS]
+    rates = [row["rates"][name] for name in RATES]
     empty = row["empty_replies"] / row["messages"] if row["messages"] else None
     return [
         *(row[name] for name in NAMES),

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.matches.stats import ALL, BOTH, pooled_rows
+from tools.matches.stats import BOTH
 from utils import ROOT, read_json, run_program, write_json
 
 BASE, IMITATION = "base", "imitation"
@@ -85,14 +85,15 @@ def read_if_there(path: Path) -> dict:
 
 def points(results: Sequence[Mapping], player: str, opponent: str) -> dict[str, float]:
     """Points of a player of a match by role and word list, and how its games ended."""
-    rows = pooled_rows(results, player, opponent)
-    lists, roles = [words for words in rows if words != ALL], [role for role in rows[ALL] if role != BOTH]
-    both = rows[ALL][BOTH]
+    rows = [row for row in results if (row["player"], row["opponent"], row["seed"]) == (player, opponent, None)]
+    pooled = rows[-1]["words"]  # all lists, or the only one
+    roles = {row["role"]: row for row in rows if row["words"] == pooled}
+    both = roles.pop(BOTH)
     columns = {"points": both["points"]} | {name: both["rates"][name]["share"] for name in ("win", "tie", "loss")}
-    columns |= {f"as {role}": rows[ALL][role]["points"] for role in roles}
-    columns |= {f"{words} words": rows[words][BOTH]["points"] for words in lists if len(lists) > 1}
-    breaches = {role: rows[ALL][role]["breach_losses"] / rows[ALL][role]["games"] for role in roles}
-    return columns | {f"own breaches as {role}": share for role, share in breaches.items()}
+    columns |= {f"as {role}": row["points"] for role, row in roles.items()}
+    lists = [row for row in rows if row["role"] == BOTH and row["words"] != pooled]
+    columns |= {f"{row['words']} words": row["points"] for row in lists}
+    return columns | {f"own breaches as {role}": row["breach_losses"] / row["games"] for role, row in roles.items()}
 
 
 def main() -> None:
