@@ -79,17 +79,16 @@ def measure(model: str, engine: str, games: int) -> tuple[float, list[int]]:
 def main() -> None:
     flags = parse_command({"play": Play}, description=__doc__)
     if flags.model:
-        show_speeds(flags.model, flags.games, [SLOTS, GENERATE, *[VLLM] * has_vllm()], own=True)
+        show_speeds(flags.model, flags.games, [SLOTS, GENERATE, *[VLLM] * has_vllm()])
         return
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)
-        show_speeds(folder, flags.games, [SLOTS, GENERATE], own=False)
+        show_speeds(folder, flags.games, [SLOTS, GENERATE])
 
 
-def show_speeds(model: str, most: int, engines: Sequence[str], *, own: bool) -> None:
-    """Print a line for each engine, with `own` also the length of its replies; one that cannot play says why."""
-    print("| engine | games | games/min | new tokens/s |" + " tokens a reply |" * own)
-    print("|---|---|---|---|" + "---|" * own)
+def show_speeds(model: str, most: int, engines: Sequence[str]) -> None:
+    """Print a line for each engine; one that cannot play says why."""
+    print("| engine | games | games/min | new tokens/s | tokens a reply |\n|---|---|---|---|---|")
     for engine in engines:
         games = max(1, most // FEWER[engine])
         try:
@@ -97,8 +96,8 @@ def show_speeds(model: str, most: int, engines: Sequence[str], *, own: bool) -> 
         except UserError as error:
             print(f"| {engine} | {error} |")
             continue
-        speeds = f"| {engine} | {games} | {60 * games / seconds:.1f} | {sum(tokens) / seconds:.1f} |"
-        print(speeds + f" {sum(tokens) / len(tokens):.1f} |" * own, flush=True)
+        speeds = f"{60 * games / seconds:.1f} | {sum(tokens) / seconds:.1f} | {sum(tokens) / len(tokens):.1f}"
+        print(f"| {engine} | {games} | {speeds} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -188,8 +188,15 @@ def measure_game(
     for hints, prompt in enumerate(prompts):
         ids, prompt_cut = local.encode(prompt)
         logprobs = sentence_logprobs(local.model, ids, sentences)
-        message = head | {"hints": hints, "last_hint": 0 < hints == len(prompts) - 1, "prompt_cut": prompt_cut}
-        message |= {"belief": logprobs[0], "share": share(logprobs), "rank": rank(logprobs)}
         rounded = [round(logprob, 4) for logprob in logprobs]
-        messages.append(message | {"logprobs": dict(zip(words, rounded, strict=True))})
+        message = {
+            "hints": hints,
+            "last_hint": 0 < hints == len(prompts) - 1,
+            "prompt_cut": prompt_cut,
+            "belief": logprobs[0],
+            "share": share(logprobs),
+            "rank": rank(logprobs),
+            "logprobs": dict(zip(words, rounded, strict=True)),
+        }
+        messages.append(head | message)
     return messages

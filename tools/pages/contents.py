@@ -93,10 +93,10 @@ def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in one of its folders; UserError for others."""
     report = Report(folder.absolute().name, game)
     epochs = [*sorted(folder.glob("epoch[0-9]")), *sorted(folder.glob("epoch[0-9][0-9]"))]
-    for stage in (folder, folder / "imitation", *epochs):
-        for place in (stage, stage / "episodes", stage / "model", stage / "eval"):
-            report.read(stage.absolute().name, place)
-        for path in (stage / "belief.json", stage / "belief" / "belief.json"):
+    for part in (folder, folder / "imitation", *epochs):
+        for place in (part, part / "episodes", part / "model", part / "eval"):
+            report.read(part.absolute().name, place)
+        for path in (part / "belief.json", part / "belief" / "belief.json"):
             rows = read_json(path)["table"] if path.is_file() else ()
             report.belief += [row for row in rows if row["outcome"] == "all" and row["hints"] != "last"]
     for path in (folder / "results.json", folder / "reasoning" / "results.json"):

@@ -1,6 +1,7 @@
 """The page as one HTML file that needs no network: charts by Plotly, tables, and games to read."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -97,11 +98,13 @@ def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
     rows = [row for row in rows if row["player"] != row["opponent"]]
     if len({row["opponent"] for row in rows}) != 1:
         return []
+    lines: dict[str, dict[str, list[Mapping]]] = defaultdict(lambda: defaultdict(list))  # rows by role, then word list
+    for row in rows:
+        lines[row["role"]][row["words"]].append(row)
     charts = []
-    for role in dict.fromkeys(row["role"] for row in rows):
+    for role, by_words in lines.items():
         traces = []
-        for words in dict.fromkeys(row["words"] for row in rows):
-            of_line = [row for row in rows if (row["role"], row["words"]) == (role, words)]
+        for words, of_line in by_words.items():
             points = {row["player"]: row["points"] for row in of_line}
             traces.append(trace(f"words: {words}", points, [row["points_interval"] for row in of_line]))
         charts.append((f"Points {as_role(role)} against {rows[0]['opponent']}", traces, POINTS))
@@ -142,15 +145,16 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
     """A chart for each number that is logged with the loss, with a line for each training."""
-    steps = {name: [entry for entry in log if "loss" in entry] for name, log in logs.items()}
-    metrics = dict.fromkeys(metric for entries in steps.values() for entry in entries for metric in entry)
-    charts = []
-    for metric in [metric for metric in metrics if metric not in NO_CURVES]:
-        curves = {name: {each["step"]: each[metric] for each in log if metric in each} for name, log in steps.items()}
-        traces = [trace(name, points, mode="lines") for name, points in curves.items() if points]
-        if traces:
-            charts.append((metric, traces, {}))
-    return charts
+    curves: dict[str, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))  # points by metric, then training
+    for name, log in logs.items():
+        for entry in log:
+            for metric in entry if "loss" in entry else ():
+                curves[metric][name][entry["step"]] = entry[metric]
+    return [
+        (metric, [trace(name, points, mode="lines") for name, points in by_training.items()], {})
+        for metric, by_training in curves.items()
+        if metric not in NO_CURVES
+    ]
 
 
 def reasoning_table(rows: Sequence[Mapping]) -> str:
@@ -158,5 +162,6 @@ def reasoning_table(rows: Sequence[Mapping]) -> str:
     head, lines = ["model", *dict.fromkeys(row["benchmark"] for row in rows)], {}
     for row in rows:
         error = f" ± {row['stderr']:.1f}" if row["stderr"] else ""
-        lines.setdefault(row["model"], dict.fromkeys(head, "-"))[row["benchmark"]] = f"{row['value']:.1f}{error}"
-    return table_html(head, [[model, *list(line.values())[1:]] for model, line in lines.items()]) if rows else ""
+        line = lines.setdefault(row["model"], dict.fromkeys(head, "-") | {"model": row["model"]})
+        line[row["benchmark"]] = f"{row['value']:.1f}{error}"
+    return table_html(head, map(dict.values, lines.values())) if rows else ""

@@ -24,6 +24,7 @@ POINTS, SELF_PLAY, QUESTIONS = "Points against", "Self-play", "Questions"
 GUESSES, GUESSES_BY_HINTS = "Guesses after recorded hints", "Guesses by number of recorded hints"
 BELIEF = "Belief on recorded games"  # only in finished studies: a measure that was given up
 REASONING, TRAINING = "Reasoning benchmarks", "Training"
+TABLES = (SELF_PLAY, GUESSES, GUESSES_BY_HINTS, BELIEF, QUESTIONS, REASONING)  # without opponents, in order
 TRAINED = ("steps", "rows")  # columns: optimizer steps and rows up to and including an epoch
 
 

@@ -22,12 +22,10 @@ from tools.study.collect import (
     BASE,
     BELIEF,
     GUESSES,
-    GUESSES_BY_HINTS,
     IMITATION,
     POINTS,
-    QUESTIONS,
     REASONING,
-    SELF_PLAY,
+    TABLES,
     TRAINED,
     TRAINING,
 )
@@ -112,8 +110,7 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     base and imitation have one for all epochs.
     """
     column, _, opponent = measure.partition("@")
-    tables = [f"{POINTS} {opponent or IMITATION}", GUESSES, BELIEF, QUESTIONS, REASONING]
-    lines = frame[(frame.column == column) & frame.table.isin(tables)]
+    lines = frame[(frame.column == column) & frame.table.isin([f"{POINTS} {opponent or IMITATION}", *TABLES])]
     values, others = (
         lines[lines.arm == name].pivot(index="seed", columns="epoch", values="value") for name in (arm, other)
     )
@@ -184,10 +181,7 @@ def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) ->
         "Primary comparisons": difference_lines(frame, primary, primary=True),
         **{table: model_lines(frame, table) for table in points},
         "Differences, paired by seed": difference_lines(frame, minus),
-        **{
-            table: model_lines(frame, table)
-            for table in (SELF_PLAY, GUESSES, GUESSES_BY_HINTS, BELIEF, QUESTIONS, REASONING)
-        },
+        **{table: model_lines(frame, table) for table in TABLES},
     }
     filled = {title: rows for title, lines in lines_by_title.items() if len(rows := list(lines)) > 1}
     return f"{LEGEND}\n" + "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())

@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.games.game import History
 from tools.games.taboo import ATTACKER
@@ -53,10 +52,10 @@ class Lexicon:
 
 
 @functools.cache
-def load_lexicon(path: Path = LEXICON) -> Lexicon:
+def load_lexicon() -> Lexicon:
     """Read `word: six own clues | three shared clues` lines."""
     own, shared = {}, {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in LEXICON.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             word, clues = line.split(":")
             own[word], shared[word] = (tuple(part.split()) for part in clues.split("|"))
