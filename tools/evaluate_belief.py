@@ -19,7 +19,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from tools.estimates import estimate, markdown, mean_difference, with_interval
-from tools.flags import GameFlags, NamedPath, by_name, flag, named_path, parse_flags
+from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.players.player import Sampling
@@ -44,12 +44,7 @@ NO_INTERVAL = ("tempered", "belief")  # in the table
 
 @dataclass(kw_only=True)
 class Flags(GameFlags):
-    models: list[NamedPath] = flag(
-        "models to compare, the first with the others",
-        type=named_path,
-        metavar="NAME=MODEL",
-        unique=by_name,
-    )
+    models: list[NamedPath] = flag("models to compare, the first with the others", **NAMED_MODELS)
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
     output_dir: str = flag("folder of the results")
@@ -63,10 +58,14 @@ class Flags(GameFlags):
 
     def settings(self, game: Game) -> dict:
         names = ("split", "most_candidates", "seed", "chat_template", "max_length", "bf16")
-        models = {f"model {name}": model_setting(path) for name, path in self.models}
-        settings = {"games": files_setting(self.games), "models": [name for name, _ in self.models]} | models
-        settings |= {"candidates": self.candidates and files_setting(self.candidates)}
-        return settings | {name: getattr(self, name) for name in names} | self.game_settings(game)
+        return {
+            "games": files_setting(self.games),
+            "models": [name for name, _ in self.models],
+            **{f"model {name}": model_setting(path) for name, path in self.models},
+            "candidates": self.candidates and files_setting(self.candidates),
+            **{name: getattr(self, name) for name in names},
+            **self.game_settings(game),
+        }
 
 
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import NamedPath, by_name, flag, named_path, parse_flags
+from tools.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
 from tools.matches.stats import ALL, Match, pairs
 from tools.matches.text import RESULTS, TABLE, write_results
 from tools.selfplay.engines import choose_engine, player_setting
@@ -29,9 +29,7 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    players: list[NamedPath] = flag(
-        "model folders, hub names, or openai:MODEL", type=named_path, metavar="NAME=MODEL", unique=by_name
-    )
+    players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", **NAMED_MODELS)
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
         "word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE", unique=by_name

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from tools.estimates import MEAN
-from tools.flags import NamedPath, by_name, flag, named_path, parse_flags
+from tools.flags import NAMED_MODELS, NamedPath, flag, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
 from tools.reasoning.table import Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
@@ -36,9 +36,7 @@ def benchmark_of(text: str) -> Benchmark:
 
 @dataclass(kw_only=True)
 class Flags:
-    models: list[NamedPath] = flag(
-        "all are compared with the first", type=named_path, metavar="NAME=MODEL", unique=by_name
-    )
+    models: list[NamedPath] = flag("all are compared with the first", **NAMED_MODELS)
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),

@@ -109,6 +109,9 @@ def named_path(text: str) -> NamedPath:
     return NamedPath(name, path)
 
 
+NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name}  # settings of a `flag`
+
+
 @dataclass(kw_only=True)
 class GameFlags:
     game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)

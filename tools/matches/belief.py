@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
-from tools.selfplay.rewards import Result, game_result
+from tools.selfplay.rewards import game_result
 from utils import whole_characters
 
 if TYPE_CHECKING:
@@ -73,24 +73,20 @@ def rank(logprobs: Sequence[float]) -> int:
     return 1 + sum(not other <= right for other in others)
 
 
-def hint_ends(game: Game, episode: Mapping, result: Result, guesser: str) -> list[int]:
-    """The number of messages up to each hint: each message of the role that hides the secret.
-
-    A message that breaks the rules may name the secret, so it is no hint.
-    """
-    length = result.length - game.outcome(result.outcome).breach
-    speakers = [message["role"] for message in episode["history"][:length]]
-    return [end for end, speaker in enumerate(speakers, start=1) if speaker != guesser]
-
-
 def guesser_prompts(
     game: Game, episode: Mapping, templates: Templates, chat: "ChatTemplate | None" = None
 ) -> list[str]:
-    """The guesser's prompt of play before the first hint, and after each hint."""
+    """The guesser's prompt of play before the first hint, and after each hint, a message of the role that hides.
+
+    A message that breaks the rules may name the secret, so it is no hint.
+    """
     history, task = episode["history"], episode["target_word"]
     guesser, _ = game.answer(task)
+    result = game_result(game, episode)
+    length = result.length - game.outcome(result.outcome).breach
+    hints = [end for end, message in enumerate(history[:length], start=1) if message["role"] != guesser]
     prompts = []
-    for end in (0, *hint_ends(game, episode, game_result(game, episode), guesser)):
+    for end in (0, *hints):
         secrets = game.secrets(guesser, task, history[:end])
         turn = Turn(game, guesser, history[:end], episode["max_turns"], 0, secrets, templates)
         prompts.append(turn.prompt(chat))
