@@ -139,7 +139,6 @@ def test_true_hints_raise_the_share_and_false_ones_do_not():
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
 MODELS = {  # keys and values; those of a window; recurrent states; states of both kinds; positions without numbers
@@ -148,10 +147,9 @@ MODELS = {  # keys and values; those of a window; recurrent states; states of bo
     "rwkv": {"attention_hidden_size": 32},
     "mamba2": {"head_dim": 16, "num_heads": 4, "expand": 2, "n_groups": 1, "state_size": 8, "chunk_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "granitemoehybrid": MAMBA
-    | {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_5_text": LINEAR,
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8}
+    | {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_chunk_size": 8},
     "bloom": {"n_head": 2, "n_layer": 2},
 }
 
@@ -266,13 +264,10 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
     printed = call(program.main, *flags_of(flags)).output
     stored = json.loads((tmp_path / "out" / "belief.json").read_text())
     base, epoch1 = stored["messages"]["base"], stored["messages"]["epoch1"]
-    assert [(row["game"], row["hints"]) for row in base[:9]] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)] + [
-        (2, hints) for hints in range(4)
-    ]
-    for row, other in zip(epoch1, base, strict=True):
-        assert (
-            row["logprobs"].keys() == other["logprobs"].keys() == {*WORDS, "kiwi"}
-        )  # the split takes games, not words
+    of_games = [(game, hints) for game, number in enumerate((3, 2, 4)) for hints in range(number)]
+    assert [(row["game"], row["hints"]) for row in base[:9]] == of_games
+    for row, other in zip(epoch1, base, strict=True):  # the split takes games, not words
+        assert row["logprobs"].keys() == other["logprobs"].keys() == {*WORDS, "kiwi"}
         assert row["share_difference"] == row["share"] - other["share"]
     last = next(row for row in stored["table"] if (row["model"], row["hints"]) == ("epoch1", "last"))
     assert last["games"] == len(GAMES) and len(last["share_difference interval"]) == 2 and last["candidates"] == 7
@@ -288,10 +283,9 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
     }
     call(program.main, *flags_of(other))
     entries = json.loads((tmp_path / "other" / "belief.json").read_text())["messages"]["m"]
-    assert {frozenset(row["logprobs"]) for row in entries if row["target_word"] == "pear"} == {
-        frozenset(["pear", "fig", "goat"])
-    }
-    assert all(len(row["logprobs"]) == 3 and row["target_word"] in row["logprobs"] for row in entries)
+    for row in entries:
+        assert len(row["logprobs"]) == 3 and row["target_word"] in row["logprobs"]
+        assert row["target_word"] != "pear" or row["logprobs"].keys() == {"pear", "fig", "goat"}
     utils.write_records(tmp_path / "games.jsonl", GAMES[:1])
     alone = flags_of(flags | {"output_dir": tmp_path / "alone"})
     assert "other candidates" in call(program.main, *alone, status=2).errors

@@ -58,6 +58,12 @@ def rows_of(games, of=TABOO):
     return by_key
 
 
+def counts(row):
+    """Games, wins, losses, ties; breaches, won and lost ones; empty replies, messages."""
+    kinds = "games wins losses ties breaches breach_wins breach_losses empty_replies messages"
+    return [row[name] for name in kinds.split()]
+
+
 NEW_AGAINST_OLD = [
     game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "x", "y"), length=4),
     game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "", "y"), length=4),
@@ -71,27 +77,23 @@ NEW_AGAINST_OLD = [
 
 def test_a_row_counts_its_players_games_in_its_role():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", ATTACKER, None]
-    assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 2, 1, 1, 1)
-    assert (row["breach_wins"], row["breach_losses"]) == (0, 1)
+    assert counts(row) == [4, 2, 1, 1, 1, 0, 1, 1, 6]  # the other's empty reply counts for the other
     assert row["points"] == 2.5 / 4
     shares = {"win": 0.5, "loss": 0.25, "tie": 0.25, "breach": 0.25}
     assert {name: rate["share"] for name, rate in row["rates"].items()} == shares
     assert row["mean_length"] == (4 + 4 + 1 + 2) / 4
-    assert (row["empty_replies"], row["messages"]) == (1, 6)  # its own: the other's empty reply counts for the other
 
 
 def test_a_breach_of_the_attacker_is_the_defenders_win():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", DEFENDER, None]
-    assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (3, 2, 1, 0, 1)
-    assert (row["breach_wins"], row["breach_losses"]) == (1, 0)
-    assert (row["empty_replies"], row["messages"]) == (0, 2)
+    assert counts(row) == [3, 2, 1, 0, 1, 1, 0, 0, 2]
 
 
 def test_both_roles_are_the_sum_of_the_two_and_the_opponents_row_is_the_mirror_image():
     rows = rows_of(NEW_AGAINST_OLD)
     both = rows["new", "old", "played", BOTH, None]
-    for name in ("games", "wins", "losses", "ties", "breaches", "empty_replies", "messages"):
-        assert both[name] == sum(rows["new", "old", "played", role, None][name] for role in TABOO.roles)
+    sides = [counts(rows["new", "old", "played", role, None]) for role in TABOO.roles]
+    assert counts(both) == list(map(sum, zip(*sides, strict=True)))
     mirror = rows["old", "new", "played", BOTH, None]
     assert (mirror["wins"], mirror["losses"], mirror["ties"]) == (both["losses"], both["wins"], both["ties"])
     assert mirror["points"] == pytest.approx(1 - both["points"])
@@ -142,6 +144,5 @@ def test_points_and_roles_are_those_of_the_game():
     assert {key[3] for key in rows} == {"guesser", "answerer", BOTH}
     for player, opponent, role in (("new", "old", "guesser"), ("old", "new", "answerer")):
         row = rows[player, opponent, "played", role, None]
-        assert (row["games"], row["wins"], row["losses"], row["ties"], row["breaches"]) == (4, 0, 0, 4, 1)
-        assert (row["breach_wins"], row["breach_losses"], row["points"]) == (0, 0, 0.5)
+        assert counts(row)[:7] == [4, 0, 0, 4, 1, 0, 0] and row["points"] == 0.5
         assert row["points_interval"] == estimate([3, 1], [2, 0])[1]
