@@ -3,24 +3,29 @@
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, build_tokenizer
 from helpers import call, flags_of
+from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import utils
 from dataloaders import encode_example
 from tools import evaluate_belief as program
-from tools.engine.local import load_local_model
+from tools.engine.local import LocalModel, load_local_model
 from tools.games.chat import ChatTemplate
-from tools.games.prompts import NO_HISTORY, default_templates, play_prompt
+from tools.games.prompts import NO_HISTORY, answer, default_templates, load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.matches import belief
 from tools.matches.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
 from tools.players.player import Sampling
+from tools.tiny import build
+from tools.tiny.models import random_llama, train_tokenizer
+from tools.tiny.players import Skill, load_lexicon
 
 GAME = Taboo(match="word")
 TEMPLATES = default_templates(GAME)
@@ -95,6 +100,41 @@ def test_share_and_rank_by_hand():
     assert belief.share(logprobs, 2) == pytest.approx(math.log(8**-0.5 / (8**-0.5 + 0.75)))
     assert belief.share([-3.0] * 7) == pytest.approx(-math.log(7)) and belief.rank([-3.0] * 7) == 1
     assert belief.rank([math.nan, -1.0]) == 2 and belief.rank([-1.0, math.nan]) == 2
+
+
+def test_true_hints_raise_the_share_and_false_ones_do_not():
+    """A model learns from true hints about 40 words to name them; then it hears new games with true or false hints."""
+    words, templates = load_lexicon().held_out(), load_templates(build.PROMPTS, build.GAME)
+
+    def games(seed: int, skill: Skill, rounds: int = 1) -> list[dict]:
+        return build.scripted_games(load_lexicon(), words * rounds, random.Random(seed), skill)
+
+    heard = [
+        (prompt, answer(build.GAME, game["target_word"], templates)[1])
+        for game in games(0, build.TRUE_HINTS, rounds=20)
+        for prompt in guesser_prompts(build.GAME, game, templates)[1:]
+    ]
+    tokenizer = train_tokenizer((prompt + guessed for prompt, guessed in heard), vocab_size=3072)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = random_llama(len(tokenizer), 0, **shape, max_position_embeddings=256)
+    local = LocalModel(model, tokenizer, Sampling())
+    rows = [(local.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(160):
+        drawn = draw.sample(rows, 32)
+        ids = pad_sequence([torch.tensor(prompt + guessed) for prompt, guessed in drawn], batch_first=True)
+        labels = [torch.tensor([-100] * len(prompt) + guessed) for prompt, guessed in drawn]
+        labels = pad_sequence(labels, batch_first=True, padding_value=-100)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rise(skill: Skill) -> float:
+        how = {"candidates": words, "templates": templates}
+        measured = [measure_game(local, build.GAME, game, **how) for game in games(1, skill)]
+        return sum(messages[-1]["share"] - messages[0]["share"] for messages in measured) / len(measured)
+
+    assert rise(build.TRUE_HINTS) > max(1, rise(replace(build.TRUE_HINTS, stray=1)))
 
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
