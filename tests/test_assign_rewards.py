@@ -13,7 +13,8 @@ from tools import assign_rewards as program
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay.rewards import Result, RewardFlags, game_result, game_rows, permute_rewards
+from tools.selfplay.rewards import Result, RewardFlags, game_result, permute_rewards
+from tools.selfplay.rows import game_rows
 from utils import read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
@@ -89,9 +90,9 @@ def test_a_baseline_of_three_games_by_hand():
     With losers 0.6 and ties 0.2 each role is paid 1, -0.6 and -0.2, whose mean is 0.2 / 3.
     """
     games = [ATTACKER_WON, DEFENDER_WON, TIED, BROKEN]
-    rows, means = rewards_of(games, baseline="role", losers=0.6, ties=0.2)
+    rows, numbers = rewards_of(games, baseline="role", losers=0.6, ties=0.2)
     mean = 0.2 / 3
-    assert means.baselines == pytest.approx({"attacker": mean, "defender": mean})
+    assert numbers["baselines"] == pytest.approx({"attacker": mean, "defender": mean})
     won, lost, tied = 1 - mean, -0.6 - mean, -0.2 - mean
     expected = [("attacker", won * FIRST), ("defender", lost * FIRST), ("attacker", won * SECOND)]
     expected += [("defender", lost * SECOND)]
@@ -101,8 +102,8 @@ def test_a_baseline_of_three_games_by_hand():
 
     # Released rewards: means 2/3 and 1/3 over two games of the attacker and one of the defender; all rows of a role
     # have its weight, 3/4 and 3/2. The rows of ties appear.
-    rows, means = rewards_of([ATTACKER_WON, ATTACKER_WON, DEFENDER_WON], baseline="role")
-    assert means.baselines == pytest.approx({"attacker": 2 / 3, "defender": 1 / 3})
+    rows, numbers = rewards_of([ATTACKER_WON, ATTACKER_WON, DEFENDER_WON], baseline="role")
+    assert numbers["baselines"] == pytest.approx({"attacker": 2 / 3, "defender": 1 / 3})
     assert rows[:2] == near([("attacker", FIRST / 3, 3 / 4), ("defender", -FIRST / 3, 3 / 2)])
     assert rows[8:10] == near([("attacker", -2 / 3 * FIRST, 3 / 4), ("defender", 2 / 3 * FIRST, 3 / 2)])
     rows, _ = rewards_of([ATTACKER_WON, TIED], baseline="role")
@@ -259,7 +260,6 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
         ({"target_word": WORD, "max_turns": 5}, "'history'"),
         (TIED | {"history": [{"role": "judge", "content": "x"}]}, "judge"),
         (TIED | {"game": "twenty_questions"}, "twenty_questions"),
-        (None, "('history'|not a JSON object)"),
         (TIED | {"history": None}, "'history'"),
         (TIED | {"history": json.dumps(TIED["history"])}, "message 0: expected"),
         (TIED | {"history": ["Hello"]}, "message 0: expected .* got 'Hello'"),

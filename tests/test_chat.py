@@ -15,7 +15,7 @@ from tools.games.chat import EMPTY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
-from tools.selfplay.rewards import read_sft_rows
+from tools.selfplay.rows import read_sft_rows
 from utils import DAY, UserError, read_json_or_jsonl, write_json, write_records
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"

@@ -13,7 +13,7 @@ import dataloaders
 import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
 from tools.loop.settings import check_sft_data
-from tools.selfplay.rewards import read_sft_rows
+from tools.selfplay.rows import read_sft_rows
 
 RECORDED = load_golden("collator.json")
 ROWS = [

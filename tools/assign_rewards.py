@@ -13,23 +13,21 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tools.flags import GameFlags, flag, parse_flags
-from tools.games import prompts
 from tools.games.game import Game, load_member
-from tools.selfplay import rewards
-from tools.selfplay.rewards import ChatFlags, PromptFn, RewardFlags, Shape, assign_rewards
+from tools.games.prompts import Templates
+from tools.selfplay import rewards, rows
+from tools.selfplay.rows import PLAY, RANDOM, Row, Shape, assign_rewards
 from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
 
 __all__ = ["assign_rewards"]
-RANDOM, PLAY = "random", "play"  # values of --training_prompt
 ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
 
 
 @dataclass(kw_only=True)
-class Flags(GameFlags, ChatFlags, RewardFlags):
+class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
@@ -65,43 +63,33 @@ class Flags(GameFlags, ChatFlags, RewardFlags):
         """The function of --shape; data never names it, only the user."""
         return load_member(self.shape) if self.shape else None
 
-    def prompt_fn(self, game: Game, templates: prompts.Templates, chat) -> PromptFn:
-        """The function that makes queries: prompts of play, or training prompts drawn at random."""
-        rng = random.Random(self.seed) if self.training_prompt == RANDOM else None
-        if chat:
-            return partial(chat.play_prompt, game, templates=templates, rng=rng)
-        if rng:
-            return partial(prompts.training_prompt, game, rng=rng, templates=templates)
-        return partial(prompts.play_prompt, game, templates=templates)
 
-
-def make_rows(flags: Flags, game: Game, templates: prompts.Templates, chat) -> tuple[list[dict], dict]:
+def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[Row], dict]:
     """All rows, and the counts that stand in the record."""
-    prompt, episodes = flags.prompt_fn(game, templates, chat), []
+    episodes = []
     for path in flags.input_data_path:
         records = read_json_or_jsonl(path)
         rewards.check_episodes(game, records, f"{path}: episode", 1)
         episodes += records
     results = [rewards.game_result(game, episode) for episode in episodes]
     outcomes = Counter(result.outcome for result in results)
-    notes: dict = {"games": {"episodes": len(results)} | {each.name: outcomes[each.name] for each in game.outcomes}}
+    games = {"episodes": len(results)} | {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
     if flags.permute_outcomes:
         results = rewards.permute_rewards(results, random.Random(flags.seed))
+    rng = random.Random(flags.seed)
+    prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
     options = {"shape": flags.load_shape(), "thinking": flags.thinking}
-    rows, numbers = rewards.game_rows(game, episodes, results, flags, prompt, **options)
-    notes["weights"] = numbers.weights
-    if flags.baseline == rewards.ROLE:
-        notes["baselines"] = numbers.baselines
-    if not rows:
+    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, **options)
+    if not made:
         raise UserError(
-            f"the games give no rows ({notes['games']}). Likely causes: a --max_length of play that cuts the rules, "
+            f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "
             "a model that has not learned the rules by imitation, one that never ends a reply"
         )
     if chat:
-        rows = [chat.row(row) for row in rows]
+        made = [chat.row(row) for row in made]
     if flags.sft_data_path:
-        rows += rewards.read_sft_rows(flags.sft_data_path, chat)
-    return rows, notes | {"rows": rewards.count_rows(rows)}
+        made += rows.read_sft_rows(flags.sft_data_path, chat)
+    return made, {"games": games} | numbers | {"rows": rows.count_rows(made)}
 
 
 def main() -> None:
@@ -110,10 +98,11 @@ def main() -> None:
     flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()
     settings = flags.settings(game, chat)
-    with stage(rewards.record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:
+    record, results = rows.record_path(output), [glob.escape(output.name)]
+    with stage(record, settings, results=results, ranks=False) as work:
         if work.todo:
-            rows, notes = make_rows(flags, game, templates, chat)
-            write_records(output, rows)
+            made, notes = make_rows(flags, game, templates, chat)
+            write_records(output, made)
             work.notes.update(notes)
     print(json.dumps(work.notes))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import flag, parse_command
-from tools.selfplay.rewards import ChatFlags, count_rows, read_sft_rows, record_path
+from tools.selfplay.rows import ChatFlags, count_rows, read_sft_rows, record_path
 from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
 
 

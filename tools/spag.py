@@ -24,15 +24,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
-from tools.games.prompts import Templates, play_prompt, training_prompt
+from tools.games.prompts import Templates
 from tools.players.player import ScriptedPlayer, Turn
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
-from tools.selfplay.rewards import RewardFlags, Shape, checked_rows
+from tools.selfplay.rows import Row, Shape, assign_rewards
 
 # A model (folder or hub name), openai:MODEL, or a function.
 Speaker = str | Path | Callable[[Turn], str | Awaitable[str]]
@@ -92,16 +91,14 @@ def rows(
     seed: int = 0,
     shape: Shape | None = None,
     **flags,
-) -> list[dict]:
+) -> list[Row]:
     """Training rows: query, target, reward, role and weight of each message that is paid.
 
     `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `shape` gives each row its final reward.
     `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles.
     """
-    game = load(game)
-    training = partial(training_prompt, rng=random.Random(seed))
-    make_prompt = partial({"play": play_prompt, "random": training}[prompt], game, templates=templates)
-    return checked_rows(game, episodes, RewardFlags(**flags), make_prompt, shape)
+    options = {"training_prompt": prompt, "templates": templates, "shape": shape} | flags
+    return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
 
 
 def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:

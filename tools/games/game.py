@@ -127,7 +127,7 @@ class Game:
 
     def check_episode(self, episode: Mapping) -> None:
         """Raise ValueError for a stored episode that is incomplete, invalid, or from another game."""
-        if absent := [key for key in EPISODE_KEYS if key not in (episode or ()) or episode[key] is None]:
+        if absent := [key for key in EPISODE_KEYS if episode.get(key) is None]:
             raise ValueError(f"'{absent[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
         if (game := episode.get("game") or DEFAULT_GAME) != self.name:
             raise ValueError(f"a game of {game!r}, not of {self.name!r}; pass --game with the one that was played")

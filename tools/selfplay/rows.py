@@ -1,0 +1,198 @@
+"""From episodes and SFT examples to training rows, and the record of a file of rows. No torch."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsFloat, TypedDict
+
+from tools.flags import flag
+from tools.games import load_game, prompts
+from tools.games.game import Game, History
+from tools.selfplay.rewards import (
+    Numbers,
+    Result,
+    RewardFlags,
+    check_episodes,
+    game_result,
+    message_shares,
+    paid_roles,
+)
+from utils import UserError, load_tokenizer, read_json_or_jsonl, row_messages, row_texts
+
+if TYPE_CHECKING:
+    from tools.games.chat import ChatTemplate  # brings transformers
+
+RANDOM, PLAY = "random", "play"  # values of --training_prompt
+
+
+class Row(TypedDict, total=False):
+    """One example of training; the format is described in data/README.md."""
+
+    query: str
+    target: str
+    weight: float
+    reward: float  # of game rows, as is the role
+    role: str
+    type: str  # "sft" for SFT rows
+    messages: list[dict]  # of SFT rows that have them in the place of query and target
+    chat_template: bool  # the texts are complete, in the template of the model to be trained
+    thought: bool  # the target begins with one, and is exactly what the model wrote
+
+
+PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
+Shape = Callable[[Row, Mapping, str], float]  # (row, episode, outcome) -> the row's final reward
+
+
+@dataclass(kw_only=True)
+class ChatFlags:
+    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
+    tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
+    thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
+
+    def load_chat_template(self) -> "ChatTemplate | None":
+        if self.chat_template != (self.tokenizer is not None):
+            raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+        if not self.chat_template:
+            return None
+        from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
+
+        return ChatTemplate(load_tokenizer(self.tokenizer), self.tokenizer, self.thinking)
+
+
+# Rows of games.
+
+
+def prompt_fn(
+    game: Game,
+    kind: str,
+    *,
+    rng: random.Random,
+    templates: prompts.Templates | None = None,
+    chat: "ChatTemplate | None" = None,
+) -> PromptFn:
+    """The function that makes queries: prompts of play, or of the kind RANDOM, training prompts drawn with `rng`."""
+    if chat:
+        return partial(chat.play_prompt, game, templates=templates, rng=rng if kind == RANDOM else None)
+    training_prompt = partial(prompts.training_prompt, rng=rng)
+    make = {PLAY: prompts.play_prompt, RANDOM: training_prompt}[kind]
+    return partial(make, game, templates=templates)
+
+
+def game_rows(
+    game: Game,
+    episodes: Iterable[Mapping],
+    results: Sequence[Result],
+    flags: RewardFlags,
+    prompt: PromptFn,
+    shape: Shape | None = None,
+    *,
+    thinking: bool = False,
+) -> tuple[list[Row], Numbers]:
+    """The rows of games and their results, in the order of episodes and messages, and the numbers of `paid_roles`.
+
+    A message up to the decisive one gets its share of its role's reward by decay; with `messages` ALL, the whole of
+    it. Then `shape` is called; UserError unless it returns a finite number. With `thinking`, targets begin with the
+    thoughts of their replies.
+    """
+    paid, numbers = paid_roles(game, results, flags)
+    rows: list[Row] = []
+    for episode, result, roles in zip(episodes, results, paid, strict=True):
+        history, task = episode["history"][: result.length], episode["target_word"]
+        spoken = Counter(message["role"] for message in history)
+        shares = {role: iter(message_shares(spoken[role], flags)) for role in roles}
+        for index, message in enumerate(history):
+            if (role := message["role"]) not in roles:
+                continue
+            row: Row = {
+                "query": prompt(history[:index], task, episode["max_turns"]),
+                "target": message["content"].strip(),
+                "reward": roles[role].reward * next(shares[role]),
+                "role": role,
+                "weight": roles[role].weight,
+            }
+            row |= thoughtful_target(episode, index) if thinking else {}
+            if shape:
+                row["reward"] = shaped_reward(shape, row, episode, result.outcome)
+            rows.append(row)
+    return rows, numbers
+
+
+def thoughtful_target(episode: Mapping, index: int) -> Row:
+    """The target of a message whose reply has a thought, exactly as the model wrote both; {} without a thought."""
+    reply = episode["replies"][index] if episode.get("replies") else {}
+    return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
+
+
+def shaped_reward(shape: Shape, row: Row, episode: Mapping, outcome: str) -> float:
+    reward = shape(row, episode, outcome)
+    if not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+        raise UserError(f"{shape} returned {reward!r}; a row's reward must be a finite number")
+    return float(reward)
+
+
+def assign_rewards(
+    episodes: Iterable[Mapping],
+    *,
+    game: Game | None = None,
+    decay_weight: float = 0.8,
+    rng: random.Random,
+    templates: prompts.Templates | None = None,
+    training_prompt: str = RANDOM,
+    shape: Shape | None = None,
+    **flags,
+) -> list[Row]:
+    """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
+
+    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`, or with `training_prompt`
+    PLAY those of play. `flags` are further ones of RewardFlags. UserError for one outside its bounds, and for an
+    invalid episode, by its index.
+    """
+    game, episodes = game or load_game(), list(episodes)
+    reward_flags = RewardFlags(decay_weight=decay_weight, **flags)
+    reward_flags.check_rewards(game)
+    check_episodes(game, episodes, "episode", 0)
+    results = [game_result(game, episode) for episode in episodes]
+    prompt = prompt_fn(game, training_prompt, rng=rng, templates=templates)
+    return game_rows(game, episodes, results, reward_flags, prompt, shape)[0]
+
+
+# SFT rows.
+
+
+def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
+    """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
+
+    With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
+    do messages, which training writes in the template of its model.
+    """
+    return read_json_or_jsonl(path, partial(sft_row, chat=chat))
+
+
+def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
+    if row_messages(record):
+        return {"messages": record["messages"], "type": "sft", "weight": 1.0}
+    if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
+        record = chat.alpaca_to_turn(record)
+    query, target, record = row_texts(record)
+    row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
+    row |= {"chat_template": True} if record.get("chat_template") else {}
+    return chat.row(row) if chat else row
+
+
+# The record of a file of rows.
+
+
+def record_path(rows: str | Path) -> Path:
+    """The record of how a file of rows was made: X_rewards_settings.json beside X.json."""
+    return Path(rows).with_name(f"{Path(rows).stem}_rewards_settings.json")
+
+
+def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
+    """How many rows there are of each role and of SFT, and how many have a reward below 0."""
+    counts = Counter(row.get("role", "sft") for row in rows)
+    negative = sum(row.get("reward", 0.0) < 0 for row in rows)
+    return dict(counts) | {"negative": negative}
