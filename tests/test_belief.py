@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import utils
 from dataloaders import encode_example
 from tools import evaluate_belief as program
+from tools.engine.flags import EngineFlags
 from tools.engine.local import LocalModel, load_local_model
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import NO_HISTORY, answer, default_templates, load_templates, play_prompt
@@ -56,7 +57,7 @@ def full_forward(model, prompt, sentence):
 
 def test_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeypatch):
     monkeypatch.setattr(belief, "AT_ONCE", 4)  # sentences: two trees a prompt
-    local = load_local_model(utils.model_folder(tiny_model), Sampling())
+    local = load_local_model(utils.model_folder(tiny_model), EngineFlags())
     messages = 0
     for game in GAMES:
         prompts, secret = guesser_prompts(GAME, game, TEMPLATES), game["target_word"]
@@ -65,8 +66,8 @@ def test_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeyp
             (hints, hints == len(prompts) - 1 > 0) for hints in range(len(prompts))
         ]
         for row, text in zip(rows, prompts, strict=True):
-            prompt, _ = local.encode(text)
-            sentences = {word: encode_sentence(local.tokenizer, guess(word)) for word in WORDS}
+            prompt, _ = local.codec.encode(text)
+            sentences = {word: encode_sentence(local.codec.tokenizer, guess(word)) for word in WORDS}
             values = {word: full_forward(local.model, prompt, sentence) for word, sentence in sentences.items()}
             assert row["belief"] == pytest.approx(values[secret], abs=1e-4)
             assert row["logprobs"] == pytest.approx(values, abs=2e-4) and next(iter(row["logprobs"])) == secret
@@ -118,7 +119,7 @@ def test_true_hints_raise_the_share_and_false_ones_do_not():
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     model = random_llama(len(tokenizer), 0, **shape, max_position_embeddings=256)
     local = LocalModel(model, tokenizer, Sampling())
-    rows = [(local.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
+    rows = [(local.codec.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
     optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(160):
         drawn = draw.sample(rows, 32)

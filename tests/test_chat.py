@@ -9,7 +9,7 @@ from helpers import call, flags_of
 
 from dataloaders import encode_example
 from tools import assign_rewards
-from tools.engine.local import ModelTokens
+from tools.engine.local import Codec
 from tools.games import prompts
 from tools.games.chat import EMPTY, ChatTemplate, chat_messages
 from tools.games.taboo import Taboo
@@ -64,18 +64,17 @@ class Speaker:
     """Says letters and the token that ends a reply, and keeps the tokens of each prompt and reply."""
 
     def __init__(self, family: str):
-        self.tokens = ModelTokens(chat_tokenizer(family), Sampling())
-        self.tokens.use_chat_template(family)
-        self.end = self.tokens.tokenizer.convert_tokens_to_ids(SPECIAL[family][-1])
+        self.codec = Codec(chat_tokenizer(family), Sampling(chat_template=True))
+        self.end = self.codec.tokenizer.convert_tokens_to_ids(SPECIAL[family][-1])
         self.prompts: list[list[int]] = []
         self.replies: list[list[int]] = []
 
     async def reply(self, turn):
-        prompt, cut = self.tokens.encode(turn.prompt(self.tokens.chat))
+        prompt, cut = self.codec.encode(turn.prompt(self.codec.chat))
         letters = "abcdefgh"[len(self.prompts) :]
         self.prompts.append(prompt)
-        self.replies.append([*self.tokens.tokenizer(letters, add_special_tokens=False)["input_ids"], self.end])
-        return self.tokens.decode(self.replies[-1], cut)
+        self.replies.append([*self.codec.tokenizer(letters, add_special_tokens=False)["input_ids"], self.end])
+        return self.codec.decode(self.replies[-1], cut)
 
 
 @pytest.mark.parametrize("family", SPECIAL)
@@ -88,7 +87,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
     ]
     assert [reply["finish_reason"] for game in games for reply in game["replies"]] == [STOP] * 8
     write_records(tmp_path / "games.json", games)
-    tokenizer = speaker.tokens.tokenizer
+    tokenizer = speaker.codec.tokenizer
     tokenizer.save_pretrained(tmp_path / "tok")
     write_json(tmp_path / "tok" / "config.json", {})
     rows = rewards(tmp_path, tokenizer=tmp_path / "tok", training_prompt="play")

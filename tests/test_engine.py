@@ -33,7 +33,7 @@ def llama(settings: Sampling, **changes) -> LocalModel:
 def answer(engine, prompts: list[tuple[int, str]]) -> list:
     """The replies to (game, prompt) pairs, asked at once."""
     for number, (game, prompt) in enumerate(prompts):
-        engine.start(number, prompt, game=game)
+        engine.start(number, prompt, game_index=game)
     replies = {}
     while len(replies) < len(prompts):
         replies |= dict(engine.run())
@@ -99,7 +99,7 @@ def test_prompts_that_share_nothing_are_empty_or_lost_their_beginning(bos):
     prompts = list(enumerate(["" if bos else "z", "x" * 200, "a different one", "x" * 190 + "end", "y"]))
     plain, local = llama(settings), llama(settings)
     if not bos:
-        plain.bos_id = local.bos_id = None
+        plain.codec.bos_id = local.codec.bos_id = None
     engine, expected = SlotEngine(local, 3), generate(plain, prompts)
     assert answer(engine, prompts) == expected == answer(engine, prompts)
     assert [reply.prompt_cut for reply in expected] == [False, True, False, True, False]
@@ -142,10 +142,9 @@ def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(task_type, blo
     gpu, found = PretendGPU(), []
     for on_gpu in (False, True):
         local, logged = llama(sampling(task_type=task_type)), []
-        local.cache_tokens = blocks and blocks * BLOCK
         if on_gpu:
             local.model = gpu.move(local.model)
-        engine = WatchedEngine(local, 4)
+        engine = WatchedEngine(local, 4, blocks and blocks * BLOCK)
         torch.manual_seed(1)
         with gpu:  # computes what is on its device
             found.append(([answer(engine, prompts) for prompts in conversation(games=5, turns=4)], logged))
@@ -165,7 +164,7 @@ def test_a_token_of_rules_and_history_is_computed_once_for_all_turns_roles_and_g
 
     def ask(game):
         if asked[game] < 4:
-            engine.start(game, rounds[asked[game]][game][1], game=game)
+            engine.start(game, rounds[asked[game]][game][1], game_index=game)
             asked[game] += 1
 
     for game in range(games):
@@ -174,7 +173,7 @@ def test_a_token_of_rules_and_history_is_computed_once_for_all_turns_roles_and_g
         for game, reply in engine.run():
             replies.append(reply)
             ask(game)
-    encoded = [engine.tokens.encode(prompt)[0] for _, prompt in rounds[-1]]
+    encoded = [engine.codec.encode(prompt)[0] for _, prompt in rounds[-1]]
     prefix, instruction = len(engine.scheduler.prefix), len(" Now, number 0:")
     # The rules once, the last history of each game, and the instruction of each prompt. A history may go on as the
     # instruction begins.
@@ -188,7 +187,7 @@ def test_a_short_reply_makes_room_while_a_long_one_goes_on():
     engine = SlotEngine(llama(sampling(min_new_tokens=30, max_new_tokens=30)), 2)
     passes = watch(engine)
     for game, limit in enumerate([30] + [5] * 5):
-        engine.start(game, f"{RULES}{game}", game=game, limit=limit)
+        engine.start(game, f"{RULES}{game}", game_index=game, limit=limit)
     replies = {}
     while len(replies) < 6:
         replies |= dict(engine.run())
@@ -202,8 +201,7 @@ def test_a_short_reply_makes_room_while_a_long_one_goes_on():
 @pytest.mark.parametrize("blocks", [1, 5, 9, 14, 20])
 def test_replies_are_those_of_plain_generate_in_however_little_memory(blocks):
     plain, local = llama(sampling(max_new_tokens=40)), llama(sampling(max_new_tokens=40))
-    local.cache_tokens = blocks * BLOCK
-    engine = SlotEngine(local, 8)
+    engine = SlotEngine(local, 8, blocks * BLOCK)
     assert_same_replies(engine, plain, games=8, turns=3)
     assert engine.caches[0].blocks.shape[1] <= max(blocks, 6)  # a single game may take 6 blocks
 
@@ -230,8 +228,7 @@ def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
 def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
     """The order in which slots draw is part of the result of a seed. With 9 blocks, two requests are preempted."""
     local = llama(sampling(task_type=SAMPLING, max_new_tokens=60))
-    local.cache_tokens = blocks and blocks * BLOCK
-    engine = SlotEngine(local, 6)
+    engine = SlotEngine(local, 6, blocks and blocks * BLOCK)
     torch.manual_seed(1)
     replies = [reply for prompts in conversation(games=8, turns=3) for reply in answer(engine, prompts)]
     assert [reply.tokens for reply in replies] == lengths
@@ -243,7 +240,8 @@ def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
 )
 def test_probabilities_are_those_of_plain_generate(changes):
     local = llama(sampling(task_type=SAMPLING, **changes))
-    processors = local.model._get_logits_processor(generation_config(local), input_ids_seq_length=1, device="cpu")
+    config = generation_config(local.codec)
+    processors = local.model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
     logits = torch.randn(5, 260, generator=torch.Generator().manual_seed(0))
     expected = processors(torch.zeros(5, 1, dtype=torch.long), logits.clone())
     assert torch.equal(SlotEngine(local, 1).warp(None, logits.clone()), expected)
@@ -260,9 +258,9 @@ def test_draws_have_their_probabilities():
 def test_min_new_tokens_holds_all_end_tokens_back():
     settings = sampling(min_new_tokens=6, max_new_tokens=8)
     plain, local = llama(settings), llama(settings)
-    likeliest = plain.model(torch.tensor([plain.encode(RULES)[0]])).logits[0, -1].argmax().item()
-    plain.stop_ids = [2, likeliest]
-    local.stop_ids = [2, likeliest, 999]  # one that the model cannot give
+    likeliest = plain.model(torch.tensor([plain.codec.encode(RULES)[0]])).logits[0, -1].argmax().item()
+    plain.codec.stop_ids = [2, likeliest]
+    local.codec.stop_ids = [2, likeliest, 999]  # one that the model cannot give
     (reply,) = answer(SlotEngine(local, 1), [(0, RULES)])
     assert [reply] == generate(plain, [(0, RULES)])
     assert reply.tokens > 6

@@ -20,21 +20,22 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 import train
 from tools import evaluate_games
+from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Batcher, LocalModel, load_local_model, own_device
 from tools.engine.slots import SlotEngine
 from tools.flags import parse_flags
 from tools.games.taboo import Taboo
 from tools.players.human import HumanPlayer
-from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer
+from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer
 from tools.players.server import ServerPlayer
 from tools.selfplay import engines
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.rewards import RewardFlags
 from utils import ROOT, UserError, files_setting, model_setting
 
-GREEDY = Sampling(max_length=64, max_new_tokens=8, task_type="testing")
-DRAWN = Sampling(max_length=64, max_new_tokens=8)
+GREEDY = EngineFlags(max_length=64, max_new_tokens=8, task_type="testing")
+DRAWN = EngineFlags(max_length=64, max_new_tokens=8)
 GAME = Taboo()
 SCRIPT = "scripted:tools.tiny.players:lexicon"
 
@@ -68,8 +69,8 @@ def test_a_training_on_the_cpu_needs_no_gpu(tiny_model, tmp_path, monkeypatch):
     assert "rows.json" in call(train.main, *words, "--use_cpu", True, status=2).errors
 
 
-def load(folder, sampling=GREEDY, **options) -> LocalModel:
-    return load_local_model(Path(folder), sampling, **options)
+def load(folder, flags=GREEDY) -> LocalModel:
+    return load_local_model(Path(folder), flags)
 
 
 def generate(local, prompts) -> list[Reply]:
@@ -79,10 +80,10 @@ def generate(local, prompts) -> list[Reply]:
 
 def test_a_prompt_begins_with_bos_and_a_long_one_keeps_its_end(tiny_model, tokenizer):
     model = load(tiny_model)
-    assert model.encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
-    ids, cut = model.encode("x" * 55)
+    assert model.codec.encode("ab") == ([1, *tokenizer("ab")["input_ids"]], False)
+    ids, cut = model.codec.encode("x" * 55)
     assert (len(ids), ids[0], cut) == (64 - 8, 1, False)  # just fits beside the reply
-    ids, cut = model.encode("x" * 100 + "end")
+    ids, cut = model.codec.encode("x" * 100 + "end")
     assert (len(ids), tokenizer.decode(ids), cut) == (64 - 8, "x" * 53 + "end", True)
 
 
@@ -90,11 +91,11 @@ def test_a_reply_ends_at_any_end_token_which_counts_but_is_not_shown():
     model = build_llama(0, 260)
     model.generation_config.eos_token_id = [2, 77]  # 77 is no special token
     local = LocalModel(model, build_tokenizer(), GREEDY)
-    letters = local.tokenizer("hi")["input_ids"]
+    letters = local.codec.tokenizer("hi")["input_ids"]
     for end in (2, 77):
-        assert local.decode([*letters, end, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
-    assert local.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
-    assert local.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
+        assert local.codec.decode([*letters, end, 3, 3], prompt_cut=False) == Reply("hi", STOP, 3)
+    assert local.codec.decode(letters, prompt_cut=True) == Reply("hi", LENGTH, 2, prompt_cut=True)
+    assert local.codec.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
 
 
 @pytest.mark.parametrize("absent", [[], ["bos_token"], ["eos_token", "pad_token"]])
@@ -105,7 +106,7 @@ def test_a_tokenizer_may_lack_special_tokens_and_replies_do_not_depend_on_their_
     model = LocalModel(build_llama(0, len(tokenizer)).eval(), tokenizer, GREEDY)
     prompts = ["a", "a much longer prompt, so that the others are padded", "x" * 100]
     assert [generate(model, [prompt])[0] for prompt in prompts] == generate(model, prompts)
-    assert (model.encode("a")[0][0] == 1) == ("bos_token" not in absent)
+    assert (model.codec.encode("a")[0][0] == 1) == ("bos_token" not in absent)
 
 
 def test_generation_settings_of_the_model_folder_are_ignored(tiny_model, tmp_path):
@@ -126,7 +127,7 @@ def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(tmp_path):
     for part in (build_llama(0, len(tokenizer)).bfloat16(), tokenizer):
         part.save_pretrained(tmp_path)
     assert load(tmp_path).model.dtype == torch.bfloat16
-    assert load(tmp_path, dtype="float16").model.dtype == torch.float16
+    assert load(tmp_path, EngineFlags(fp16=True)).model.dtype == torch.float16
 
 
 def test_weights_that_the_files_lack_are_refused(tiny_model, tmp_path):
@@ -169,7 +170,7 @@ def test_a_model_that_transformers_cannot_load_is_refused_in_its_words(tiny_mode
 
 def test_a_token_that_the_model_lacks_ends_play(tiny_model):
     model = load(tiny_model)
-    model.tokenizer.add_tokens("<|x|>")
+    model.codec.tokenizer.add_tokens("<|x|>")
     assert generate(model, ["x"])
     with pytest.raises(UserError, match=r"the model has 260 tokens, not token 260 \(<\|x\|>\)"):
         generate(model, ["x<|x|>"])
@@ -181,7 +182,7 @@ class EchoEngine:
     def __init__(self):
         self.waiting, self.runs, self.threads = [], [], set()
 
-    def start(self, request, prompt, *, game):
+    def start(self, request, prompt, *, game_index):
         self.waiting.append((request, prompt))
 
     def run(self):
@@ -197,7 +198,7 @@ def ask(engine, *lengths):
     async def game(batcher, number, length):
         for turn in range(length):
             prompt = f"{number}.{turn}"
-            assert (await batcher.submit(engine, prompt, game=number)).text == prompt
+            assert (await batcher.submit(engine, prompt, game_index=number)).text == prompt
 
     async def games():
         batcher = Batcher()
@@ -247,7 +248,7 @@ def test_a_model_is_loaded_once_and_stays_until_another_match(tiny_model, other_
     gc.collect()
     assert model() is None
     changed, _ = make_players(other_model, tiny_model, temperature=0.5)
-    assert changed["attacker"].engine.tokens.sampling.temperature == 0.5
+    assert changed["attacker"].engine.codec.sampling.temperature == 0.5
 
 
 def test_torch_is_seeded_by_seed_rank_and_games_left(tiny_model, monkeypatch):

@@ -14,10 +14,11 @@ from scripted import ScriptedPlayer
 
 from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
+from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import load_local_model
 from tools.games import load_game, prompts, taboo
-from tools.players.player import Player, Reply, ReplyUnavailable, Sampling
+from tools.players.player import Player, Reply, ReplyUnavailable
 from tools.selfplay import play
 from tools.selfplay.episodes import EpisodeFiles, summary
 from tools.selfplay.play import episode_text, play_game, play_games
@@ -305,9 +306,9 @@ def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path)
     """Greedy games of two models: each message is what its own model says to the prompt."""
     changes = {"task_type": "testing", "defender_model_name_or_path": other_model, "max_games": 6}
     run(*flags(place, tiny_model, tmp_path, **changes))
-    sampling = Sampling(max_length=256, max_new_tokens=4, task_type="testing")
+    how = EngineFlags(max_length=256, max_new_tokens=4, task_type="testing")
     templates = prompts.load_templates(place / "prompts.json", GAME)
-    sides = [load_local_model(Path(folder), sampling) for folder in (tiny_model, other_model)]
+    sides = [load_local_model(Path(folder), how) for folder in (tiny_model, other_model)]
     for game in results(tmp_path, "im_llama2_testing_all_words"):
         for number, message in enumerate(game["history"]):
             prompt = prompts.play_prompt(GAME, game["history"][:number], game["target_word"], 2, templates)

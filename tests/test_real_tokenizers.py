@@ -18,7 +18,7 @@ import pytest
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from dataloaders import encode_example
-from tools.engine.local import ModelTokens
+from tools.engine.local import Codec
 from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
@@ -64,7 +64,7 @@ def tokenizer(request, tmp_path_factory):
 @pytest.mark.parametrize("text", TEXTS)
 def test_play_and_training_have_the_same_tokens_and_replies_read_back(text, tokenizer):
     history = [{"role": GAME.roles[number % 2], "content": said} for number, said in enumerate([text, "Hm.", text])]
-    tokens = ModelTokens(tokenizer, Sampling())
+    tokens = Codec(tokenizer, Sampling())
     for end in range(4):
         prompt = play_prompt(GAME, history[:end], text, 3)
         played, cut = tokens.encode(prompt)

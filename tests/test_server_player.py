@@ -13,7 +13,7 @@ from helpers import call, play_flags, write_place
 from tools import play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
-from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Sampling, Turn
+from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Turn
 from tools.players.server import ServerFlags, ServerPlayer
 from utils import read_json_or_jsonl
 
@@ -206,8 +206,8 @@ def ask(stub):
 
     def ask(*content, api="chat", thinking=False, **message) -> Reply:
         server = stub(lambda *_: (200, {}, answer(*content, **message)))
-        server_flags = ServerFlags(openai_base_url=server.url, openai_api=api)
-        player = ServerPlayer("some/model", server_flags, Sampling(), 0, thinking)
+        flags = ServerFlags(openai_base_url=server.url, openai_api=api, thinking=thinking)
+        player = ServerPlayer("some/model", flags, 0)
         return asyncio.run(player.reply(Turn(GAME, "attacker", (), 3, 0, {"target_word": "art"})))
 
     return ask

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from dataloaders import encode_example
 from tools import assign_rewards, play_llm_game
-from tools.engine.local import ModelTokens
+from tools.engine.local import Codec
 from tools.games.chat import ChatTemplate
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer, split_thought
@@ -49,7 +49,7 @@ def test_a_game_of_a_thinking_template_and_its_rows(family, tmp_path, monkeypatc
     build_llama(0, len(tokenizer)).save_pretrained(model)
     opening = "" if family == OPENED else "<think>\n"
     thoughts = [opening + thought for thought in THOUGHTS]
-    prompts, replies, decode, encode = [], [], ModelTokens.decode, ModelTokens.encode
+    prompts, replies, decode, encode = [], [], Codec.decode, Codec.encode
 
     def scripted_decode(tokens, ids, prompt_cut):
         number = len(replies)
@@ -61,8 +61,8 @@ def test_a_game_of_a_thinking_template_and_its_rows(family, tmp_path, monkeypatc
         prompts.append(encode(tokens, prompt)[0])
         return encode(tokens, prompt)
 
-    monkeypatch.setattr(ModelTokens, "decode", scripted_decode)
-    monkeypatch.setattr(ModelTokens, "encode", noted_encode)
+    monkeypatch.setattr(Codec, "decode", scripted_decode)
+    monkeypatch.setattr(Codec, "encode", noted_encode)
     how = {"max_turns": 2, "max_new_tokens": 64, "max_length": 1024, "model_prefix": "m"}
     call(play_llm_game.main, *play_flags(place, model, place, thinking=True, chat_template=True, **how))
     results = place / "m_sampling_words_results.json"
@@ -93,8 +93,7 @@ def test_rows_of_thoughts_need_the_prompts_of_play():
 
 
 def test_special_tokens_are_left_out_and_an_unfinished_second_thought_is_private_too():
-    tokens = ModelTokens(thinking_tokenizer(OPENED), Sampling())
-    tokens.thinking = True
+    tokens = Codec(thinking_tokenizer(OPENED), Sampling(thinking=True))
     ids = tokens.tokenizer("Hm.</think>A<|User|>B")["input_ids"]
     assert tokens.decode(ids, False) == Reply("AB", LENGTH, len(ids), thought="Hm.</think>")
     assert split_thought("a</think>b<think>c") == ("a</think>b<think>c", "")

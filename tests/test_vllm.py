@@ -14,7 +14,7 @@ from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, s
 
 from tools import evaluate_games, play_llm_game
 from tools.engine import vllm
-from tools.engine.local import ModelTokens
+from tools.engine.local import Codec
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling, Turn, draw_seed
@@ -117,7 +117,7 @@ def test_vllm_gets_the_settings_token_ids_and_seeds_of_local_play(
     assert {name: given[f"--{name}"] for name in expected} == expected
     assert given["--load-format"] == "safetensors" and engine.words[-2:] == ARGS.split()
 
-    tokens = ModelTokens(tokenizer, Sampling(max_length=110, max_new_tokens=8))
+    tokens = Codec(tokenizer, Sampling(max_length=110, max_new_tokens=8))
     templates, cuts = load_templates(place / "prompts.json", GAME), []
     how = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "min_tokens": 2, "max_tokens": 8, "stop_token_ids": [2]}
     for game in read_json_or_jsonl(tmp_path / "v_sampling_words_results.json"):

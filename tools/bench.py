@@ -14,14 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.engine.flags import GENERATE, SLOTS, VLLM
 from tools.engine.local import LocalPlayer
-from tools.engine.vllm import VLLM, has_vllm
+from tools.engine.vllm import has_vllm
 from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.player import Reply, Turn
 from tools.selfplay.engines import make_players
-from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags
+from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from tools.tiny.models import random_llama, train_tokenizer
 from utils import ROOT, UserError, read_words, run_program
@@ -43,7 +44,7 @@ class Play:
 class TimedPlayer(LocalPlayer):
     async def reply(self, turn: Turn) -> Reply:
         tokens = reply_tokens(turn.index, len(turn.history))
-        return await self.batcher.submit(self.engine, turn.prompt(), game=turn.index, limit=tokens)
+        return await self.batcher.submit(self.engine, turn.prompt(), game_index=turn.index, limit=tokens)
 
 
 def reply_tokens(game: int, message: int) -> int:

@@ -18,11 +18,11 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
+from tools.engine.flags import EngineFlags
 from tools.estimates import estimate, markdown, mean_difference, with_interval
 from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
-from tools.players.player import Sampling
 from tools.selfplay.rewards import check_episodes
 from utils import (
     UserError,
@@ -93,11 +93,9 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     from tools.matches.belief import measure_game
 
     gc.collect()  # frees the model before
-    sampling = Sampling(max_length=flags.max_length + 1, max_new_tokens=1)  # the whole max_length is the prompt's
-    dtype = "bfloat16" if flags.bf16 else None
-    local = load_local_model(model_folder(path), sampling, dtype=dtype, trust_remote_code=flags.trust_remote_code)
-    if flags.chat_template:
-        local.use_chat_template(path)
+    how = {name: getattr(flags, name) for name in ("chat_template", "bf16", "trust_remote_code")}
+    how |= {"max_length": flags.max_length + 1, "max_new_tokens": 1}  # the whole max_length is the prompt's
+    local = load_local_model(model_folder(path), EngineFlags(**how))
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
         numbers = measure_game(local, game, episode, candidates=candidates, templates=templates)

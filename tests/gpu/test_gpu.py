@@ -28,8 +28,7 @@ def test_greedy_replies_of_the_slot_engine_are_those_of_generate(blocks):
     plain, local = (llama(sampling(max_length=1500, max_new_tokens=40), num_key_value_heads=2) for _ in range(2))
     for each in (plain, local):
         each.model.to("cuda")
-    local.cache_tokens = blocks and BLOCK * blocks
-    engine = SlotEngine(local, 16)
+    engine = SlotEngine(local, 16, blocks and BLOCK * blocks)
     for prompts in conversation(games=24, turns=3):
         equal = sum(map(operator.eq, answer(engine, prompts), generate(plain, prompts)))
         # Kernels round differently, and of two tokens that are nearly equal the other may win.

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from tools.engine.local import LocalModel, ModelTokens
+from tools.engine.local import Codec, LocalModel
 from tools.players.player import Reply
 
 
@@ -17,11 +17,11 @@ class BatchEngine:
     keeps_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):
-        self.tokens, self.model, self.size = local, local.model, batch_size
+        self.codec, self.model, self.size = local.codec, local.model, batch_size
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        self.waiting.append((request, prompt, limit or self.tokens.sampling.max_new_tokens))
+    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
+        self.waiting.append((request, prompt, limit or self.codec.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch, as Engine.run."""
@@ -31,10 +31,10 @@ class BatchEngine:
 
     def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
         """One reply for each prompt. `limits`: most tokens of each reply. Draws use torch's global generator."""
-        tokens, config = self.tokens, generation_config(self.tokens)
+        codec, config = self.codec, generation_config(self.codec)
         limits = limits or [config.max_new_tokens] * len(prompts)
         config.max_new_tokens = max(limits)
-        encoded = [tokens.encode(prompt) for prompt in prompts]
+        encoded = [codec.encode(prompt) for prompt in prompts]
         rows = [torch.tensor(ids) for ids, _ in encoded]
         masks = [torch.ones_like(row) for row in rows]
         input_ids, attention_mask = (  # (batch, longest prompt) each
@@ -43,11 +43,11 @@ class BatchEngine:
         width = input_ids.shape[1]
         output = self.model.generate(input_ids, attention_mask=attention_mask, generation_config=config).tolist()
         new_ids = [ids[width : width + limit] for ids, limit in zip(output, limits, strict=True)]
-        return [tokens.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        return [codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
 
 
-def generation_config(tokens: ModelTokens) -> GenerationConfig:
-    sampling = tokens.sampling
+def generation_config(codec: Codec) -> GenerationConfig:
+    sampling = codec.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -56,5 +56,5 @@ def generation_config(tokens: ModelTokens) -> GenerationConfig:
         **(drawn if sampling.do_sample else {}),
         use_cache=True,
         pad_token_id=0,  # any token: padding is masked
-        eos_token_id=tokens.stop_ids or None,
+        eos_token_id=codec.stop_ids or None,
     )

@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+from tools.engine.flags import EngineFlags
 from tools.games.chat import ChatTemplate
 from tools.players.player import (
     LENGTH,
@@ -35,24 +36,29 @@ from utils import check_gpus, check_token, load_model, load_tokenizer, whole_cha
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 
-class ModelTokens:
-    """A model's tokenizer, which turns prompts into token ids and token ids into replies."""
+class Codec:
+    """A model's tokenizer, which turns prompts into token ids and token ids into replies.
 
-    vocab_size: float = math.inf  # tokens that the model has embeddings of, where these are known
+    With a chat template, prompts come in the tokenizer's own, which adds BOS itself. `vocab_size`: tokens that the
+    model has embeddings of, where these are known.
+    """
 
-    def __init__(self, tokenizer, sampling: Sampling, generation: GenerationConfig | None = None):
-        self.tokenizer, self.sampling = tokenizer, sampling
+    def __init__(
+        self,
+        tokenizer,
+        sampling: Sampling,
+        generation: GenerationConfig | None = None,
+        vocab_size: float = math.inf,
+    ):
+        self.tokenizer, self.sampling, self.vocab_size = tokenizer, sampling, vocab_size
         ends = generation.eos_token_id if generation else None
         ends = ends if isinstance(ends, list) else [ends]
         self.stop_ids: list[int] = sorted({tokenizer.eos_token_id, *ends} - {None})  # each ends a reply
         self.bos_id: int | None = tokenizer.bos_token_id
         self.chat: ChatTemplate | None = None
-        self.thinking = False  # whether replies begin with a thought; set it before `use_chat_template`
-
-    def use_chat_template(self, name: str) -> None:
-        """From now on, prompts come in the tokenizer's chat template, which adds BOS itself. Errors call it `name`."""
-        self.chat, self.bos_id = ChatTemplate(self.tokenizer, name, self.thinking), None
-        self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
+        if sampling.chat_template:
+            self.chat, self.bos_id = ChatTemplate(tokenizer, tokenizer.name_or_path, sampling.thinking), None
+            self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
         """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning.
@@ -69,9 +75,10 @@ class ModelTokens:
         """The reply that these token ids are, up to the first end token. Other special tokens are left out."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
-        ids = [token for token in ids[:end] if not self.thinking or token not in self.unseen_ids]
-        text = self.tokenizer.decode(ids, skip_special_tokens=not self.thinking, clean_up_tokenization_spaces=False)
-        thought, message = split_thought(text) if self.thinking else ("", text)
+        thinking = self.sampling.thinking
+        ids = [token for token in ids[:end] if not thinking or token not in self.unseen_ids]
+        text = self.tokenizer.decode(ids, skip_special_tokens=not thinking, clean_up_tokenization_spaces=False)
+        thought, message = split_thought(text) if thinking else ("", text)
         return Reply(message, LENGTH if end is None else STOP, tokens, prompt_cut, thought or None)
 
     @functools.cached_property
@@ -81,26 +88,24 @@ class ModelTokens:
         return {index for index, token in tokens if token.special and str(token) not in THOUGHT_BEGINS + THOUGHT_ENDS}
 
 
-class LocalModel(ModelTokens):
+class LocalModel:
     def __init__(self, model, tokenizer, sampling: Sampling):
-        super().__init__(tokenizer, sampling, model.generation_config)
-        self.model, self.vocab_size = model, len(model.get_input_embeddings().weight)
-        self.cache_tokens: int | None = None  # tokens whose keys and values fit in memory; None: any number
+        vocab_size = len(model.get_input_embeddings().weight)
+        self.model, self.codec = model, Codec(tokenizer, sampling, model.generation_config, vocab_size)
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
 
 
-def load_local_model(
-    folder: Path, sampling: Sampling, *, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False
-) -> LocalModel:
-    """Load a model folder onto this process's device. `dtype` None: the config's. UserError if weights are missing."""
+def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
+    """Load a model folder onto this process's device. UserError if weights are missing."""
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
     disable_progress_bar()  # "Loading weights"
-    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    where = {"dtype": dtype or "auto", "device_map": {"": device}}
-    return LocalModel(load_model(folder, trust_remote_code=trust_remote_code, **where), tokenizer, sampling)
+    code = {"trust_remote_code": flags.trust_remote_code}
+    tokenizer = load_tokenizer(str(folder), **code)
+    model = load_model(folder, dtype=flags.dtype() or "auto", device_map={"": device}, **code)
+    return LocalModel(model, tokenizer, flags)
 
 
 def own_device() -> torch.device:
@@ -117,12 +122,12 @@ def own_device() -> torch.device:
 class Engine(Protocol):
     """Computes the replies of one model to the requests of many games."""
 
-    tokens: ModelTokens
+    codec: Codec
     size: int  # requests that it computes at a time
     keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request of game number `game`. `limit`: most tokens of the reply (None: --max_new_tokens).
+    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
+        """Queue a request of a game. `limit`: most tokens of the reply (None: --max_new_tokens).
 
         `seed` is of the reply, for vLLM. Our own engines draw from torch's global generator.
         """
@@ -144,7 +149,7 @@ class Batcher:
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: str, **request) -> Reply:
-        """The engine's reply to a prompt. `request`: game, limit and seed, as in `Engine.start`."""
+        """The engine's reply to a prompt. `request`: game_index, limit and seed, as in `Engine.start`."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
@@ -186,5 +191,5 @@ class LocalPlayer(Player):
         self.engine, self.batcher, self.seed = engine, batcher, seed
 
     async def reply(self, turn: Turn) -> Reply:
-        prompt, seed = turn.prompt(self.engine.tokens.chat), draw_seed(self.seed, turn)
-        return await self.batcher.submit(self.engine, prompt, game=turn.index, seed=seed)
+        prompt, seed = turn.prompt(self.engine.codec.chat), draw_seed(self.seed, turn)
+        return await self.batcher.submit(self.engine, prompt, game_index=turn.index, seed=seed)

@@ -23,25 +23,26 @@ from tools.players.player import Reply, Sampling
 class SlotEngine:
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
-    Besides the common prefix, the cache holds the keys and values of at most `local.cache_tokens` tokens.
+    Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens (None: any number).
     """
 
     keeps_games = True
 
-    def __init__(self, local: LocalModel, slots: int):
-        self.tokens, self.model, self.size = local, local.model, slots
+    def __init__(self, local: LocalModel, slots: int, cache_tokens: int | None = None):
+        self.codec, self.model, self.size = local.codec, local.model, slots
+        sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
-        self.warp = _warpers(local.sampling)
-        tokens = local.cache_tokens
-        limit: float = math.inf if tokens is None else max(1, tokens // BLOCK)
-        self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=local.sampling.max_new_tokens)
+        self.warp = _warpers(sampling)
+        limit: float = math.inf if cache_tokens is None else max(1, cache_tokens // BLOCK)
+        self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=sampling.max_new_tokens)
         self.caches: dict[int, LayerCache] = {}  # by layer
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
-        limit = limit or self.tokens.sampling.max_new_tokens
-        self.scheduler.waiting.append(Request(request, *self.tokens.encode(prompt), game, limit))
+    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
+        ids, prompt_cut = self.codec.encode(prompt)
+        limit = limit or self.codec.sampling.max_new_tokens
+        self.scheduler.waiting.append(Request(request, ids, prompt_cut, game_index, limit))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
@@ -96,8 +97,8 @@ class SlotEngine:
 
     def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
         """A token for each of these slots. `logits`: (slots, vocabulary)."""
-        sampling = self.tokens.sampling
-        stop_ids = [token for token in self.tokens.stop_ids if token < logits.shape[-1]]
+        sampling = self.codec.sampling
+        stop_ids = [token for token in self.codec.stop_ids if token < logits.shape[-1]]
         lengths = [len(slot.request.reply) for slot in slots]
         too_short = [row for row, length in enumerate(lengths) if length < sampling.min_new_tokens]
         if too_short and stop_ids:
@@ -114,11 +115,11 @@ class SlotEngine:
         """Add a sampled token to a reply. Returns (request, reply) if the reply has ended."""
         request = slot.request
         request.reply.append(token)
-        if token not in self.tokens.stop_ids and len(request.reply) < request.limit:
+        if token not in self.codec.stop_ids and len(request.reply) < request.limit:
             slot.token_ids.append(token)
             return None
         self.scheduler.finish(slot)
-        return request.number, self.tokens.decode(request.reply, request.prompt_cut)
+        return request.number, self.codec.decode(request.reply, request.prompt_cut)
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:

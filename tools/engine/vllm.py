@@ -5,14 +5,12 @@ import importlib.util
 import os
 import shlex
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import flag
-from tools.players.player import Reply, Sampling
+from tools.engine.flags import AUTO, VLLM, EngineFlags
+from tools.players.player import Reply
 from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
 
-AUTO, VLLM = "auto", "vllm"  # values of --engine
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
@@ -21,12 +19,6 @@ VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WO
 # vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
 # the loop sets for training, vLLM's all-reduce over several GPUs fails.
 HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
-
-
-@dataclass(kw_only=True)
-class VLLMFlags:
-    tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
-    vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
 
 def has_vllm() -> bool:
@@ -49,36 +41,31 @@ def claim_gpus(number: int) -> None:
 
 
 class VLLMEngine:
-    """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process.
-
-    `dtype` None: the one in the model's config.
-    """
+    """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process."""
 
     keeps_games = True
 
-    def __init__(
-        self, folder: Path, flags: VLLMFlags, sampling: Sampling, size: int, models: int, *, dtype, trust_remote_code
-    ):
+    def __init__(self, folder: Path, flags: EngineFlags, size: int, models: int):
         if not has_vllm():
             raise UserError(f"--engine {VLLM} needs a package: {INSTALL}")
         claim_gpus(flags.tensor_parallel_size)
         from transformers import AutoConfig, GenerationConfig
 
-        from tools.engine.local import ModelTokens
+        from tools.engine.local import Codec
 
-        config = from_folder(AutoConfig, folder, trust_remote_code=trust_remote_code)
+        code = {"trust_remote_code": flags.trust_remote_code}
+        config = from_folder(AutoConfig, folder, **code)
         generation = GenerationConfig.from_model_config(config)
         if (folder / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(folder)
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-        self.tokens, self.size = ModelTokens(tokenizer, sampling, generation), size
+        self.codec, self.size = Codec(load_tokenizer(str(folder), **code), flags, generation), size
         # vLLM's own `auto` would compute a float32 model in half precision
-        dtype = dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
-        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(sampling.max_length)]
+        dtype = flags.dtype() or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
+        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
         words += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
         words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
         words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
-        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * trust_remote_code]
+        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * flags.trust_remote_code]
         words += ["--language-model-only"]  # a trained multimodal model has no image processor
         # The start of a second engine in this process deletes the CUDA graphs of the first: its replies are nonsense.
         if models > 1 and flags.tensor_parallel_size == 1:
@@ -87,19 +74,19 @@ class VLLMEngine:
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
 
-    def start(self, request: int, prompt: str, *, game: int, limit: int | None = None, seed: int = 0) -> None:
+    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids, self.prompt_cut[str(request)] = self.tokens.encode(prompt)
-        sampling = self.tokens.sampling
+        ids, self.prompt_cut[str(request)] = self.codec.encode(prompt)
+        sampling = self.codec.sampling
         limit = limit or sampling.max_new_tokens
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
         params = SamplingParams(
             **(drawn if sampling.do_sample else {"temperature": 0}),
             max_tokens=limit,
             min_tokens=min(sampling.min_new_tokens, limit),
-            stop_token_ids=self.tokens.stop_ids,
+            stop_token_ids=self.codec.stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -113,7 +100,7 @@ class VLLMEngine:
             for output in self.llm.step():
                 if output.finished:
                     ids, prompt_cut = output.outputs[0].token_ids, self.prompt_cut.pop(output.request_id)
-                    replies.append((int(output.request_id), self.tokens.decode(list(ids), prompt_cut)))
+                    replies.append((int(output.request_id), self.codec.decode(list(ids), prompt_cut)))
         return replies
 
     def end(self) -> None:

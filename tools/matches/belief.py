@@ -177,12 +177,12 @@ def measure_game(
     secret = episode["target_word"]
     words = with_secret(game, secret, candidates)
     guesses = [answer(game, word, templates)[1] for word in words]
-    sentences = [encode_sentence(local.tokenizer, guess, local.chat) for guess in guesses]
-    prompts = guesser_prompts(game, episode, templates, local.chat)
+    sentences = [encode_sentence(local.codec.tokenizer, guess, local.codec.chat) for guess in guesses]
+    prompts = guesser_prompts(game, episode, templates, local.codec.chat)
     head = {"target_word": secret, "outcome": game_result(game, episode).outcome}
     messages: list[dict] = []
     for hints, prompt in enumerate(prompts):
-        ids, prompt_cut = local.encode(prompt)
+        ids, prompt_cut = local.codec.encode(prompt)
         logprobs = sentence_logprobs(local.model, ids, sentences)
         rounded = [round(logprob, 4) for logprob in logprobs]
         message = {

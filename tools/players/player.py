@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Sampling:
-    """How replies are sampled. Prompts are cut to max_length - max_new_tokens."""
+    """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens."""
 
     task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
@@ -63,6 +63,8 @@ class Sampling:
     top_p: float = flag(
         "sample from the likeliest tokens that have this total probability", default=1.0, above=0, at_most=1
     )
+    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
+    thinking: bool = flag("True: replies begin with a thought, which the other player does not read", default=False)
 
     def __post_init__(self):
         check_values(self)

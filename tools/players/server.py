@@ -35,7 +35,7 @@ PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 
 @dataclass(kw_only=True)
-class ServerFlags:
+class ServerFlags(Sampling):
     openai_api: str = flag("endpoint of players openai:MODEL", default="completions", choices=("completions", "chat"))
     openai_base_url: str | None = flag(
         "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None
@@ -67,8 +67,8 @@ class ServerPlayer(Player):
     Servers know different fields: requests are sent in one form after another until the server has taken one.
     """
 
-    def __init__(self, model: str, flags: ServerFlags, sampling: Sampling, seed: int | str, thinking: bool):
-        self.model, self.sampling, self.seed, self.thinking = model, sampling, seed, thinking
+    def __init__(self, model: str, flags: ServerFlags, seed: int | str):
+        self.model, self.flags, self.seed = model, flags, seed
         self.client, self.chat = connect(flags), flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
@@ -105,7 +105,7 @@ class ServerPlayer(Player):
         return reply
 
     def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
-        sampling, prompt = self.sampling, whole_characters(turn.prompt())
+        sampling, prompt = self.flags, whole_characters(turn.prompt())
         fields: dict[str, object] = {"temperature": 0, "min_tokens": sampling.min_new_tokens}
         if sampling.do_sample:
             fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -125,14 +125,14 @@ class ServerPlayer(Player):
         text = _join(message["content"], "text")
         if reason in REFUSALS:
             raise ValueError(f"it was broken off: {reason}")
-        if self.thinking and thought:  # the server has taken the tags away
+        if self.flags.thinking and thought:  # the server has taken the tags away
             text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
-        elif self.chat and not self.thinking:
+        elif self.chat and not self.flags.thinking:
             _, text = split_thought(text, needs_tag=True)
         text = whole_characters(text)
         if self.chat and not text.strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
-        thought, text = split_thought(text) if self.thinking else ("", text)
+        thought, text = split_thought(text) if self.flags.thinking else ("", text)
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         tokens = tokens if isinstance(tokens, int) else None
         return Reply(text, LENGTH if reason in CUTS else STOP, tokens, thought=thought or None)

@@ -3,21 +3,31 @@
 import gc
 import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tools.engine.vllm import AUTO, VLLM, VLLMEngine, has_vllm
+from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM
+from tools.engine.vllm import VLLMEngine, has_vllm
 from tools.games.game import Game, load_member
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
-from tools.selfplay.flags import GENERATE, SLOTS, PlayFlags
+from tools.selfplay.flags import PlayFlags
 from utils import UserError, files_setting, model_folder, model_setting, on_rank_0, rank, world_size
+
+if TYPE_CHECKING:
+    from tools.engine.local import Engine, LocalModel  # brings torch
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-_loaded: dict[str, dict] = {}  # one match's models by folder, under the text of all that loading depends on
+# One match's models by folder, under the text of all that loading depends on: each starts engines for at most so many
+# games at once (None: any number).
+_loaded: dict[str, dict[Path, Callable[[int | None], "Engine"]]] = {}
+_ends = ExitStack()  # the `end` of engines that do not leave memory with their last user
 
 
 def is_local(name: str) -> bool:
@@ -69,7 +79,7 @@ def make_players(
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
             model, draws = name.removeprefix(SERVER), f"{seed}/{games_left}"
-            players[name] = ServerPlayer(model, flags, flags, draws, flags.thinking)
+            players[name] = ServerPlayer(model, flags, draws)
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
     # As many games as the players answer at once; but a game needs a slot in every engine that keeps games.
@@ -80,52 +90,47 @@ def make_players(
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 
-def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None) -> dict:
-    """A tools.engine.local.Engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
+def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None) -> dict[Path, "Engine"]:
+    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
+    key = repr(([model_setting(str(folder)) for folder in folders], flags))
+    if key not in _loaded:
+        drop_models()
+        _loaded[key] = {folder: _load(folder, flags, len(folders)) for folder in folders}
+    return {folder: start(limit) for folder, start in _loaded[key].items()}
+
+
+def _load(folder: Path, flags: PlayFlags, models: int) -> Callable[[int | None], "Engine"]:
+    """Load one of `models` models. Returns what starts its engines: vLLM has one, ours are new for each run."""
+    if flags.engine == VLLM:
+        engine = VLLMEngine(folder, flags, flags.per_device_eval_batch_size or VLLM_GAMES, models)
+        _ends.callback(engine.end)
+        return lambda limit: engine
+    from tools.engine.local import load_local_model
+
+    return partial(_own_engine, load_local_model(folder, flags), flags, models)
+
+
+def _own_engine(local: "LocalModel", flags: PlayFlags, models: int, limit: int | None) -> "Engine":
     from tools.engine.generate import BatchEngine
     from tools.engine.memory import slots_for_memory
     from tools.engine.slots import SlotEngine, can_hold
 
-    key = repr(([model_setting(str(folder)) for folder in folders], flags))
-    if key not in _loaded:
-        drop_models()
-        _loaded[key] = {folder: _load_model(folder, flags, len(folders)) for folder in folders}
-    if flags.engine == VLLM:
-        return _loaded[key]
-    engines = {}
-    for folder, model in _loaded[key].items():
-        kind, size = BatchEngine, GENERATE_PROMPTS
-        if flags.engine != GENERATE and can_hold(model.model, flags.max_length):
-            kind, (size, model.cache_tokens) = SlotEngine, slots_for_memory(model.model, engines=len(folders))
-        elif flags.engine == SLOTS:
-            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-        size = flags.per_device_eval_batch_size or size
-        engines[folder] = kind(model, min(size, limit or size))
-    return engines
+    def size(default: int) -> int:
+        wanted = flags.per_device_eval_batch_size or default
+        return min(wanted, limit or wanted)
 
-
-def _load_model(folder: Path, flags: PlayFlags, models: int):
-    from tools.engine import local
-
-    options = {"dtype": flags.dtype(), "trust_remote_code": flags.trust_remote_code}
-    if flags.engine == VLLM:
-        size = flags.per_device_eval_batch_size or VLLM_GAMES
-        model = VLLMEngine(folder, flags, flags, size, models, **options)
-        tokens = model.tokens
-    else:
-        tokens = model = local.load_local_model(folder, flags, **options)
-    tokens.thinking = flags.thinking
-    if flags.chat_template:
-        tokens.use_chat_template(str(folder))
-    return model
+    if flags.engine != GENERATE and can_hold(local.model, flags.max_length):
+        slots, cache_tokens = slots_for_memory(local.model, engines=models)
+        return SlotEngine(local, size(slots), cache_tokens)
+    if flags.engine == SLOTS:
+        raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+    return BatchEngine(local, size(GENERATE_PROMPTS))
 
 
 def drop_models() -> None:
     import torch
 
-    for model in [model for models in _loaded.values() for model in models.values()]:
-        if isinstance(model, VLLMEngine):
-            model.end()
+    _ends.close()
     _loaded.clear()
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where there is no GPU
