@@ -443,19 +443,22 @@ class Stage:
 
 
 @contextmanager
-def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: bool = True) -> Iterator[Stage]:
+def stage(
+    record: StrPath, settings: Mapping, *, results: Sequence[str], defaults: Mapping = {}, ranks: bool = True
+) -> Iterator[Stage]:
     """Do a piece of work once: `with stage(record, settings, results=...) as work: if work.todo: ...`.
 
     The record, a JSON file beside the results, holds the settings, versions, notes, and `finished` once the block has
     ended on all ranks without an error. `results` are patterns of files in its folder; the first is there when the
-    work is finished. All ranks of a launch enter together; `ranks=False` is for programs that run as one process.
+    work is finished. A setting that an older record lacks had its value in `defaults`, if it is there. All ranks of a
+    launch enter together; `ranks=False` is for programs that run as one process.
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """
     record, settings = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
-        work = Stage(*everywhere(lambda: _begin(record, settings, results, lock)))
+        work = Stage(*everywhere(lambda: _begin(record, settings, results, defaults, lock)))
         yield work
         everywhere(lambda: None)  # all ranks have ended their part
         if work.todo and (rank() == 0 or not ranks):
@@ -464,7 +467,9 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
         lock.release()
 
 
-def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
+def _begin(
+    record: Path, settings: dict, results: Sequence[str], defaults: Mapping, lock: FileLock
+) -> tuple[bool, dict]:
     """Take the lock and compare the settings. Returns the fields of the Stage."""
     record.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -482,7 +487,8 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     if there and not record.is_file():
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
     stored = read_json(record) if there else {"settings": settings}
-    if different := differences(stored["settings"], settings):
+    then = {name: default for name, default in defaults.items() if name in settings} | stored["settings"]
+    if different := differences(then, settings):
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)

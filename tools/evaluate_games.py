@@ -67,7 +67,8 @@ def main() -> None:
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
         **flags.settings(game),
     }
-    with stage(files.record_path, settings, results=[TABLE, RESULTS, *files.patterns]) as work:
+    results = [TABLE, RESULTS, *files.patterns]
+    with stage(files.record_path, settings, results=results, defaults=vars(PlayFlags())) as work:
         if work.todo:
             missing = files.missing()
             for number, match in enumerate(matches, start=1):

@@ -51,7 +51,7 @@ def main() -> None:
         **flags.settings(game),
         "seed": flags.seed,
     }
-    with stage(files.record_path, settings, results=files.patterns) as work:
+    with stage(files.record_path, settings, results=files.patterns, defaults=vars(PlayFlags())) as work:
         if work.todo:
             play_words(game, files.missing(), names, flags, files, templates=templates, seed=flags.seed)
             files.finish()
