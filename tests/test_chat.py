@@ -108,7 +108,7 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family)
     if family == "headers":  # which tells the date
         tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
     for length in range(4):
-        prompt = chat.play_prompt(GAME, HISTORY[:length], "art", 5, templates=OWN_PROMPTS, rng=None)
+        prompt = prompts.play_prompt(GAME, HISTORY[:length], "art", 5, OWN_PROMPTS, join=chat.join_play_prompt)
         messages = conversation(HISTORY[:length], 5, OWN_PROMPTS)
         if family == "turns":  # which has no system messages
             system, first, *rest = messages
@@ -171,7 +171,7 @@ def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(
 def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinking_is_off():
     template = LINES.replace("in messages", "in messages if m.role != 'system'").replace("END", "'</s>'") + ANSWER
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
-    prompt = chat.play_prompt(GAME, HISTORY, "art", 5, templates=OWN_PROMPTS, rng=None)
+    prompt = prompts.play_prompt(GAME, HISTORY, "art", 5, OWN_PROMPTS, join=chat.join_play_prompt)
     assert "user: " + prompts.rule_text(OWN_PROMPTS, 5) in prompt
     assert prompt.endswith("assistant: <none>")
 

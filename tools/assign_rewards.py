@@ -7,20 +7,18 @@ Without --sft_data_path it makes the rows of imitation from a stronger model's g
 OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
-import glob
 import inspect
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from tools.flags import GameFlags, flag, parse_flags
 from tools.games.game import Game, load_member
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, Row, Shape, assign_rewards
-from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
+from utils import UserError, files_setting, read_json_or_jsonl, run_program
 
 __all__ = ["assign_rewards"]
 ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
@@ -65,7 +63,7 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[Row], dict]:
-    """All rows, and the counts that stand in the record."""
+    """All rows, and the counts of games that stand in the record."""
     episodes = []
     for path in flags.input_data_path:
         records = read_json_or_jsonl(path)
@@ -89,22 +87,16 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         made = [chat.row(row) for row in made]
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
-    return made, {"games": games} | numbers | {"rows": rows.count_rows(made)}
+    return made, {"games": games} | numbers
 
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    game, output = flags.load_game(), Path(flags.output_data_path)
+    game = flags.load_game()
     flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()
     settings = flags.settings(game, chat)
-    record, results = rows.record_path(output), [glob.escape(output.name)]
-    with stage(record, settings, results=results, ranks=False) as work:
-        if work.todo:
-            made, notes = make_rows(flags, game, templates, chat)
-            write_records(output, made)
-            work.notes.update(notes)
-    print(json.dumps(work.notes))
+    rows.write_rows(flags.output_data_path, settings, partial(make_rows, flags, game, templates, chat))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@
 A further control is `assign_rewards --permute_outcomes True`. The record is O's name with _rewards_settings.json.
 """
 
-import glob
-import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.flags import flag, parse_command
-from tools.selfplay.rows import ChatFlags, count_rows, read_sft_rows, record_path
-from utils import UserError, files_setting, read_json_or_jsonl, run_program, stage, write_records
+from tools.selfplay.rows import ChatFlags, read_sft_rows, write_rows
+from utils import UserError, files_setting, read_json_or_jsonl, run_program
 
 
 def is_sft(row: dict) -> bool:
@@ -107,18 +104,12 @@ class Repeat(Control):
 def main() -> None:
     commands = {kind.__name__.lower(): kind for kind in (Sft, Silent, Cloning, Repeat)}
     control = parse_command(commands, description=__doc__)
-    output = Path(control.output)
     settings = {name: value for name, value in vars(control).items() if name not in ("output", "tokenizer")}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256
     settings |= {name: files_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
-    with stage(record_path(output), settings, results=[glob.escape(output.name)], ranks=False) as work:
-        if work.todo:
-            rows = control.make(read_json_or_jsonl(control.rows))
-            write_records(output, rows)
-            work.notes["rows"] = count_rows(rows)
-    print(json.dumps({"rows": work.notes["rows"]}))
+    write_rows(control.output, settings, lambda: (control.make(read_json_or_jsonl(control.rows)), {}))
 
 
 if __name__ == "__main__":

@@ -22,19 +22,20 @@ accelerate.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
 from tools.games.prompts import Templates
-from tools.players.player import ScriptedPlayer, Turn
+from tools.players.player import Choose
+from tools.selfplay.engines import make_players
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import Row, Shape, assign_rewards
 
 # A model (folder or hub name), openai:MODEL, or a function.
-Speaker = str | Path | Callable[[Turn], str | Awaitable[str]]
+Speaker = str | Path | Choose
 
 
 def play(
@@ -57,16 +58,8 @@ def play(
     options = PlayFlags(game=game if isinstance(game, str) else game.name, **flags)
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
-    first, second = (str(player) if isinstance(player, Path) else player for player in (first, second))
-    players = dict(zip(game.roles, (first, second), strict=True))
-    names = [player for player in players.values() if isinstance(player, str)]
-    models, at_once = {}, options.concurrent_games or len(tasks)
-    if names:
-        from tools.selfplay.engines import make_players  # brings torch
-
-        models, at_once = make_players((names[0], names[-1]), game, options, seed=seed, games_left=len(tasks))
-    for role, player in players.items():
-        players[role] = models[role] if isinstance(player, str) else ScriptedPlayer(player, options.thinking)
+    speakers = [str(player) if isinstance(player, Path) else player for player in (first, second)]
+    players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     how = {"max_turns": options.turns(game), "templates": templates, "concurrent_games": at_once}
     episodes: list[dict] = []
     games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **how)

@@ -5,14 +5,12 @@ The texts are complete: they hold BOS, if the template writes it, and the token 
 
 import hashlib
 import re
-from random import Random
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tools.games import prompts
-from tools.games.game import Game, History
-from tools.games.prompts import Templates
+from tools.games.game import History
 from utils import UserError, alpaca_to_row, chat_text, told
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
@@ -75,16 +73,8 @@ class ChatTemplate:
                 raise UserError(f"{name}: its template begins replies with {opened[1]}; leave out --chat_template")
             self.lead = f"\n{opened[2]}/{opened[3]}\n\n"  # a message without a thought: the thought is empty
 
-    def play_prompt(
-        self, game: Game, history: History, task: str, max_turns: float, *, templates: Templates, rng: Random | None
-    ) -> str:
-        """The prompt of play, up to where the reply begins. With `rng`, a rule text is drawn."""
-        role = game.next_role(task, history)
-        rule = rng.randrange(len(templates[prompts.RULES])) if rng else 0
-        request = prompts.instruction(templates, role, game.secrets(role, task, history), max_turns)
-        return self.join_play_prompt(history, role, prompts.rule_text(templates, max_turns, rule), request)
-
     def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
+        """The prompt of play, up to where the reply begins."""
         return self._render(chat_messages(history, role, rules, request))
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,20 +23,34 @@ ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca la
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
 
 
-def play_prompt(game: Game, history: History, task: str, max_turns: float, templates: Templates | None = None) -> str:
-    """The prompt under which the next message is sampled; of the task, it holds only what this role may know."""
-    templates = templates or default_templates(game)
-    role = game.next_role(task, history)
-    request = instruction(templates, role, game.secrets(role, task, history), max_turns)
-    return join_play_prompt(rule_text(templates, max_turns), history, request)
-
-
-def join_play_prompt(rules: str, history: History, request: str) -> str:
+def join_play_prompt(history: History, role: str, rules: str, request: str) -> str:
+    """The prompt of play, for either role, unless a tools.games.chat.ChatTemplate joins it."""
     messages = NO_HISTORY
     if history:
         lines = (f"\n  - {message['role']}: {message['content']}" for message in history)
         messages = f"\n### Game History:{''.join(lines)}"
     return f"{rules}{messages}\n\n### Instruction: {request}\n\n### Response:"
+
+
+def play_prompt(
+    game: Game,
+    history: History,
+    task: str,
+    max_turns: float,
+    templates: Templates | None = None,
+    *,
+    rng: Random | None = None,
+    join: Callable[[History, str, str, str], str] = join_play_prompt,
+) -> str:
+    """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
+
+    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction.
+    """
+    templates = templates or default_templates(game)
+    role = game.next_role(task, history)
+    rule = rng.randrange(len(templates[RULES])) if rng else 0
+    request = instruction(templates, role, game.secrets(role, task, history), max_turns)
+    return join(history, role, rule_text(templates, max_turns, rule), request)
 
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:

@@ -33,10 +33,9 @@ class Turn:
 
     def prompt(self, chat=None) -> str:
         """The prompt of play, or that of a tools.games.chat.ChatTemplate. ReplyUnavailable if it refuses a message."""
-        if not chat:
-            return prompts.join_play_prompt(self.rules(), self.history, self.instruction())
+        join = chat.join_play_prompt if chat else prompts.join_play_prompt
         try:
-            return chat.join_play_prompt(self.history, self.role, self.rules(), self.instruction())
+            return join(self.history, self.role, self.rules(), self.instruction())
         except UserError as error:
             if not self.history:  # it refuses every game
                 raise
@@ -122,10 +121,13 @@ class Player:
         """Called with each finished game in which the player has spoken."""
 
 
+Choose = Callable[[Turn], str | Awaitable[str]]
+
+
 class ScriptedPlayer(Player):
     """A function, plain or async, chooses the messages. With `thinking`, one may begin with a thought in tags."""
 
-    def __init__(self, choose: Callable[[Turn], str | Awaitable[str]], thinking: bool = False):
+    def __init__(self, choose: Choose, thinking: bool = False):
         self.choose, self.thinking = choose, thinking
 
     async def reply(self, turn: Turn) -> Reply:

@@ -14,7 +14,7 @@ from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM
 from tools.engine.vllm import VLLMEngine, has_vllm
 from tools.games.game import Game, load_member
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import SCRIPTED, Player, ScriptedPlayer
+from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
 from tools.selfplay.flags import PlayFlags
 from utils import UserError, files_setting, model_folder, model_setting, on_rank_0, rank, world_size
@@ -30,9 +30,9 @@ _loaded: dict[str, dict[Path, Callable[[int | None], "Engine"]]] = {}
 _ends = ExitStack()  # the `end` of engines that do not leave memory with their last user
 
 
-def is_local(name: str) -> bool:
+def is_local(name: str | Choose) -> bool:
     """Whether this player is a model in this process: a folder, or a name on the hub."""
-    return name != HUMAN and not name.startswith((SCRIPTED, SERVER))
+    return isinstance(name, str) and name != HUMAN and not name.startswith((SCRIPTED, SERVER))
 
 
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
@@ -54,9 +54,9 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
 
 
 def make_players(
-    names: Sequence[str], game: Game, flags: PlayFlags, *, seed: int | str, games_left: int
+    names: Sequence[str | Choose], game: Game, flags: PlayFlags, *, seed: int | str, games_left: int
 ) -> tuple[dict[str, Player], int]:
-    """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1].
+    """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
     The models of an earlier match leave memory. A resumed run draws anew: fewer `games_left` change the seeds.
     """
@@ -72,21 +72,24 @@ def make_players(
         engines = ENGINE_THREAD.submit(_start_engines, sorted(set(folders.values())), flags, limit).result()
         batcher = Batcher()
         torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
+    busy = 0  # games that keep all players busy
     for name in dict.fromkeys(names):
-        if name == HUMAN:
+        if callable(name):
+            players[name] = ScriptedPlayer(name, flags.thinking)
+        elif name == HUMAN:
             players[name] = HumanPlayer()
         elif name.startswith(SCRIPTED):
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
             model, draws = name.removeprefix(SERVER), f"{seed}/{games_left}"
             players[name] = ServerPlayer(model, flags, draws)
+            busy += SERVER_GAMES
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
     # As many games as the players answer at once; but a game needs a slot in every engine that keeps games.
-    busy = sum(SERVER_GAMES for name in players if name.startswith(SERVER))
     busy += sum(engine.size for engine in engines.values())
     slots = [engine.size for engine in engines.values() if engine.keeps_games]
-    at_once = limit or max(1, min([busy, *slots]))
+    at_once = limit or min([busy or games_left, *slots])
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 

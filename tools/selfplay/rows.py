@@ -1,5 +1,7 @@
 """From episodes and SFT examples to training rows, and the record of a file of rows. No torch."""
 
+import glob
+import json
 import math
 import random
 from collections import Counter
@@ -21,7 +23,7 @@ from tools.selfplay.rewards import (
     message_shares,
     paid_roles,
 )
-from utils import UserError, load_tokenizer, read_json_or_jsonl, row_messages, row_texts
+from utils import UserError, load_tokenizer, read_json_or_jsonl, row_messages, row_texts, stage, write_records
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -74,12 +76,14 @@ def prompt_fn(
     templates: prompts.Templates | None = None,
     chat: "ChatTemplate | None" = None,
 ) -> PromptFn:
-    """The function that makes queries: prompts of play, or of the kind RANDOM, training prompts drawn with `rng`."""
-    if chat:
-        return partial(chat.play_prompt, game, templates=templates, rng=rng if kind == RANDOM else None)
-    training_prompt = partial(prompts.training_prompt, rng=rng)
-    make = {PLAY: prompts.play_prompt, RANDOM: training_prompt}[kind]
-    return partial(make, game, templates=templates)
+    """The function that makes queries of the kind PLAY or RANDOM; the latter are training prompts drawn with `rng`.
+
+    In a chat template, RANDOM ones differ from those of play by their rule text alone.
+    """
+    if kind == RANDOM and not chat:
+        return partial(prompts.training_prompt, game, templates=templates, rng=rng)
+    join = chat.join_play_prompt if chat else prompts.join_play_prompt
+    return partial(prompts.play_prompt, game, templates=templates, rng=rng if kind == RANDOM else None, join=join)
 
 
 def game_rows(
@@ -186,9 +190,16 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
 # The record of a file of rows.
 
 
-def record_path(rows: str | Path) -> Path:
-    """The record of how a file of rows was made: X_rewards_settings.json beside X.json."""
-    return Path(rows).with_name(f"{Path(rows).stem}_rewards_settings.json")
+def write_rows(path: str, settings: Mapping, make: Callable[[], tuple[list[Row], dict]]) -> None:
+    """Write the rows that `make` gives, once. X_rewards_settings.json, the record beside X.json, holds its notes."""
+    file = Path(path)
+    record, results = file.with_name(f"{file.stem}_rewards_settings.json"), [glob.escape(file.name)]
+    with stage(record, settings, results=results, ranks=False) as work:
+        if work.todo:
+            rows, notes = make()
+            write_records(file, rows)
+            work.notes |= notes | {"rows": count_rows(rows)}
+    print(json.dumps(work.notes))
 
 
 def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
