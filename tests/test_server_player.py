@@ -31,6 +31,9 @@ def answer(content="Hello.", finish_reason="stop", tokens=5, **message) -> dict:
     return {"choices": [choice], "usage": {"completion_tokens": tokens} if tokens else None}
 
 
+ANSWERS = (200, {}, answer())
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -57,7 +60,7 @@ def stub():
     """Starts servers: `behave(number, body)` gives status, headers and content of each answer; None hangs up."""
     servers = []
 
-    def start(behave):
+    def start(behave=lambda *_: ANSWERS):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.behave, server.numbers, server.requests = behave, itertools.count(), []
         server.url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -86,31 +89,33 @@ def surroundings(monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
 
 
-def flags(place, output, url=None, **changes):
-    """A command with short games; None leaves a flag out."""
-    values = {"openai_base_url": url, "openai_retries": 3, "model_prefix": "api", "max_new_tokens": 4}
-    return play_flags(place, "openai:some/model", output, **values | {"concurrent_games": 8} | changes)
+@pytest.fixture
+def run(place, tmp_path):
+    """Plays short games in this process, which must end with this status; gives what it said."""
+
+    def play(url=None, status=0, **changes) -> str:
+        values = {"openai_base_url": url, "openai_retries": 3, "model_prefix": "api", "max_new_tokens": 4}
+        words = play_flags(place, "openai:some/model", tmp_path, **values | {"concurrent_games": 8} | changes)
+        called = call(play_llm_game.main, *words, status=status)
+        assert KEY not in called.output + called.errors
+        return called.errors
+
+    return play
 
 
-def run(*flags, status=0) -> str:
-    """Play in this process, which must end with this status; what it said."""
-    called = call(play_llm_game.main, *flags, status=status)
-    assert KEY not in called.output + called.errors
-    return called.errors
-
-
-def stored(folder):
-    """The indices of the games that are there."""
-    return sorted(json.loads(line)["index"] for line in open(folder / f"{STEM}_rank0.jsonl"))
+@pytest.fixture
+def stored(tmp_path):
+    """Gives the indices of the games that are there."""
+    return lambda: sorted(json.loads(line)["index"] for line in open(tmp_path / f"{STEM}_rank0.jsonl"))
 
 
 # Requests.
 
 
 @pytest.mark.parametrize("api, path", [("completions", "/v1/completions"), ("chat", "/v1/chat/completions")])
-def test_the_server_is_shown_the_prompts_of_local_play(api, path, stub, place, tmp_path):
+def test_the_server_is_shown_the_prompts_of_local_play(api, path, stub, place, tmp_path, run):
     server = stub(lambda number, body: (200, {}, answer(f" Message {number}. \n")))
-    run(*flags(place, tmp_path, server.url, openai_api=api, max_games=1))
+    run(server.url, openai_api=api, max_games=1)
     (game,) = read_json_or_jsonl(tmp_path / f"{STEM}_results.json")
     assert [message["content"] for message in game["history"]] == [f"Message {number}." for number in range(4)]
     templates = load_templates(place / "prompts.json", GAME)
@@ -130,9 +135,9 @@ def test_the_server_is_shown_the_prompts_of_local_play(api, path, stub, place, t
         ({"task_type": "testing"}, {"temperature": 0}),
     ],
 )
-def test_sampling_is_that_of_the_flags(changes, expected, stub, place, tmp_path):
-    server = stub(lambda *_: (200, {}, answer()))
-    run(*flags(place, tmp_path, server.url, max_games=1, **changes))
+def test_sampling_is_that_of_the_flags(changes, expected, stub, run):
+    server = stub()
+    run(server.url, max_games=1, **changes)
     seeds = [body.pop("seed", None) for *_, body in server.requests]
     assert len(set(seeds)) == (1 if "task_type" in changes else 4)
     for *_, body in server.requests:
@@ -142,16 +147,16 @@ def test_sampling_is_that_of_the_flags(changes, expected, stub, place, tmp_path)
 @pytest.mark.parametrize(
     "refused", [{"seed"}, {"max_tokens"}, {"max_completion_tokens", "top_k"}, {"max_tokens", "seed"}]
 )
-def test_fields_that_a_server_refuses_are_left_out_from_then_on(refused, stub, place, tmp_path):
-    server = stub(lambda _, body: (422, {}, {"detail": "no"}) if refused & set(body) else (200, {}, answer()))
-    errors = run(*flags(place, tmp_path, server.url, openai_api="chat", max_games=3, concurrent_games=2))
-    assert stored(tmp_path) == [0, 1, 2]
+def test_fields_that_a_server_refuses_are_left_out_from_then_on(refused, stub, run, stored):
+    server = stub(lambda _, body: (422, {}, {"detail": "no"}) if refused & set(body) else ANSWERS)
+    errors = run(server.url, openai_api="chat", max_games=3, concurrent_games=2)
+    assert stored() == [0, 1, 2]
     *_, last = server.requests[-1]
     assert 4 in (last.get("max_tokens"), last.get("max_completion_tokens"))
     assert errors.count("only without min_tokens, seed, top_k") == (refused != {"max_tokens"})
 
 
-def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_request(stub, place, tmp_path):
+def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_request(stub, run, stored):
     """They are the first requests that are answered, and the first of the next start."""
     refused, answered = f"`{WORDS[0]}`", threading.Event()
 
@@ -159,40 +164,39 @@ def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_
         if refused in body["prompt"]:
             return 403, {}, {"error": {"message": "moderation"}}
         answered.wait(0.3)  # as long as the refused word may need
-        return 200, {}, answer()
+        return ANSWERS
 
     server = stub(behave)
-    arguments = flags(place, tmp_path, server.url)
     for _ in range(2):
-        assert f"{WORDS[0]}: left unfinished" in run(*arguments, status=3)
-        assert stored(tmp_path) == list(range(1, 12))
+        assert f"{WORDS[0]}: left unfinished" in run(server.url, status=3)
+        assert stored() == list(range(1, 12))
     assert all("top_k" in body for *_, body in server.requests if refused not in body["prompt"])
 
 
-def test_a_lost_game_is_asked_for_with_other_seeds_by_the_next_start(stub, place, tmp_path):
+def test_a_lost_game_is_asked_for_with_other_seeds_by_the_next_start(stub, run):
     """A server that honours seeds would give the same empty reply again."""
     word = f"`{WORDS[3]}`"
-    server = stub(lambda number, body: FAULTS["no choices"] if word in body["prompt"] else (200, {}, answer()))
+    server = stub(lambda number, body: FAULTS["no choices"] if word in body["prompt"] else ANSWERS)
     for _ in range(2):
-        run(*flags(place, tmp_path, server.url), status=3)
+        run(server.url, status=3)
     first, second = (body["seed"] for *_, body in server.requests if word in body["prompt"])
     assert first != second
 
 
-def test_a_server_here_goes_without_a_proxy_and_one_that_cannot_be_used_is_named(stub, place, tmp_path, monkeypatch):
+def test_a_server_here_goes_without_a_proxy_and_one_that_cannot_be_used_is_named(stub, tmp_path, monkeypatch, run):
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    run(*flags(place, tmp_path, stub(lambda *_: (200, {}, answer())).url, max_games=1))
+    run(stub().url, max_games=1)
     monkeypatch.setenv("ALL_PROXY", "gopher://me:hush@proxy:9")
-    errors = run(*flags(place, tmp_path / "far", "http://far.example/v1"), status=2)
+    errors = run("http://far.example/v1", output_dir=tmp_path / "far", status=2)
     assert "ALL_PROXY: this proxy cannot be used" in errors and "hush" not in errors
 
 
-def test_the_url_may_come_from_the_environment_and_the_other_side_may_be_a_model_here(
-    stub, place, tiny_model, tmp_path, monkeypatch
+def test_the_url_may_come_from_the_environment_and_the_other_side_be_a_model_here(
+    stub, tiny_model, tmp_path, monkeypatch, run
 ):
-    monkeypatch.setenv("OPENAI_BASE_URL", stub(lambda *_: (200, {}, answer())).url)
+    monkeypatch.setenv("OPENAI_BASE_URL", stub().url)
     monkeypatch.delenv("OPENAI_API_KEY")
-    run(*flags(place, tmp_path, max_games=6, attacker_model_name_or_path=tiny_model))
+    run(max_games=6, attacker_model_name_or_path=tiny_model)
     for game in read_json_or_jsonl(tmp_path / f"{STEM}_results.json"):
         assert [message["content"] == "Hello." for message in game["history"]] == [False, True, False, True]
 
@@ -274,29 +278,28 @@ FAULTS = {  # the openai client repeats requests after the first three
 }
 
 
-def test_faults_that_pass_are_asked_again(stub, place, tmp_path):
+def test_faults_that_pass_are_asked_again(stub, run, stored):
     faults = dict(enumerate(["429", "500", "hung up"] * 2, start=1))
-    server = stub(lambda number, body: FAULTS[faults[number]] if number in faults else (200, {}, answer()))
-    run(*flags(place, tmp_path, server.url, max_games=1, openai_retries=8))
-    assert len(server.requests) == 4 + len(faults) and stored(tmp_path) == [0]
+    server = stub(lambda number, body: FAULTS[faults[number]] if number in faults else ANSWERS)
+    run(server.url, max_games=1, openai_retries=8)
+    assert len(server.requests) == 4 + len(faults) and stored() == [0]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_game_whose_reply_cannot_be_had_is_left_for_the_next_start(fault, stub, place, tmp_path):
+def test_a_game_whose_reply_cannot_be_had_is_left_for_the_next_start(fault, stub, tmp_path, run, stored):
     ill = True
 
     def behave(number, body):
         if ill and f"`{WORDS[3]}`" in body["prompt"] and "Hello." in body["prompt"]:  # at its third message
             return FAULTS[fault]
-        return 200, {}, answer()
+        return ANSWERS
 
     server = stub(behave)
-    arguments = flags(place, tmp_path, server.url)
-    assert f"{WORDS[3]}: left unfinished" in run(*arguments, status=3)
-    assert stored(tmp_path) == [index for index in range(12) if index != 3]
+    assert f"{WORDS[3]}: left unfinished" in run(server.url, status=3)
+    assert stored() == [index for index in range(12) if index != 3]
     assert not (tmp_path / f"{STEM}_results.json").exists()
     ill, before = False, len(server.requests)
-    run(*arguments)
+    run(server.url)
     assert len(server.requests) - before == 4  # that game alone, from its beginning
     assert [game["target_word"] for game in read_json_or_jsonl(tmp_path / f"{STEM}_results.json")] == WORDS
 
@@ -310,9 +313,9 @@ def test_a_game_whose_reply_cannot_be_had_is_left_for_the_next_start(fault, stub
         (400, {"message": "Unknown field\n top_q\x1b[2J" + "very " * 10**5}, "400.*Unknown field"),
     ],
 )
-def test_a_wrong_set_up_ends_the_run_with_one_line(status, error, message, stub, place, tmp_path):
+def test_a_wrong_set_up_ends_the_run_with_one_line(status, error, message, stub, tmp_path, run):
     server = stub(lambda number, body: (status, {}, {"error": error}))
-    *_, line = run(*flags(place, tmp_path, server.url, concurrent_games=1), status=2).splitlines()
+    *_, line = run(server.url, concurrent_games=1, status=2).splitlines()
     assert re.search(rf"some/model at 127.0.0.1:\d+: .*{message}", line)
     assert "\x1b" not in line and len(line) < 500
     assert not any(KEY in path.read_text() for path in tmp_path.iterdir())
@@ -327,30 +330,29 @@ NO_REPLIES = {
 
 
 @pytest.mark.parametrize("body", NO_REPLIES.values(), ids=NO_REPLIES)
-def test_three_answers_that_are_no_replies_before_the_first_reply_end_the_run(body, stub, place, tmp_path):
+def test_three_answers_that_are_no_replies_before_the_first_reply_end_the_run(body, stub, run):
     server = stub(lambda number, _: (200, {}, body))
-    *_, line = run(
-        *flags(place, tmp_path / "a", server.url, openai_api="chat", concurrent_games=1), status=2
-    ).splitlines()
+    how = {"openai_api": "chat", "concurrent_games": 1}
+    *_, line = run(server.url, status=2, **how).splitlines()
     assert "some/model at 127.0.0.1" in line and "Unexpected endpoint or" in line and "\x1b" not in line
     assert len(server.requests) == 3
     server = stub(lambda number, _: (200, {}, body if number in (0, 1, 6, 7, 8) else answer()))
-    errors = run(*flags(place, tmp_path / "b", server.url, openai_api="chat", concurrent_games=1), status=3)
+    errors = run(server.url, status=3, **how)
     lost = [line for line in errors.splitlines() if "left unfinished" in line]
     assert len(lost) == 5 and all("Unexpected endpoint or" in line for line in lost)
 
 
-def test_a_server_that_does_not_answer_is_named_and_a_try_ends(stub, place, tmp_path, monkeypatch):
+def test_a_server_that_does_not_answer_is_named_and_a_try_ends(stub, monkeypatch, run):
     monkeypatch.setattr("tools.players.server.PATIENCE", 0.1)
     ended = threading.Event()
     server = stub(lambda *_: ended.wait(20) and None)
-    errors = run(*flags(place, tmp_path, server.url, openai_timeout=0.5, openai_retries=1), status=2)
+    errors = run(server.url, openai_timeout=0.5, openai_retries=1, status=2)
     ended.set()
     assert errors.count("some/model: no reply for") == 1 and "timed out" in errors.splitlines()[-1]
 
 
-def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(place, tmp_path, monkeypatch):
-    line = run(*flags(place, tmp_path, "http://127.0.0.1:9/v1", openai_retries=0), status=2)
+def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(monkeypatch, run):
+    line = run("http://127.0.0.1:9/v1", openai_retries=0, status=2)
     assert "some/model at 127.0.0.1:9: Connection error" in line
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert "needs OPENAI_API_KEY" in run(*flags(place, tmp_path / "other"), status=2)
+    assert "needs OPENAI_API_KEY" in run(status=2)
