@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, MistralConfig, Q
 
 from tools.engine import memory, scheduler
 from tools.engine.generate import BatchEngine, generation_config
-from tools.engine.local import LocalModel
+from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine, can_hold, draw
 from tools.players.player import SAMPLING, TESTING, Sampling
@@ -33,7 +33,7 @@ def llama(settings: Sampling, **changes) -> LocalModel:
 def answer(engine, prompts: list[tuple[int, str]]) -> list:
     """The replies to (game, prompt) pairs, asked at once."""
     for number, (game, prompt) in enumerate(prompts):
-        engine.start(number, prompt, game_index=game)
+        engine.start(number, Prompt(prompt, game))
     replies = {}
     while len(replies) < len(prompts):
         replies |= dict(engine.run())
@@ -164,7 +164,7 @@ def test_a_token_of_rules_and_history_is_computed_once_for_all_turns_roles_and_g
 
     def ask(game):
         if asked[game] < 4:
-            engine.start(game, rounds[asked[game]][game][1], game_index=game)
+            engine.start(game, Prompt(rounds[asked[game]][game][1], game))
             asked[game] += 1
 
     for game in range(games):
@@ -187,7 +187,7 @@ def test_a_short_reply_makes_room_while_a_long_one_goes_on():
     engine = SlotEngine(llama(sampling(min_new_tokens=30, max_new_tokens=30)), 2)
     passes = watch(engine)
     for game, limit in enumerate([30] + [5] * 5):
-        engine.start(game, f"{RULES}{game}", game_index=game, limit=limit)
+        engine.start(game, Prompt(f"{RULES}{game}", game, limit))
     replies = {}
     while len(replies) < 6:
         replies |= dict(engine.run())

@@ -22,7 +22,7 @@ import train
 from tools import evaluate_games
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
-from tools.engine.local import Batcher, LocalModel, load_local_model, own_device
+from tools.engine.local import Batcher, LocalModel, Prompt, load_local_model, own_device
 from tools.engine.slots import SlotEngine
 from tools.flags import parse_flags
 from tools.games.taboo import Taboo
@@ -182,8 +182,8 @@ class EchoEngine:
     def __init__(self):
         self.waiting, self.runs, self.threads = [], [], set()
 
-    def start(self, request, prompt, *, game_index):
-        self.waiting.append((request, prompt))
+    def start(self, request, prompt):
+        self.waiting.append((request, prompt.text))
 
     def run(self):
         batch, self.waiting = self.waiting, []
@@ -198,7 +198,7 @@ def ask(engine, *lengths):
     async def game(batcher, number, length):
         for turn in range(length):
             prompt = f"{number}.{turn}"
-            assert (await batcher.submit(engine, prompt, game_index=number)).text == prompt
+            assert (await batcher.submit(engine, Prompt(prompt, number))).text == prompt
 
     async def games():
         batcher = Batcher()

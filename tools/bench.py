@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.engine.flags import GENERATE, SLOTS, VLLM
-from tools.engine.local import LocalPlayer
+from tools.engine.local import LocalPlayer, Prompt
 from tools.engine.vllm import has_vllm
 from tools.flags import flag, parse_command
 from tools.games import load_game
@@ -44,7 +44,7 @@ class Play:
 class TimedPlayer(LocalPlayer):
     async def reply(self, turn: Turn) -> Reply:
         tokens = reply_tokens(turn.index, len(turn.history))
-        return await self.batcher.submit(self.engine, turn.prompt(), game_index=turn.index, limit=tokens)
+        return await self.batcher.submit(self.engine, Prompt(turn.prompt(), turn.index, tokens))
 
 
 def reply_tokens(game: int, message: int) -> int:

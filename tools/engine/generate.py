@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from tools.engine.local import Codec, LocalModel
+from tools.engine.local import Codec, LocalModel, Prompt
 from tools.players.player import Reply
 
 
@@ -20,8 +20,8 @@ class BatchEngine:
         self.codec, self.model, self.size = local.codec, local.model, batch_size
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
-    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
-        self.waiting.append((request, prompt, limit or self.codec.sampling.max_new_tokens))
+    def start(self, request: int, prompt: Prompt) -> None:
+        self.waiting.append((request, prompt.text, prompt.limit or self.codec.sampling.max_new_tokens))
 
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch, as Engine.run."""

@@ -9,7 +9,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -119,6 +119,15 @@ def own_device() -> torch.device:
 # Players.
 
 
+class Prompt(NamedTuple):
+    """A prompt of a game, and what is known of its reply."""
+
+    text: str
+    game_index: int
+    limit: int | None = None  # most tokens of the reply; None: --max_new_tokens
+    seed: int = 0  # for vLLM; our own engines draw from torch's global generator
+
+
 class Engine(Protocol):
     """Computes the replies of one model to the requests of many games."""
 
@@ -126,11 +135,8 @@ class Engine(Protocol):
     size: int  # requests that it computes at a time
     keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
 
-    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
-        """Queue a request of a game. `limit`: most tokens of the reply (None: --max_new_tokens).
-
-        `seed` is of the reply, for vLLM. Our own engines draw from torch's global generator.
-        """
+    def start(self, request: int, prompt: Prompt) -> None:
+        """Queue a request, which has this number."""
 
     def run(self) -> list[tuple[int, Reply]]:
         """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
@@ -148,12 +154,12 @@ class Batcher:
         self.requests = 0
         self.runner: asyncio.Task | None = None
 
-    async def submit(self, engine: Engine, prompt: str, **request) -> Reply:
-        """The engine's reply to a prompt. `request`: game_index, limit and seed, as in `Engine.start`."""
+    async def submit(self, engine: Engine, prompt: Prompt) -> Reply:
+        """The engine's reply to a prompt."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
-        engine.start(self.requests, prompt, **request)
+        engine.start(self.requests, prompt)
         if self.runner is None:
             self.runner = asyncio.create_task(self._run())
         return await future
@@ -191,5 +197,5 @@ class LocalPlayer(Player):
         self.engine, self.batcher, self.seed = engine, batcher, seed
 
     async def reply(self, turn: Turn) -> Reply:
-        prompt, seed = turn.prompt(self.engine.codec.chat), draw_seed(self.seed, turn)
-        return await self.batcher.submit(self.engine, prompt, game_index=turn.index, seed=seed)
+        text, seed = turn.prompt(self.engine.codec.chat), draw_seed(self.seed, turn)
+        return await self.batcher.submit(self.engine, Prompt(text, turn.index, seed=seed))

@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step
 from tools.engine.linear import pack_weights
-from tools.engine.local import LocalModel
+from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
 from tools.players.player import Reply, Sampling
 
@@ -39,10 +39,10 @@ class SlotEngine:
         self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=sampling.max_new_tokens)
         self.caches: dict[int, LayerCache] = {}  # by layer
 
-    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
-        ids, prompt_cut = self.codec.encode(prompt)
-        limit = limit or self.codec.sampling.max_new_tokens
-        self.scheduler.waiting.append(Request(request, ids, prompt_cut, game_index, limit))
+    def start(self, request: int, prompt: Prompt) -> None:
+        ids, prompt_cut = self.codec.encode(prompt.text)
+        limit = prompt.limit or self.codec.sampling.max_new_tokens
+        self.scheduler.waiting.append(Request(request, ids, prompt_cut, prompt.game_index, limit))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:

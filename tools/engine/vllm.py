@@ -6,10 +6,14 @@ import os
 import shlex
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tools.engine.flags import AUTO, VLLM, EngineFlags
 from tools.players.player import Reply
 from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
+
+if TYPE_CHECKING:
+    from tools.engine.local import Prompt  # brings torch
 
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
@@ -74,16 +78,16 @@ class VLLMEngine:
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
 
-    def start(self, request: int, prompt: str, *, game_index: int, limit: int | None = None, seed: int = 0) -> None:
+    def start(self, request: int, prompt: "Prompt") -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids, self.prompt_cut[str(request)] = self.codec.encode(prompt)
+        ids, self.prompt_cut[str(request)] = self.codec.encode(prompt.text)
         sampling = self.codec.sampling
-        limit = limit or sampling.max_new_tokens
-        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+        limit = prompt.limit or sampling.max_new_tokens
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         params = SamplingParams(
-            **(drawn if sampling.do_sample else {"temperature": 0}),
+            **(drawn | {"seed": prompt.seed} if sampling.do_sample else {"temperature": 0}),
             max_tokens=limit,
             min_tokens=min(sampling.min_new_tokens, limit),
             stop_token_ids=self.codec.stop_ids,

@@ -125,15 +125,15 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     for outcome in game.outcomes:
         won[outcome.winner] += 0 if outcome.breach else outcomes[outcome.name]
     first, second = (won[role] for role in game.roles)
-    thoughts = {name: counts[name] for name in ("thoughts", "cut_thoughts")}
+    names = ["messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens"]
+    if counts["thoughts"]:
+        names += ["thoughts", "cut_thoughts"]
     return {
         "games": outcomes.total(),
         "outcomes": {outcome.name: outcomes[outcome.name] for outcome in game.outcomes},
         f"{game.roles[1]}_share_of_decided": second / (first + second) if first + second else None,
         "mean_length": counts["length"] / outcomes.total() if outcomes else None,
-        **{name: counts[name] for name in ("messages", "empty_replies", "cut_off_replies", "cut_prompts")},
-        "new_tokens": counts["new_tokens"],
-        **(thoughts if counts["thoughts"] else {}),
+        **{name: counts[name] for name in names},
     }
 
 
