@@ -42,7 +42,7 @@ def answer(engine, prompts: list[tuple[int, str]]) -> list:
 
 def generate(local: LocalModel, prompts: list[tuple[int, str]]) -> list:
     """The replies of plain `generate`."""
-    return BatchEngine(local, len(prompts)).generate([prompt for _, prompt in prompts])
+    return answer(BatchEngine(local, len(prompts)), prompts)
 
 
 def conversation(games: int, turns: int) -> list[list[tuple[int, str]]]:

@@ -75,7 +75,10 @@ def load(folder, flags=GREEDY) -> LocalModel:
 
 def generate(local, prompts) -> list[Reply]:
     """Replies to these prompts as one batch."""
-    return BatchEngine(local, len(prompts)).generate(prompts)
+    engine = BatchEngine(local, len(prompts))
+    for number, prompt in enumerate(prompts):
+        engine.start(number, Prompt(prompt, number))
+    return [reply for _, reply in engine.run()]
 
 
 def test_a_prompt_begins_with_bos_and_a_long_one_keeps_its_end(tiny_model, tokenizer):

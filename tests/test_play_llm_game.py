@@ -16,7 +16,7 @@ from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
-from tools.engine.local import load_local_model
+from tools.engine.local import Prompt, load_local_model
 from tools.games import load_game, prompts, taboo
 from tools.players.player import Player, Reply, ReplyUnavailable
 from tools.selfplay import play
@@ -322,5 +322,7 @@ def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path)
     for game in results(tmp_path, "im_llama2_testing_all_words"):
         for number, message in enumerate(game["history"]):
             prompt = prompts.play_prompt(GAME, game["history"][:number], game["target_word"], 2, templates)
-            (reply,) = BatchEngine(sides[number % 2], 1).generate([prompt])
+            engine = BatchEngine(sides[number % 2], 1)
+            engine.start(0, Prompt(prompt, 0))
+            ((_, reply),) = engine.run()
             assert message["content"] == reply.text.strip()

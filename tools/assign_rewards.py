@@ -17,7 +17,7 @@ from tools.flags import GameFlags, flag, parse_flags
 from tools.games.game import Game, load_member
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
-from tools.selfplay.rows import PLAY, RANDOM, Row, Shape, assign_rewards
+from tools.selfplay.rows import PLAY, RANDOM, Shape, assign_rewards
 from utils import UserError, files_setting, read_json_or_jsonl, run_program
 
 __all__ = ["assign_rewards"]
@@ -62,7 +62,7 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         return load_member(self.shape) if self.shape else None
 
 
-def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[Row], dict]:
+def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.RowsAndNotes:
     """All rows, and the counts of games that stand in the record."""
     episodes = []
     for path in flags.input_data_path:
@@ -71,7 +71,8 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         episodes += records
     results = [rewards.game_result(game, episode) for episode in episodes]
     outcomes = Counter(result.outcome for result in results)
-    games = {"episodes": len(results)} | {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
+    games = {"episodes": len(results)}
+    games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
     if flags.permute_outcomes:
         results = rewards.permute_rewards(results, random.Random(flags.seed))
     rng = random.Random(flags.seed)

@@ -1,7 +1,6 @@
 """Plain batches by transformers' `generate`, for models that the slot engine cannot run."""
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -27,12 +26,7 @@ class BatchEngine:
         """Answer the next batch, as Engine.run."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
         requests, prompts, limits = zip(*batch, strict=True)
-        return list(zip(requests, self.generate(prompts, limits), strict=True))
-
-    def generate(self, prompts: Sequence[str], limits: Sequence[int] = ()) -> list[Reply]:
-        """One reply for each prompt. `limits`: most tokens of each reply. Draws use torch's global generator."""
         codec, config = self.codec, generation_config(self.codec)
-        limits = limits or [config.max_new_tokens] * len(prompts)
         config.max_new_tokens = max(limits)
         encoded = [codec.encode(prompt) for prompt in prompts]
         rows = [torch.tensor(ids) for ids, _ in encoded]
@@ -43,7 +37,8 @@ class BatchEngine:
         width = input_ids.shape[1]
         output = self.model.generate(input_ids, attention_mask=attention_mask, generation_config=config).tolist()
         new_ids = [ids[width : width + limit] for ids, limit in zip(output, limits, strict=True)]
-        return [codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        replies = [codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        return list(zip(requests, replies, strict=True))
 
 
 def generation_config(codec: Codec) -> GenerationConfig:

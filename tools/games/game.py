@@ -65,7 +65,7 @@ class Game:
 
     def next_role(self, task: str, history: History) -> str:
         """The role that speaks after these messages: roles[0] opens, then they take turns."""
-        return self.roles[1] if history and history[-1]["role"] == self.roles[0] else self.roles[0]
+        return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
         """Whether play ends after the last message although that decides nothing; `history` is not empty."""
@@ -96,6 +96,11 @@ class Game:
 
     # What follows from the above.
 
+    def other(self, role: str) -> str:
+        """The other role."""
+        first, second = self.roles
+        return second if role == first else first
+
     def outcome(self, name: str) -> Outcome:
         """The outcome with this name; KeyError if the game has none."""
         return {outcome.name: outcome for outcome in self.outcomes}[name]
@@ -114,9 +119,9 @@ class Game:
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
         """Whether play ends here: the game is decided, all turns are taken, or the game stops it."""
-        if len(history) >= self.message_limit(max_turns):
-            return True
-        return bool(history) and (self.decide(task, history) is not None or self.stops(task, history))
+        if not history or len(history) >= self.message_limit(max_turns):
+            return bool(history)
+        return self.stops(task, history) or self.decide(task, history) is not None
 
     @staticmethod
     def message_limit(max_turns: float) -> int:

@@ -76,22 +76,29 @@ def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
 
 
 def training_prompt(
-    game: Game, history: History, task: str, max_turns: float, *, rng: Random, templates: Templates | None = None
+    game: Game,
+    history: History,
+    task: str,
+    max_turns: float,
+    *,
+    rng: Random,
+    templates: Templates | None = None,
 ) -> str:
     """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart."""
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
     # The draws come in the order of the paper's released code.
     separator = "\n" + rng.choice(SEPARATORS)
-    speaker, listener = rng.choice(((role, game.roles[1 - game.roles.index(role)]), *NAMES))
+    roles = role, game.other(role)
+    names = rng.choice((roles, *NAMES))
     layout = rng.choice((CHAT, CHAT_INVERSE, ALPACA))
     system_name = rng.choice(SYSTEM_NAMES)
     rule = rule_text(templates, max_turns, rng.choice(range(len(templates[RULES]))))
     request = instruction(templates, role, game.secrets(role, task, history), max_turns)
-    names = (speaker if message["role"] == role else listener for message in history)
-    dialog = "".join(f"{separator}{name}: {each['content']}" for name, each in zip(names, history, strict=True))
+    name_of = dict(zip(roles, names, strict=True))
+    dialog = "".join(f"{separator}{name_of[each['role']]}: {each['content']}" for each in history)
     start = "" if history else NO_HISTORY + " "
-    answer = f"{separator}{speaker}: "
+    answer = f"{separator}{names[0]}: "
     if layout == ALPACA:
         system = f"{system_name}: " if rng.uniform(0, 1) < ALPACA_CHANCE else ""
         dialog = start or f"{separator}Game History:{dialog}\n\n"
@@ -106,7 +113,8 @@ def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
     templates = read_json(path)
     rules = RULES in templates and templates[RULES]
-    if not (rules and isinstance(rules, list) and all(str(rule).endswith("\n") for rule in rules)):
+    texts = rules if isinstance(rules, list) else []
+    if not texts or not all(str(text).endswith("\n") for text in texts):
         raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
     for role in game.roles:
         request = templates.get(f"{role}_instruction")
@@ -117,7 +125,8 @@ def load_templates(path: str | Path, game: Game) -> Templates:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
     if "answer" in templates and game.answer(game.example_task):
         role, message = answer(game, game.example_task, templates)
-        history = [{"role": game.roles[0], "content": ""}, {"role": role, "content": message}]
+        opening = {"role": game.roles[0], "content": ""}
+        history = [opening, {"role": role, "content": message}]
         ended = game.decide(game.example_task, history)
         if ended is None or not game.rewards(game.example_task, history, ended).get(role):
             raise UserError(f"{path}: to the judge, 'answer' ({message}) is no right guess")

@@ -93,7 +93,8 @@ def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
     """
     if needs_tag and not any(tag in text for tag in THOUGHT_BEGINS + THOUGHT_ENDS):
         return "", text
-    end = max((text.rfind(tag) + len(tag) for tag in THOUGHT_ENDS if tag in text), default=len(text))
+    ends = [text.rfind(tag) + len(tag) for tag in THOUGHT_ENDS if tag in text]
+    end = max(ends, default=len(text))
     if any(tag in text[end:] for tag in THOUGHT_BEGINS):
         end = len(text)
     return text[:end], text[end:]

@@ -19,6 +19,7 @@ from tools.selfplay.flags import PlayFlags
 from utils import printable, rank, world_size
 
 logger = logging.getLogger(__name__)
+OnEpisode = Callable[[Episode], None]  # called with each game that has ended
 
 
 async def play_game(
@@ -67,7 +68,7 @@ async def play_games(
     max_turns: int,
     templates: prompts.Templates | None = None,
     concurrent_games: int,
-    on_episode: Callable[[Episode], None],
+    on_episode: OnEpisode,
 ) -> None:
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
@@ -134,7 +135,7 @@ def play_words(
         sys.exit(0)
 
 
-def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[Callable[[Episode], None], tqdm]:
+def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
     """A function that shows a finished game, and the bar that it moves.
 
     Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).

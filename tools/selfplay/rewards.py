@@ -105,7 +105,11 @@ class Paid(NamedTuple):
 Numbers = dict[str, dict[str, float]]  # of all games: "weights" and "baselines", each by role
 
 
-def paid_roles(game: Game, results: Sequence[Result], flags: RewardFlags) -> tuple[list[dict[str, Paid]], Numbers]:
+def paid_roles(
+    game: Game,
+    results: Sequence[Result],
+    flags: RewardFlags,
+) -> tuple[list[dict[str, Paid]], Numbers]:
     """For each game what the roles are paid whose messages become rows; and the numbers behind it.
 
     Baselines are among the numbers if they were subtracted.
@@ -159,8 +163,7 @@ def role_pay(game: Game, result: Result, flags: RewardFlags) -> dict[str, float]
     pay = dict(zip(game.roles, result.rewards, strict=True))
     winners = [role for role in game.roles if pay[role]]
     if flags.losers and outcome.winner is not None and len(winners) == 1:
-        (loser,) = set(game.roles) - set(winners)
-        pay[loser] = -flags.losers * pay[winners[0]]
+        pay[game.other(winners[0])] = -flags.losers * pay[winners[0]]
     if flags.ties and outcome.winner is None and not outcome.breach and not winners:
         pay = dict.fromkeys(game.roles, -flags.ties)
     return pay

@@ -45,6 +45,7 @@ class Row(TypedDict, total=False):
     thought: bool  # the target begins with one, and is exactly what the model wrote
 
 
+RowsAndNotes = tuple[list[Row], dict]  # the notes stand in the record of a file of rows
 PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
 Shape = Callable[[Row, Mapping, str], float]  # (row, episode, outcome) -> the row's final reward
 
@@ -83,7 +84,8 @@ def prompt_fn(
     if kind == RANDOM and not chat:
         return partial(prompts.training_prompt, game, templates=templates, rng=rng)
     join = chat.join_play_prompt if chat else prompts.join_play_prompt
-    return partial(prompts.play_prompt, game, templates=templates, rng=rng if kind == RANDOM else None, join=join)
+    rule_rng = rng if kind == RANDOM else None
+    return partial(prompts.play_prompt, game, templates=templates, rng=rule_rng, join=join)
 
 
 def game_rows(
@@ -190,7 +192,7 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
 # The record of a file of rows.
 
 
-def write_rows(path: str, settings: Mapping, make: Callable[[], tuple[list[Row], dict]]) -> None:
+def write_rows(path: str, settings: Mapping, make: Callable[[], RowsAndNotes]) -> None:
     """Write the rows that `make` gives, once. X_rewards_settings.json, the record beside X.json, holds its notes."""
     file = Path(path)
     record, results = file.with_name(f"{file.stem}_rewards_settings.json"), [glob.escape(file.name)]
