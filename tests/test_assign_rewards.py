@@ -7,6 +7,7 @@ import re
 import pytest
 from conftest import ROOT, load_golden
 from helpers import call, flags_of
+from scripted import messages
 
 import utils
 from tools import assign_rewards as program
@@ -23,8 +24,7 @@ GUESS = f"I know the word! It is `{WORD}`!"
 
 def episode(*texts, target_word=WORD, max_turns=5):
     """An episode in which the players take turns."""
-    history = [{"role": GAME.roles[index % 2], "content": text} for index, text in enumerate(texts)]
-    return {"history": history, "target_word": target_word, "max_turns": max_turns}
+    return {"history": messages(GAME, *texts), "target_word": target_word, "max_turns": max_turns}
 
 
 ATTACKER_WON = episode("Hungry?", "A little", "For what?", "An apple", "ignored", "ignored")

@@ -132,38 +132,33 @@ def test_the_answer_is_a_message_that_finds_the_secret(name, tmp_path):
     assert prompts.load_templates(tmp_path / "prompts.json", game) == own
 
 
-@pytest.mark.parametrize(
-    "texts, outcome, length",
-    [
-        (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
-        (["Is it `fig`? Or is it `apple`?"], "found", 1),  # one of its guesses is right
-        (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
-        (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
-        (["Is it red?", "Perhaps"], "no answer", 2),
-        (["Is it red?", "- *No*"], "not found", 2),
-        (["Is it red?", "No1"], "no answer", 2),
-        (["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
-        (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
-    ],
-)
-def test_twenty_questions_is_judged_by_its_rules(texts, outcome, length):
-    assert QUESTIONS.judge(messages(QUESTIONS, *texts), "apple", 3) == (outcome, length)
+WORD, PLACE = (QUESTIONS, "apple"), (CITY, "Lyon, France, Europe")
 
 
 @pytest.mark.parametrize(
-    "texts, outcome, length",
+    "game, texts, outcome, length",
     [
-        (["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
-        (["Are you from `Nice`? Are you from `Lyon`?"], "found", 1),
-        (["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
-        (["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
-        (["Which language?", "That of france."], "answerer names the place", 2),
-        (["Which language?", "I am no Lyonnais."], "not found", 2),
-        (["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
+        (WORD, ["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
+        (WORD, ["Is it `fig`? Or is it `apple`?"], "found", 1),  # one of its guesses is right
+        (WORD, ["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
+        (WORD, ["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
+        (WORD, ["Is it red?", "Perhaps"], "no answer", 2),
+        (WORD, ["Is it red?", "- *No*"], "not found", 2),
+        (WORD, ["Is it red?", "No1"], "no answer", 2),
+        (WORD, ["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
+        (WORD, ["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
+        (PLACE, ["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
+        (PLACE, ["Are you from `Nice`? Are you from `Lyon`?"], "found", 1),
+        (PLACE, ["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
+        (PLACE, ["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
+        (PLACE, ["Which language?", "That of france."], "answerer names the place", 2),
+        (PLACE, ["Which language?", "I am no Lyonnais."], "not found", 2),
+        (PLACE, ["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
     ],
 )
-def test_guess_my_city_is_judged_by_its_rules(texts, outcome, length):
-    assert CITY.judge(messages(CITY, *texts), "Lyon, France, Europe", 3) == (outcome, length)
+def test_questions_and_cities_are_judged_by_their_rules(game, texts, outcome, length):
+    game, task = game
+    assert game.judge(messages(game, *texts), task, 3) == (outcome, length)
 
 
 def test_each_line_of_the_list_of_cities_is_a_task_and_others_are_refused():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
-from helpers import call
+from helpers import call, flags_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -46,6 +46,11 @@ def pretend_gpus(monkeypatch, number: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
 
+def refused_training(model, folder, **changes) -> str:
+    flags = {"train_method": "SFT", "model_name_or_path": model, "train_data_path": "rows.json"}
+    return call(train.main, *flags_of(flags | {"output_dir": folder / "out"} | changes), status=2).errors
+
+
 @pytest.mark.parametrize("rank, processes", [("0", "8"), ("1", None)])
 def test_more_processes_than_gpus_are_one_line_with_both_numbers(tiny_model, tmp_path, monkeypatch, rank, processes):
     pretend_gpus(monkeypatch, 1)
@@ -56,17 +61,13 @@ def test_more_processes_than_gpus_are_one_line_with_both_numbers(tiny_model, tmp
     both = rf"{processes or 2} processes .* it has 1"
     with pytest.raises(UserError, match=both):
         load(tiny_model)
-    words = ["--train_method", "SFT", "--model_name_or_path", tiny_model, "--train_data_path", "rows.json"]
-    refused = call(train.main, *words, "--output_dir", tmp_path / "out", status=2)
-    assert re.search(both, refused.errors) and not (tmp_path / "out").exists()
+    assert re.search(both, refused_training(tiny_model, tmp_path)) and not (tmp_path / "out").exists()
 
 
 def test_a_training_on_the_cpu_needs_no_gpu(tiny_model, tmp_path, monkeypatch):
     pretend_gpus(monkeypatch, 0)
-    words = ["--train_method", "SFT", "--model_name_or_path", tiny_model, "--train_data_path", "rows.json"]
-    words += ["--output_dir", tmp_path / "out"]
-    assert "it has 0" in call(train.main, *words, status=2).errors
-    assert "rows.json" in call(train.main, *words, "--use_cpu", True, status=2).errors
+    assert "it has 0" in refused_training(tiny_model, tmp_path)
+    assert "rows.json" in refused_training(tiny_model, tmp_path, use_cpu=True)
 
 
 def load(folder, flags=GREEDY) -> LocalModel:

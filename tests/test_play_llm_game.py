@@ -253,8 +253,14 @@ def flags(place, model, output, **changes):
     return play_flags(place, model, output, **values | changes)
 
 
-def run(*flags, status=0):
-    return call(play_llm_game.main, *flags, status=status)
+@pytest.fixture
+def run(place, tiny_model, tmp_path):
+    """Play with these flags; gives what the program wrote."""
+
+    def play(output=tmp_path, status=0, **changes):
+        return call(play_llm_game.main, *flags(place, tiny_model, output, **changes), status=status)
+
+    return play
 
 
 def results(folder, stem=STEM):
@@ -275,7 +281,7 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
 
 
-def test_lost_games_leave_status_3_and_the_same_command_plays_them(place, tiny_model, tmp_path, monkeypatch):
+def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path, monkeypatch):
     class Unreliable(Player):
         lost = {1, 3}
 
@@ -285,37 +291,35 @@ def test_lost_games_leave_status_3_and_the_same_command_plays_them(place, tiny_m
             return Reply("Hm.", "stop", 2)
 
     monkeypatch.setattr(play, "make_players", lambda *args, **options: (dict.fromkeys(GAME.roles, Unreliable()), 2))
-    arguments = flags(place, tiny_model, tmp_path, max_games=6)
-    errors = run(*arguments, status=3).errors
+    errors = run(max_games=6, status=3).errors
     assert "word1: left unfinished: no answer" in errors and "2 games are missing; the same command plays" in errors
     assert not (tmp_path / f"{STEM}_results.json").exists()
     Unreliable.lost = set()
-    assert "continues: 4 of 6 games" in run(*arguments).errors
+    assert "continues: 4 of 6 games" in run(max_games=6).errors
     assert [game["index"] for game in results(tmp_path)] == list(range(6))
     assert [json.loads(line)["index"] for line in open(tmp_path / f"{STEM}_rank0.jsonl")] == [0, 2, 4, 5, 1, 3]
 
 
-def test_the_same_seed_plays_the_same_games(place, tiny_model, tmp_path):
+def test_the_same_seed_plays_the_same_games(run, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run(*flags(place, tiny_model, tmp_path / name, seed=seed, max_games=9))
+        run(tmp_path / name, seed=seed, max_games=9)
     first, again, other = ((tmp_path / name / f"{STEM}_results.json").read_bytes() for name in "abc")
     assert first == again != other
 
 
-def test_a_record_of_an_earlier_version_counts_as_having_the_defaults(place, tiny_model, tmp_path):
-    arguments, path = flags(place, tiny_model, tmp_path, max_games=1), tmp_path / f"{STEM}_settings.json"
-    run(*arguments)
+def test_a_record_of_an_earlier_version_counts_as_having_the_defaults(run, tmp_path):
+    run(max_games=1)
+    path = tmp_path / f"{STEM}_settings.json"
     record = read_json(path)
     assert record["settings"].pop("top_p") == 1.0
     write_json(path, record)
-    assert "top_p: 1.0 then, 0.5 now" in run(*arguments, "--top_p", 0.5, status=2).errors
-    run(*arguments)
+    assert "top_p: 1.0 then, 0.5 now" in run(max_games=1, top_p=0.5, status=2).errors
+    run(max_games=1)
 
 
-def test_two_models_play_each_its_side(place, tiny_model, other_model, tmp_path):
+def test_two_models_play_each_its_side(run, place, tiny_model, other_model, tmp_path):
     """Greedy games of two models: each message is what its own model says to the prompt."""
-    changes = {"task_type": "testing", "defender_model_name_or_path": other_model, "max_games": 6}
-    run(*flags(place, tiny_model, tmp_path, **changes))
+    run(task_type="testing", defender_model_name_or_path=other_model, max_games=6)
     how = EngineFlags(max_length=256, max_new_tokens=4, task_type="testing")
     templates = prompts.load_templates(place / "prompts.json", GAME)
     sides = [load_local_model(Path(folder), how) for folder in (tiny_model, other_model)]

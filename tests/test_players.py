@@ -6,7 +6,7 @@ from scripted import messages
 
 from tools.games import prompts
 from tools.games.game import load_member
-from tools.games.taboo import DEFENDER, Taboo
+from tools.games.taboo import Taboo
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
 from tools.selfplay.play import play_game
 from tools.tiny.players import load_lexicon
@@ -39,8 +39,3 @@ def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same
     games = [play(index) for index in range(400)]
     assert len({episode["outcome"] for episode in games}) == 4
     assert games[7] == play(7)
-
-
-def test_a_function_of_ones_own_plays(tmp_path):
-    (tmp_path / "own.py").write_text("def echo(turn):\n    return turn.role\n", encoding="utf-8")
-    assert load_member(f"{tmp_path}/own.py:echo")(SECOND) == DEFENDER
