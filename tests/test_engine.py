@@ -132,7 +132,7 @@ def test_in_half_precision_logits_are_as_exact_as_those_of_a_plain_pass():
     assert 0.5 * by_plain < by_engine < 1.5 * by_plain
 
 
-@pytest.mark.parametrize("task_type, blocks", [(TESTING, None), (SAMPLING, 8)])
+@pytest.mark.parametrize("task_type, blocks", [(TESTING, 999), (SAMPLING, 8)])
 def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(task_type, blocks):
     class WatchedEngine(SlotEngine):
         def _sample(self, slots, logits):
@@ -144,7 +144,7 @@ def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(task_type, blo
         local, logged = llama(sampling(task_type=task_type)), []
         if on_gpu:
             local.model = gpu.move(local.model)
-        engine = WatchedEngine(local, 4, blocks and blocks * BLOCK)
+        engine = WatchedEngine(local, 4, blocks * BLOCK)
         torch.manual_seed(1)
         with gpu:  # computes what is on its device
             found.append(([answer(engine, prompts) for prompts in conversation(games=5, turns=4)], logged))
@@ -221,14 +221,14 @@ def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
 @pytest.mark.parametrize(
     "blocks, lengths, digest",
     [
-        (None, [60, 60, 14, *[60] * 13, 14, *[60] * 5, 38, 60], "5660fc9c985d25a4"),
+        (999, [60, 60, 14, *[60] * 13, 14, *[60] * 5, 38, 60], "5660fc9c985d25a4"),
         (9, [60, 60, 56, 60, 60, 60, 47, 60, 60, 60, 14, 2, *[60] * 6, 54, *[60] * 4, 28], "c787f37252c5aaaf"),
     ],
 )
 def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
     """The order in which slots draw is part of the result of a seed. With 9 blocks, two requests are preempted."""
     local = llama(sampling(task_type=SAMPLING, max_new_tokens=60))
-    engine = SlotEngine(local, 6, blocks and blocks * BLOCK)
+    engine = SlotEngine(local, 6, blocks * BLOCK)
     torch.manual_seed(1)
     replies = [reply for prompts in conversation(games=8, turns=3) for reply in answer(engine, prompts)]
     assert [reply.tokens for reply in replies] == lengths

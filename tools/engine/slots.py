@@ -23,19 +23,19 @@ from tools.players.player import Reply, Sampling
 class SlotEngine:
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
-    Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens (None: any number).
+    Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
     """
 
     keeps_games = True
 
-    def __init__(self, local: LocalModel, slots: int, cache_tokens: int | None = None):
+    def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):
         self.codec, self.model, self.size = local.codec, local.model, slots
         sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         self.warp = _warpers(sampling)
-        limit: float = math.inf if cache_tokens is None else max(1, cache_tokens // BLOCK)
+        limit = max(1, cache_tokens // BLOCK)
         self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=sampling.max_new_tokens)
         self.caches: dict[int, LayerCache] = {}  # by layer
 

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-# One match's models by folder, under the text of all that loading depends on: each starts engines for at most so many
-# games at once (None: any number).
-_loaded: dict[str, dict[Path, Callable[[int | None], "Engine"]]] = {}
+Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
+_loaded: dict[
+    str, dict[Path, Start]
+] = {}  # one match's models by folder, under the text of all that loading depends on
 _ends = ExitStack()  # the `end` of engines that do not leave memory with their last user
 
 
@@ -69,7 +71,9 @@ def make_players(
         from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
 
         torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
-        engines = ENGINE_THREAD.submit(_start_engines, sorted(set(folders.values())), flags, limit).result()
+        engines = ENGINE_THREAD.submit(
+            _start_engines, sorted(set(folders.values())), flags, limit or math.inf
+        ).result()
         batcher = Batcher()
         torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
     busy = 0  # games that keep all players busy
@@ -93,7 +97,7 @@ def make_players(
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 
-def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None) -> dict[Path, "Engine"]:
+def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: float) -> dict[Path, "Engine"]:
     """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
     key = repr(([model_setting(str(folder)) for folder in folders], flags))
     if key not in _loaded:
@@ -102,7 +106,7 @@ def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: int | None)
     return {folder: start(limit) for folder, start in _loaded[key].items()}
 
 
-def _load(folder: Path, flags: PlayFlags, models: int) -> Callable[[int | None], "Engine"]:
+def _load(folder: Path, flags: PlayFlags, models: int) -> Start:
     """Load one of `models` models. Returns what starts its engines: vLLM has one, ours are new for each run."""
     if flags.engine == VLLM:
         engine = VLLMEngine(folder, flags, flags.per_device_eval_batch_size or VLLM_GAMES, models)
@@ -113,21 +117,18 @@ def _load(folder: Path, flags: PlayFlags, models: int) -> Callable[[int | None],
     return partial(_own_engine, load_local_model(folder, flags), flags, models)
 
 
-def _own_engine(local: "LocalModel", flags: PlayFlags, models: int, limit: int | None) -> "Engine":
+def _own_engine(local: "LocalModel", flags: PlayFlags, models: int, limit: float) -> "Engine":
     from tools.engine.generate import BatchEngine
     from tools.engine.memory import slots_for_memory
     from tools.engine.slots import SlotEngine, can_hold
 
-    def size(default: int) -> int:
-        wanted = flags.per_device_eval_batch_size or default
-        return min(wanted, limit or wanted)
-
+    size = flags.per_device_eval_batch_size
     if flags.engine != GENERATE and can_hold(local.model, flags.max_length):
         slots, cache_tokens = slots_for_memory(local.model, engines=models)
-        return SlotEngine(local, size(slots), cache_tokens)
+        return SlotEngine(local, min(size or slots, limit), cache_tokens)
     if flags.engine == SLOTS:
         raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-    return BatchEngine(local, size(GENERATE_PROMPTS))
+    return BatchEngine(local, min(size or GENERATE_PROMPTS, limit))
 
 
 def drop_models() -> None:
