@@ -73,14 +73,13 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     return flags
 
 
-def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str] | None = None, *, description: str) -> T:
+def parse_command(kinds: Mapping[str, type[T]], *, description: str) -> T:
     """Read `COMMAND --flag ...` into the dataclass of this command. Its docstring describes the command in --help."""
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
-    command = parser.parse_args(words[:1]).command
+    command = parser.parse_args(sys.argv[1:2]).command
     kind = kinds[command]
-    return parse_flags(kind, words[1:], description=kind.__doc__, prog=f"{parser.prog} {command}")
+    return parse_flags(kind, sys.argv[2:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
 def check_values(flags) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tools.games import prompts
 from tools.games.game import History
-from utils import UserError, alpaca_to_row, chat_text, told
+from utils import UserError, chat_text, told
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
@@ -76,12 +76,6 @@ class ChatTemplate:
     def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
         """The prompt of play, up to where the reply begins."""
         return self._render(chat_messages(history, role, rules, request))
-
-    @staticmethod
-    def alpaca_to_turn(example: dict) -> dict:
-        """A raw Alpaca record as `utils.alpaca_to_row` gives it, but with the prompt that a user would send."""
-        prompt = "\n\n".join(filter(None, (example["instruction"], example.get("input"))))
-        return alpaca_to_row(example) | {"prompt": prompt}
 
     def row(self, row: dict) -> dict:
         """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
-_loaded: dict[
-    str, dict[Path, Start]
-] = {}  # one match's models by folder, under the text of all that loading depends on
+# One match's models by folder, under the text of all that loading depends on.
+_loaded: dict[str, dict[Path, Start]] = {}
 _ends = ExitStack()  # the `end` of engines that do not leave memory with their last user
 
 
@@ -71,9 +70,8 @@ def make_players(
         from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
 
         torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
-        engines = ENGINE_THREAD.submit(
-            _start_engines, sorted(set(folders.values())), flags, limit or math.inf
-        ).result()
+        to_load = sorted(set(folders.values()))
+        engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf).result()
         batcher = Batcher()
         torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
     busy = 0  # games that keep all players busy

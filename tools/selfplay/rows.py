@@ -181,8 +181,10 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     if row_messages(record):
         return {"messages": record["messages"], "type": "sft", "weight": 1.0}
-    if chat and {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys():
-        record = chat.alpaca_to_turn(record)
+    is_alpaca = {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys()
+    if chat and is_alpaca:  # as a user would send it
+        parts = filter(None, (record["instruction"], record.get("input")))
+        record = {"prompt": "\n\n".join(parts), "answer": record["output"]}
     query, target, record = row_texts(record)
     row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
     row |= {"chat_template": True} if record.get("chat_template") else {}
