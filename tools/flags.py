@@ -124,8 +124,8 @@ class GameFlags:
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def game_settings(self, game: Game) -> dict:
-        settings = {"game": {"name": game.name, "options": self._options()}}
-        settings |= {"prompt_templates": files_setting(self.prompt_templates or game.prompt_file)}
+        prompt_file = files_setting(self.prompt_templates or game.prompt_file)
+        settings = {"game": {"name": game.name, "options": self._options()}, "prompt_templates": prompt_file}
         if ":" in self.game:  # of the user, who may have changed it since
             settings["game_file"] = files_setting(inspect.getfile(type(game)))
         return settings

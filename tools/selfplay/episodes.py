@@ -86,9 +86,9 @@ class EpisodeFiles:
     def merge(self) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier."""
         finished = self.finished()
-        if missing := sum(index not in finished for index in range(len(self.words))):
+        if missing := len(self.words) - len(finished):
             return missing
-        episodes = [finished[index] for index in range(len(self.words))]
+        episodes = [finished[index] for index in sorted(finished)]
         write_json(self.summary_path, summary(self.game, episodes))
         write_records(self.results_path, episodes)
         return 0
