@@ -277,7 +277,7 @@ def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse, tmp_path):
     assert "the games give no rows" in line and "'tied game': 2" in line
     sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
     assert "sft.jsonl: row 2: a row needs" in refuse(sft_data_path=sft)
-    assert "at most 1" in refuse(decay_weight=1.25)
+    assert "at most 1" in refuse(decay_weight=1.25) and "above 0" in refuse(decay_weight=0.0)
     assert "at least 0" in refuse(ties=float("nan"))
     assert "leave out --losers" in refuse(messages="all", losers=1)
     assert "--baseline" in refuse(messages="all", baseline="role")
