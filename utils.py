@@ -276,10 +276,6 @@ def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
         write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def write_words(path: StrPath, words: Iterable[str]) -> None:
-    write_text(path, "".join(f"{word}\n" for word in words))
-
-
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
     context = f"\n\n### Input: {example['input']}" if example.get("input") else ""
