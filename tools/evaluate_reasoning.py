@@ -84,9 +84,14 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     scores, versions = ask_all(flags)
-    settings = {"harness": ", ".join(sorted(versions)), "dtype": flags.dtype, "limit": flags.limit}
-    settings |= {"against": flags.models[0].name, "models": dict(flags.models)}
-    settings |= {"benchmarks": [benchmark._asdict() for benchmark in flags.tasks]}
+    settings = {
+        "harness": ", ".join(sorted(versions)),
+        "dtype": flags.dtype,
+        "limit": flags.limit,
+        "against": flags.models[0].name,
+        "models": dict(flags.models),
+        "benchmarks": [benchmark._asdict() for benchmark in flags.tasks],
+    }
     rows = score_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
     write_json(f"{flags.output_dir}/results.json", {"settings": settings, "results": rows})
     text = table_text(rows, settings)

@@ -87,8 +87,8 @@ def trace(name: str, points: Mapping[str | int, float], intervals: Sequence = ()
     line = {"type": "scatter", "name": plain(name), "mode": mode, "y": list(points.values())}
     line["x"] = [plain(x) if isinstance(x, str) else x for x in points]
     if intervals:
-        below = [y - low for y, (low, _) in zip(points.values(), intervals, strict=True)]
-        above = [high - y for y, (_, high) in zip(points.values(), intervals, strict=True)]
+        lengths = [(y - low, high - y) for y, (low, high) in zip(points.values(), intervals, strict=True)]
+        below, above = zip(*lengths, strict=True)
         line["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
     return line
 

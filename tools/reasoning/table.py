@@ -98,7 +98,8 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     columns, asked = [benchmark["name"] for benchmark in settings["benchmarks"]], []
     cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
     lines = [["", *columns, MEAN]]
-    lines += [[model, *(cells.get((model, name), UNKNOWN) for name in lines[0][1:])] for model in settings["models"]]
+    for model in settings["models"]:
+        lines.append([model, *(cells.get((model, column), UNKNOWN) for column in (*columns, MEAN))])
     shown = [*columns, MEAN if {*columns, MEAN} == {*PUBLISHED_NAMES} else None]  # the mean is that of all eight
     for name, row in PUBLISHED.items():
         lines.append([f"{name}, published", *(row.get(column, UNKNOWN) for column in shown)])

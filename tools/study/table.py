@@ -63,7 +63,8 @@ def read_results(names: Sequence[str | Path]) -> list[dict]:
 def refuse_mixed(results: Sequence[dict]) -> None:
     """Raise UserError for two runs of an arm with the same seed, or with other settings."""
     first, runs = {}, set()
-    for seed, arm, run in ((result["seed"], *item) for result in results for item in result["arms"].items()):
+    of_all = [(result["seed"], *item) for result in results for item in result["arms"].items()]
+    for seed, arm, run in of_all:
         settings = {key: value for key, value in run.get("settings", {}).items() if key not in RUNS_DIFFER_IN}
         if different := differences(first.setdefault(arm, settings), settings):
             raise UserError(f"seed {seed}, {arm}: {'; '.join(different)}; do not mix these runs")
@@ -116,7 +117,9 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str
     )
     gaps = values.sub(others.squeeze("columns"), axis="index") if other in (BASE, IMITATION) else values - others
     gaps = gaps.dropna(how="all").dropna(axis="columns")
-    return None if gaps.empty else (lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist())
+    if gaps.empty:
+        return None
+    return lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist()
 
 
 def cell(lines: pd.DataFrame, table: str, column: str, seeds: int) -> str:
