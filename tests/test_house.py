@@ -13,7 +13,7 @@ from helpers import ROOT, finish, start
 ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny study, programs spag"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 # All that these may import.
-ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "programs"}}
+ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "selfplay", "programs"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "figure"}  # pieces for people, and the picture of the loss
 

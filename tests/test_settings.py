@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import build_tokenizer
 from helpers import ROOT, call, words_of
 
 from tools.games import load_game
+from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
 from tools.loop import settings as loop
 from utils import UserError, alpaca_to_row, files_setting, read_json, write_json
@@ -217,6 +219,14 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
     assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own), THINKING="True")
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = (ROOT / "tests/chat_templates/chatml.jinja").read_text(encoding="utf-8")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_json(tmp_path / "model/config.json", {"model_type": "llama"})
+    in_chat = {"MODEL": str(tmp_path / "model"), "CHAT_TEMPLATE": "True"}
+    start(IMITATION_DATA=rows(own, ChatTemplate(tokenizer, "model").sha256), **in_chat)
+    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "of another model"), **in_chat)
     write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
     start(IMITATION_DATA=str(tmp_path / "rows.json"))
 

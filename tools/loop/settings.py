@@ -25,6 +25,7 @@ from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reas
 from tools.flags import parse_flags
 from tools.games import prompts
 from tools.games.game import Game
+from tools.selfplay.flags import PlayFlags
 from utils import ROOT, UserError, read_json
 
 DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
@@ -195,7 +196,7 @@ def check(settings: Settings) -> list[str]:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
-    check_layout(settings, game)
+    check_layout(settings, flags["PLAY"], game)
     for path in word_lists:
         utils.read_words(path, game.check_task)
     return utils.read_words(settings["WORDS"], game.check_task)
@@ -266,7 +267,7 @@ def check_sft_data(settings: Settings) -> None:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 
-def check_layout(settings: Settings, game: Game) -> None:
+def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
     """Raise UserError for rows of imitation in another layout than that of play.
 
     A record beside the rows names it. Rows without a record, as long as they are to be trained on, must hold a rule of
@@ -274,19 +275,19 @@ def check_layout(settings: Settings, game: Game) -> None:
     """
     prompt_file = settings["PROMPTS"] or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
-    layout_of_play = (settings["CHAT_TEMPLATE"] == "True", settings["THINKING"] == "True")
-    layout_of_play += (utils.files_setting(prompt_file)["sha256"],)
+    chat = template_digest(settings["MODEL"], play) if play.chat_template else None
+    layout_of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
     foreign = []  # of other people, or of tools/controls.py
     for path in values(settings, "IMITATION_DATA"):
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
         made = read_json(record)["settings"] if record.is_file() else {}
         if "prompt_templates" not in made:
-            logger.warning("%s: no record says how these rows were made; their prompts should be those of play", path)
             foreign.append(path)
             continue
-        layout = (bool(made["chat_template"]), bool(made.get("thinking")), made["prompt_templates"]["sha256"])
+        layout = (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"])
         if layout != layout_of_play:
-            raise UserError(f"{path}: its CHAT_TEMPLATE, THINKING or prompts are not those of play ({prompt_file})")
+            how = f"its chat template, THINKING or prompts are not those of play ({settings['MODEL']}, {prompt_file})"
+            raise UserError(f"{path}: {how}")
     imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
     if settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
         return
@@ -295,10 +296,20 @@ def check_layout(settings: Settings, game: Game) -> None:
     def is_there(rule: str) -> bool:
         return all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2])
 
-    if bare(prompts.NO_HISTORY) in rows and not any(map(is_there, templates[prompts.RULES])):
+    if foreign and bare(prompts.NO_HISTORY) not in rows:
+        logger.warning("%s: no record says how these rows were made; are their prompts those of play?", foreign)
+    elif foreign and not any(map(is_there, templates[prompts.RULES])):
         remedy = f"take PROMPTS={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
         rules = f"these games have none of play's rules ({prompt_file})"
         raise UserError(f"{' '.join(foreign)}: {rules}; for the authors' rows {remedy}")
+
+
+def template_digest(model: str, play: PlayFlags) -> str:
+    """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
+    from tools.games.chat import ChatTemplate  # brings transformers
+
+    tokenizer = utils.load_tokenizer(model, trust_remote_code=play.trust_remote_code)
+    return ChatTemplate(tokenizer, model, play.thinking).sha256
 
 
 def bare(value) -> str:
