@@ -54,7 +54,8 @@ class Rate(NamedTuple):
     rows: Tensor
 
 
-# A loss returns (loss, metrics). The terms of the loss (policy_loss, sft_loss) are scalars: means over micro-batches.
+# A loss returns (loss, metrics), for every micro-batch with the same names. The terms of the loss (policy_loss,
+# sft_loss) are scalars: means over micro-batches.
 Metrics = dict[str, Tensor | Mean | Largest]
 
 

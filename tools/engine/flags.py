@@ -10,7 +10,7 @@ AUTO, VLLM, SLOTS, GENERATE = "auto", "vllm", "slots", "generate"  # values of -
 
 @dataclass(kw_only=True)
 class EngineFlags(Sampling):
-    """Beside sampling, first the types of models, on which games depend, then how this machine computes them."""
+    """Sampling; then the types of numbers, on which games depend; then how this machine computes."""
 
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
     fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)

@@ -121,7 +121,7 @@ class Scheduler:
         return [slot for slot in self.slots if slot.request]
 
     def common_prefix(self) -> list[int]:
-        """The tokens with which all prompts begin that an empty scheduler starts first."""
+        """The tokens with which the prompts of the first requests all begin."""
         first = list(self.waiting)[: len(self.slots)]
         return list(commonprefix([request.prompt_ids[:-1] for request in first]))
 

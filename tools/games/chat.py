@@ -53,7 +53,7 @@ class ChatTemplate:
             self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
         except TemplateError:  # some refuse a system message
             self.has_system = False
-        # Mistral's templates write a system message into the last message of the user, so not before a reply.
+        # Mistral's templates show a system message only in the user's last message, so ask for it without a reply.
         with_system, prompt = self._render(SAMPLE[:2]), self._render(SAMPLE[1:2])
         whole = self._render(SAMPLE[1:], reply_follows=False)
         must_appear = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)

@@ -33,7 +33,7 @@ LOCK = 9  # descriptor of OUTPUT/.loop.lock, which run_spag.sh and its stages ke
 SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "EVAL_TASKS")  # ends of names
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
-PATTERNS = {  # of values, before `auto` is replaced; STAGES check those that are called like one of their flags
+PATTERNS = {  # of values before `auto` is replaced. Settings called like a flag of a stage are checked by its parser.
     f"0|{COUNT}": "EPOCHS SEED NODE_RANK",  # the shell computes with these and the next
     COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD EVAL_EVERY",
     f"|{COUNT}": "GAMES PLAY_BATCH LORA_RANK",

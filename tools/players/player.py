@@ -13,7 +13,7 @@ from utils import UserError
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
-SCRIPTED = "scripted:"  # begins the name of a player that the game itself provides
+SCRIPTED = "scripted:"  # begins the name of a player that is a function
 SAMPLING, TESTING = "sampling", "testing"  # tokens are drawn at random, or the likeliest token is taken each time
 THOUGHT_BEGINS = ("<think>", "<thinking>", "[THINK]")
 THOUGHT_ENDS = ("</think>", "</thinking>", "[/THINK]")

@@ -127,7 +127,10 @@ def _paid(
     weights: Mapping[str, float],
     baselines: Mapping[str, float] | None,
 ) -> dict[str, Paid]:
-    """What a game pays the roles whose reward is not 0. With a baseline it pays both, unless it ended in a breach."""
+    """The reward and weight of each role; a role that is paid 0 is left out.
+
+    A baseline is subtracted, unless the game ended in a breach.
+    """
     pay, breach = role_pay(game, result, flags), game.outcome(result.outcome).breach
     winners = [role for role in game.roles if pay[role] > 0]
     loser_weight = weights[winners[0]] if winners else 1.0  # that of the winner, and 1 in a tie
