@@ -403,7 +403,10 @@ def load_tokenizer(name: str, **options):
 
 
 def model_setting(name: str) -> dict[str, str]:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples."""
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
+
+    `samples` tells this digest from those of older versions, which read fewer.
+    """
     folder, digest = model_folder(name), hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
@@ -416,7 +419,7 @@ def model_setting(name: str) -> dict[str, str]:
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
-    return {"path": name, "sha256": digest.hexdigest()} | commit
+    return {"path": name, "sha256": digest.hexdigest(), "samples": SAMPLES} | commit
 
 
 # Finished work.
@@ -501,8 +504,13 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
         setting = settings.get(name)
         return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
-    different = [name for name in {**then, **now} if content(then, name) != content(now, name)]
-    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different]
+    def phrase(name: str) -> str:
+        old, new = then.get(name), now.get(name)
+        in_samples = [isinstance(setting, dict) and "samples" in setting for setting in (old, new)]
+        note = " (a digest of an older version)" if old and in_samples == [False, True] else ""
+        return f"{name}: {old} then{note}, {new} now"
+
+    return [phrase(name) for name in {**then, **now} if content(then, name) != content(now, name)]
 
 
 @functools.cache
