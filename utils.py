@@ -375,9 +375,11 @@ def load_model(name: StrPath, **options):
 
 
 def share_weights(folder: StrPath) -> None:
-    """Let those read a model's weights who may read its folder: safetensors lets their owner alone read them."""
+    """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
+    mask = os.umask(0)
+    os.umask(mask)
     for path in Path(folder).glob("*.safetensors"):
-        path.chmod(path.parent.stat().st_mode & 0o666)
+        path.chmod(0o666 & ~mask)
 
 
 def check_token(token: int, tokenizer, vocab_size: float) -> None:

@@ -1,6 +1,7 @@
 """Files that every program reads and writes: records, word lists, whole writes, digests of models, errors."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -125,12 +126,13 @@ def test_a_digest_sees_each_byte_of_16_mib_and_each_layer_of_more(tmp_path, mega
 
 
 def test_others_may_read_weights_if_they_may_read_a_new_file(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "new").touch()
-    (folder / "model.safetensors").touch(mode=0o600)
-    utils.share_weights(folder)
-    assert (folder / "model.safetensors").stat().st_mode == (folder / "new").stat().st_mode
+    for mask in (0o022, 0o077):
+        before = os.umask(mask)
+        (tmp_path / f"new{mask}").touch()
+        (tmp_path / "model.safetensors").touch(mode=0o600)
+        utils.share_weights(tmp_path)
+        os.umask(before)
+        assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / f"new{mask}").stat().st_mode
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
