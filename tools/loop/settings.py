@@ -275,8 +275,6 @@ def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
     """
     prompt_file = settings["PROMPTS"] or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
-    chat = template_digest(settings["MODEL"], play) if play.chat_template else None
-    layout_of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
     foreign = []  # of other people, or of tools/controls.py
     for path in values(settings, "IMITATION_DATA"):
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
@@ -284,8 +282,9 @@ def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
         if "prompt_templates" not in made:
             foreign.append(path)
             continue
-        layout = (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"])
-        if layout != layout_of_play:
+        chat = template_digest(settings["MODEL"], play) if play.chat_template else None
+        of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
+        if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
             how = f"its chat template, THINKING or prompts are not those of play ({settings['MODEL']}, {prompt_file})"
             raise UserError(f"{path}: {how}")
     imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
