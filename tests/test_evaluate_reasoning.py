@@ -95,7 +95,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
     `right` has the number of right answers of 100, by the name of a model or task; None is a task that fails.
     """
 
-    def start(right=None, models=("base", "epoch1"), status=0, groups=(), **changes):
+    def start(right=None, models=("base", "epoch1"), status=0, groups=(), gone=(), **changes):
         calls, right = [], right or {}
 
         def run(words, env, **_):
@@ -120,7 +120,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
             shutil.copytree(tiny_model, tmp_path / model, dirs_exist_ok=True)
             config = json.loads(Path(tiny_model, "config.json").read_text()) | {"max_position_embeddings": 262_144}
             write_json(tmp_path / model / "config.json", config)
-        flags = {"models": [f"{name}={tmp_path / name}" for name in models], "output_dir": tmp_path / "out"}
+        flags = {"models": [f"{name}={tmp_path / name}" for name in (*models, *gone)], "output_dir": tmp_path / "out"}
         flags |= {"tasks": ["PIQA", "ARC-e"], "lm_eval": "stand-in"} | changes
         return call(evaluate_reasoning.main, *flags_of(flags), status=status), calls
 
@@ -153,6 +153,11 @@ def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):
 def test_lists_patterns_and_two_columns_of_a_task_are_refused_before_anything_is_asked(tasks, evaluate):
     ended, calls = evaluate(tasks=tasks, status=2)
     assert "tasks: " in ended.errors and calls == []
+
+
+def test_a_model_that_is_nowhere_is_told_before_any_question(evaluate):
+    ended, calls = evaluate(gone=["epoch2"], status=2)
+    assert "epoch2" in ended.errors and calls == []
 
 
 def test_a_context_that_has_another_name_is_left_to_the_harness(tiny_model, tmp_path):

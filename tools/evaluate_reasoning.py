@@ -64,10 +64,11 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     settings = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
-    for (name, model), benchmark in itertools.product(flags.models, flags.tasks):
+    models = [(name, model_setting(model)) for name, model in flags.models]  # a missing one ends it here
+    for (name, model), benchmark in itertools.product(models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
-        asked = settings | {"model": model_setting(model), "task": benchmark.task, "shots": benchmark.shots}
+        asked = settings | {"model": model, "task": benchmark.task, "shots": benchmark.shots}
         try:
             result = ask(command, asked, path)
         except subprocess.CalledProcessError:
