@@ -508,8 +508,8 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
 
     def phrase(name: str) -> str:
         old, new = then.get(name), now.get(name)
-        in_samples = [isinstance(setting, dict) and "samples" in setting for setting in (old, new)]
-        note = " (a digest of an older version)" if old and in_samples == [False, True] else ""
+        has_samples = [isinstance(setting, dict) and "samples" in setting for setting in (old, new)]
+        note = " (a digest of an older version)" if old and has_samples == [False, True] else ""
         return f"{name}: {old} then{note}, {new} now"
 
     return [phrase(name) for name in {**then, **now} if content(then, name) != content(now, name)]

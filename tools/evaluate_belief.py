@@ -121,7 +121,7 @@ def add_tempered(messages: Sequence[dict]) -> None:
 
 
 def best_divisor(logprobs: Sequence[Sequence[float]]) -> float:
-    """The number that all log-probabilities are divided by when the mean share of the first ones is highest."""
+    """The divisor with which the mean share of the right guesses, the first of each row, is highest."""
     from scipy.optimize import minimize_scalar  # takes a second
 
     from tools.matches.belief import share

@@ -64,7 +64,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     settings = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
-    models = [(name, model_setting(model)) for name, model in flags.models]  # a missing one ends it here
+    models = [(name, model_setting(model)) for name, model in flags.models]  # here it ends if one is missing
     for (name, model), benchmark in itertools.product(models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")

@@ -206,7 +206,7 @@ def stage_flags(settings: Settings, prefix: str, kind: type):
     """A stage's flags, read by its own parser: those called like a setting (PREFIX_FLAG or FLAG), and PREFIX_ARGS."""
     words = []
     for field in dataclasses.fields(kind):
-        name, is_required = field.name.upper(), field.default is field.default_factory  # neither is there
+        name, is_required = field.name.upper(), field.default is field.default_factory  # both are MISSING
         given = values(settings, f"{prefix}_{name}") or values(settings, name) or ["some=value"] * is_required
         words += [f"--{field.name}", *given] if given else []
     return parse_flags(kind, [*words, *values(settings, f"{prefix}_ARGS")], description="")

@@ -62,13 +62,13 @@ def _are_forms(game: Game, one: str, other: str) -> bool:
 
 
 def share(logprobs: Sequence[float], divisor: float = 1.0) -> float:
-    """The log share of the first of these log-probabilities, each divided by the same number, in their sum."""
+    """log p of the first guess less the log of the sum of all p, in nats, after each log p is divided by `divisor`."""
     scaled = np.asarray(logprobs) / divisor
     return float(scaled[0] - np.logaddexp.reduce(scaled))
 
 
 def rank(logprobs: Sequence[float]) -> int:
-    """The rank of the first of these log-probabilities: 1 if no other is above it. One that is no number is above."""
+    """The rank of the first of these log-probabilities: 1 if no other is above it. NaN counts as above."""
     right, *others = logprobs
     return 1 + sum(not other <= right for other in others)
 

@@ -153,7 +153,7 @@ class ServerPlayer(Player):
 
 
 def _join(content: str | list | None, kind: str) -> str:
-    """The parts of a kind of a message's content as one text; a content that is no list is one part "text"."""
+    """The texts of all parts of this kind, joined. A content that is a text counts as one part of the kind "text"."""
     if isinstance(content, list):
         return "".join(_join(part[kind], "text") for part in content if part["type"] == kind)
     return (content or "") if kind == "text" else ""
