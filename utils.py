@@ -308,12 +308,15 @@ def _in_text(message) -> dict:
     raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
 
 
-def row_texts(record: Mapping) -> tuple[str, str, dict]:
-    """A record's query, its target, and the record without its nulls. UserError for a record without these texts."""
+def row_texts(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
+    """A record's query, its target, and the record without its nulls. UserError for a record without these texts.
+
+    `from_alpaca` makes prompt and target of Alpaca's fields.
+    """
     record = {key: value for key, value in record.items() if value is not None}
     of_others = {"query", "prompt", "target", "answer"} & record.keys()
     if {"instruction", "output"} <= record.keys() and not of_others:
-        record |= alpaca_to_row(record)
+        record |= from_alpaca(record)
     query = record.get("query", record.get("prompt"))
     target = record.get("target", record.get("answer"))
     if not isinstance(query, str) or not isinstance(target, str):

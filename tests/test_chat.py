@@ -144,8 +144,10 @@ def test_sft_rows_are_one_user_message_and_its_answer(tmp_path):
     tokenizer = chat_tokenizer("headers")
     chat = ChatTemplate(tokenizer, "m")
     example = {"instruction": "Translate.", "input": "violin", "output": "violon "}
-    write_records(tmp_path / "sft.json", [example])
-    (row,) = read_sft_rows(tmp_path / "sft.json", chat)
+    of_merged_data = example | {"query": None, "target": None}  # data sets joined into one have all columns
+    write_records(tmp_path / "sft.json", [example, of_merged_data])
+    row, same_row = read_sft_rows(tmp_path / "sft.json", chat)
+    assert row == same_row
     answer = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     assert row["query"] == f"<s><|start_header_id|>user<|end_header_id|>\n\nTranslate.\n\nviolin{answer}"
     assert row["target"] == "violon<|eot_id|>" and chat.row(row) == row

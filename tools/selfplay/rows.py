@@ -23,7 +23,16 @@ from tools.selfplay.rewards import (
     message_shares,
     paid_roles,
 )
-from utils import UserError, load_tokenizer, read_json_or_jsonl, row_messages, row_texts, stage, write_records
+from utils import (
+    UserError,
+    alpaca_to_row,
+    load_tokenizer,
+    read_json_or_jsonl,
+    row_messages,
+    row_texts,
+    stage,
+    write_records,
+)
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
@@ -181,14 +190,16 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     if row_messages(record):
         return {"messages": record["messages"], "type": "sft", "weight": 1.0}
-    is_alpaca = {"instruction", "output"} <= record.keys() and not {"query", "prompt"} & record.keys()
-    if chat and is_alpaca:  # as a user would send it
-        parts = filter(None, (record["instruction"], record.get("input")))
-        record = {"prompt": "\n\n".join(parts), "answer": record["output"]}
-    query, target, record = row_texts(record)
+    query, target, record = row_texts(record, alpaca_to_turn if chat else alpaca_to_row)
     row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
     row |= {"chat_template": True} if record.get("chat_template") else {}
     return chat.row(row) if chat else row
+
+
+def alpaca_to_turn(example: Mapping) -> dict:
+    """Prompt and target of a raw Alpaca record; the prompt is what a user would send."""
+    parts = filter(None, (example["instruction"], example.get("input")))
+    return {"prompt": "\n\n".join(parts), "target": example["output"]}
 
 
 # The record of a file of rows.
