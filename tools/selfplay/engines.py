@@ -59,8 +59,8 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory. A continued run has fewer
-    `games_left`, so it seeds otherwise and draws new games.
+    The models of an earlier match leave memory. A continued run has fewer `games_left`, which is part of the seed, so
+    its games are new ones.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
