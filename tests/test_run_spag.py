@@ -298,7 +298,7 @@ def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_h
     before = [(output / name).read_text() for name in ("settings.json", "words.txt")]
     check_refused(kl=0.3, games=1)
     assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each)], process)
-    (training,) = at_work()
+    training = min(at_work(), key=psutil.Process.create_time)  # not a child of its own that is about to begin
     process.kill()
     process.wait()
     training.suspend()  # so that it is at work long enough
