@@ -105,19 +105,18 @@ def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
 
-    The prompt is computed once, and the sentences continue from its keys and values. Models that keep anything else
-    (Mamba and other recurrent ones), or whose attention takes no mask of ours, compute each sentence by itself.
+    The prompt is computed once, and the sentences continue from its keys and values. Models that keep another state
+    (Mamba and other recurrent ones) or take no mask of ours compute each sentence by itself.
     """
-    whole = model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1, use_cache=True)
-    name = next((name for name in CACHE_NAMES if getattr(whole, name, None) is not None), None)
-    if not (name and _holds_keys(whole[name], len(prompt)) and model._supports_attention_backend):
+    *before, last = prompt
+    output = model(input_ids=torch.tensor([before], device=model.device), logits_to_keep=1, use_cache=True)
+    name = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
+    if not (name and _holds_keys(output[name], len(before)) and model._supports_attention_backend):
         return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
     logprobs = []
     for start in range(0, len(sentences), AT_ONCE):
-        keys = {name: copy.deepcopy(whole[name])}  # a pass adds its own to them
-        logprobs += _logprobs_as_tree(
-            model, sentences[start : start + AT_ONCE], len(prompt), whole.logits[0, -1:], keys
-        )
+        keys = {name: copy.deepcopy(output[name])}  # a pass adds its own to them
+        logprobs += _logprobs_as_tree(model, last, sentences[start : start + AT_ONCE], len(before), keys)
     return logprobs
 
 
@@ -137,29 +136,26 @@ def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> flo
     return float(logits.float().log_softmax(-1)[range(length), list(sentence)].sum())
 
 
-def _logprobs_as_tree(model, sentences: Sequence[Sequence[int]], prompt: int, logits, keys: Mapping) -> list[float]:
-    """The log-probabilities of sentences behind a prompt of so many tokens, from its last logits and its keys.
+def _logprobs_as_tree(model, last: int, sentences: Sequence[Sequence[int]], cached: int, keys: Mapping) -> list[float]:
+    """The log-probabilities of sentences behind the token `last`, before which the keys of so many tokens are cached.
 
-    All sentences are one row of tokens: a beginning that several share is there once, and a mask lets each token see
-    the prompt and the tokens before it in its own sentence.
+    The sentences are a tree, computed as one row: a node is a beginning, which several sentences may share. Its token
+    sees the cached ones and, by a mask, the nodes on the way to it.
     """
-    beginnings = dict.fromkeys(tuple(each[:length]) for each in sentences for length in range(1, len(each)))
-    place = {beginning: number for number, beginning in enumerate(beginnings)}
-    sees = torch.zeros(len(place), prompt + len(place), dtype=torch.bool)
-    sees[:, :prompt] = True
+    beginnings = dict.fromkeys(tuple(each[:length]) for each in sentences for length in range(len(each)))
+    place = {beginning: number for number, beginning in enumerate(beginnings)}  # of the empty one: 0
+    way = torch.eye(len(place), dtype=torch.bool)  # [node, node]
     for beginning, number in place.items():
-        sees[number, [prompt + place[beginning[:length]] for length in range(1, len(beginning) + 1)]] = True
+        way[number] |= way[place[beginning[:-1]]]
+    sees = torch.cat([way.new_ones(len(place), cached), way], dim=1)
     mask = torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
-    rows = {
-        "input_ids": torch.tensor([[beginning[-1] for beginning in place]]),
-        "position_ids": torch.tensor([[prompt + len(beginning) - 1 for beginning in place]]),
+    row = {
+        "input_ids": torch.tensor([[(last, *beginning)[-1] for beginning in place]]),
+        "position_ids": torch.tensor([[cached + len(beginning) for beginning in place]]),
         "attention_mask": mask[None, None],
     }
-    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
-    if beginnings:  # else each sentence is a single token
-        logits = torch.cat([model(**rows, **keys, use_cache=True).logits[0], logits])  # the prompt's are the last
-    logprobs = logits.float().log_softmax(-1)
-    place[()] = len(place)
+    row = {name: tensor.to(model.device) for name, tensor in row.items()}
+    logprobs = model(**row, **keys, use_cache=True).logits[0].float().log_softmax(-1)
     return [
         float(logprobs[[place[tuple(each[:length])] for length in range(len(each))], list(each)].sum())
         for each in sentences
