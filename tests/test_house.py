@@ -15,7 +15,7 @@ HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room 
 # All that these may import.
 ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "selfplay", "programs"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
-TAKES_LOSSES = {"spag", "figure"}  # pieces for people, and the picture of the loss
+TAKES_LOSSES = {"spag", "questions"}  # pieces for people, and log-probabilities of choices
 
 
 def room_of(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Studies: what is kept of finished loops, tables over seeds, the script that runs all, stored results and figures."""
+"""Studies: what is kept of finished loops, tables over seeds, the script that runs all, stored results."""
 
 import math
 import re
@@ -14,14 +14,13 @@ from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results
 from tools.reasoning.table import Score, score_rows
 from tools.selfplay.episodes import summary
-from tools.study import collect, figure, table
+from tools.study import collect, table
 from tools.study.table import holm, student
 from utils import read_json, write_json, write_records
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
 TABOO = Taboo()
 MATCH = {"against": "imitation", "task_type": "sampling", "seeds": [0], "games_per_word": 1, "max_turns": 5}
-POINTS = re.compile(r">(\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\])<")  # in a figure
 
 
 def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), **settings) -> Path:
@@ -179,6 +178,8 @@ def test_every_number_of_the_results_stands_in_the_stored_tables():
     stored = "".join(path.read_text() for path in (ROOT / "data").rglob("table.md"))
     numbers = re.findall(r"[+-]?\b\d\.\d{2,3}\b", (ROOT / "data/RESULTS.md").read_text())
     rounded = {"0.25", "0.006", "-0.006", "-0.032", "+0.021"}  # a setting; of two studies, tested below
+    drawn = re.findall(r">(\d\.\d{3} \[.*?\])<", (ROOT / "data/points.svg").read_text())
+    assert len(drawn) == 6 and all(points in stored for points in drawn)
     assert len(numbers) > 60 and {number for number in numbers if number not in stored} <= rounded
 
 
@@ -190,19 +191,6 @@ def test_the_difference_over_six_seeds_of_both_english_studies_is_the_one_that_i
     mean, interval, _ = student((by_arm.released - by_arm.sft).tolist())
     told = table.with_interval(mean, interval, "+.3f")
     assert len(by_arm) == 6 and told in " ".join((ROOT / "data/RESULTS.md").read_text().split())
-
-
-def test_the_figures_show_the_numbers_of_the_stored_tables(tmp_path):
-    shown = []
-    for world, lines in figure.SHOWN.items():
-        points = tables((ROOT / f"data/{world}/table.md").read_text())["Points against imitation"]
-        cells = {(arm, int(epoch)): row["points"] for (arm, epoch, _), row in points.items()}
-        shown += [cells[line] for line in lines]
-    assert POINTS.findall((ROOT / "data/points.svg").read_text(encoding="utf-8")) == shown
-    pytest.importorskip("matplotlib", reason="needs matplotlib, which tests/requirements.txt installs")
-    call(figure.main, "--output_dir", tmp_path)
-    assert POINTS.findall((tmp_path / "points.svg").read_text(encoding="utf-8")) == shown
-    assert (tmp_path / "gradient.svg").stat().st_size > 5000
 
 
 # The script that runs a study. A stand-in for the loop notes its words and leaves what a loop leaves.
