@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
+from dataloaders import SPAGCollator, encode_example
 from tools.estimates import estimate, markdown, with_interval
 from tools.flags import flag, parse_flags
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
+from trainers import label_logprob, num_scored
 from utils import load_model, load_tokenizer, read_json, run_program, write_json
 
 PLAYED, HELD_OUT = "played", "held_out"
@@ -84,16 +84,14 @@ def make_questions(lexicon: Lexicon) -> list[Question]:
 @torch.inference_mode()
 def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Tensor:
     """Log-probability of each choice after BOS and the context, summed over its tokens: (questions, 4)."""
-    rows, labels = [], []
-    for question in questions:
-        context, *choices = tokenizer([question.context, *question.choices], add_special_tokens=False)["input_ids"]
-        rows += [torch.tensor([tokenizer.bos_token_id, *context, *choice[:-1]]) for choice in choices]
-        labels += [torch.tensor([-100] * len(context) + choice) for choice in choices]
-    # (rows, T); causal: no token sees the padding on its right, which has no label
-    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits
-    labels = pad_sequence(labels, batch_first=True, padding_value=-100)
-    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return -losses.sum(1).view(len(questions), -1)
+    pairs = ((question.context, choice) for question in questions for choice in question.choices)
+    rows = [encode_example({"query": context, "target": choice}, tokenizer) for context, choice in pairs]
+    for row in rows:  # without EOS: more may follow a choice
+        row["input_ids"].pop()
+        row["labels"].pop()
+    batch = SPAGCollator(tokenizer)(rows)
+    sums = label_logprob(model, model, batch) * num_scored(batch)
+    return sums.view(len(questions), -1)
 
 
 def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
