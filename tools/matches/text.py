@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from tools.estimates import with_interval
 from tools.games.game import Game
 from tools.matches.stats import ALL, BOTH, RATES, result_rows
@@ -29,10 +31,11 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
 def matches_text(results: dict, game: Game) -> str:
     """A table of players, word lists and roles, and a last line with the points of all pairs."""
     settings, rows = results["settings"], shown_rows(results)
+    table = pd.DataFrame(map(cells, rows), columns=HEAD)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
         f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
-        f"{_align([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
+        f"{table.to_string(index=False)}\n\n{points_line(rows)}\n"
     )
 
 
@@ -85,10 +88,3 @@ def as_role(role: str) -> str:
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:
     return with_interval(share, interval, ".1%").replace("%", "")
 
-
-def _align(lines: Sequence[Sequence[str]]) -> str:
-    columns = []
-    for column in zip(*lines, strict=True):
-        width = max(map(len, column))
-        columns.append([cell.ljust(width) if column[0] in NAMES else cell.rjust(width) for cell in column])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
