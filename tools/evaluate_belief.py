@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from tools.engine.flags import EngineFlags
+from tools.engine.flags import EngineFlags, ModelFlags
 from tools.estimates import estimate, markdown, mean_difference, with_interval
 from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
 from tools.games.game import Game
@@ -43,7 +43,7 @@ NO_INTERVAL = ("tempered", "belief")  # in the table
 
 
 @dataclass(kw_only=True)
-class Flags(GameFlags):
+class Flags(GameFlags, ModelFlags):
     models: list[NamedPath] = flag("models to compare, the first with the others", **NAMED_MODELS)
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
@@ -53,8 +53,6 @@ class Flags(GameFlags):
     seed: int = flag("seed of the draw", default=0)
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
     max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048)
-    bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
-    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
 
     def settings(self, game: Game) -> dict:
         names = ("split", "most_candidates", "seed", "chat_template", "max_length", "bf16")

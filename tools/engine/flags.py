@@ -9,13 +9,17 @@ AUTO, VLLM, SLOTS, GENERATE = "auto", "vllm", "slots", "generate"  # values of -
 
 
 @dataclass(kw_only=True)
-class EngineFlags(Sampling):
-    """Sampling; then the types of numbers, on which games depend; then how this machine computes."""
-
+class ModelFlags:
     bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
+    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
+
+
+@dataclass(kw_only=True)
+class EngineFlags(ModelFlags, Sampling):
+    """Sampling, the types of numbers, and how this machine computes; games depend on all but the last."""
+
     fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
-    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
 
     engine: str = flag(
         "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
