@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import call
+from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from tools import report
@@ -70,16 +71,16 @@ def output(tmp_path) -> Path:
     return folder
 
 
-def points(traces: list[dict]) -> dict[str, list]:
+def points(figure: Figure) -> dict[str, list]:
     """The points (x, y) of each line, by its name."""
-    return {trace["name"]: list(zip(trace["x"], trace["y"], strict=True)) for trace in traces}
+    return {line.name: list(zip(line.x, line.y, strict=True)) for line in figure.data}
 
 
 def test_a_run_is_reported_whole(output):
     contents = read_folder(output, TABOO)
     assert contents.sources == [f"epoch{k}, {kind}" for k in (1, 2) for kind in ("self-play", "match")]
     assert len(contents.games) == 120
-    (_, ends, _), (_, lengths, _), (_, faults, _) = page.play_charts(contents.plays)
+    (_, ends), (_, lengths), (_, faults) = page.play_charts(contents.plays)
     shares = dict.fromkeys((outcome.name for outcome in TABOO.outcomes), 0) | {
         outcome: number / 20 for outcome, number in SELF_PLAY.items()
     }
@@ -89,11 +90,11 @@ def test_a_run_is_reported_whole(output):
         "empty": [("epoch1", 1 / 2), ("epoch2", 1 / 2)],
         "cut off at the token limit": [("epoch1", 1), ("epoch2", 1)],
     }
-    charts = {title: points(traces) for title, traces, _ in page.training_charts(contents.logs)}
+    charts = {title: points(figure) for title, figure in page.training_charts(contents.logs)}
     assert list(charts) == ["loss", "kl", "policy_loss"] and list(charts["kl"]) == ["imitation"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
-    ((title, traces, _),) = page.belief_charts(contents.belief)
-    assert points(traces) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}
+    ((title, figure),) = page.belief_charts(contents.belief)
+    assert points(figure) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}
     assert "40 candidates" in title
 
 
@@ -114,13 +115,12 @@ def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
     ]
     charts = page.match_charts([row for each in read_folder(output, TABOO).matches for row in shown_rows(each)])
     titles = {"both": "in both roles", "attacker": "as attacker", "defender": "as defender"}
-    for (title, traces, _), (role, words) in zip(charts, titles.items(), strict=True):
+    for (title, figure), (role, words) in zip(charts, titles.items(), strict=True):
         assert title == f"Points {words} against imitation"
-        assert [trace["name"] for trace in traces] == ["words: all", "words: played", "words: held_out"]
-        for trace in traces:
-            expected = [row for row in rows if row["role"] == role and trace["name"] == f"words: {row['words']}"]
-            bars = trace["error_y"]
-            columns = zip(trace["x"], trace["y"], bars["arrayminus"], bars["array"], expected, strict=True)
+        assert [line.name for line in figure.data] == ["all", "played", "held_out"]
+        for line in figure.data:
+            expected = [row for row in rows if row["role"] == role and line.name == row["words"]]
+            columns = zip(line.x, line.y, line.error_y.arrayminus, line.error_y.array, expected, strict=True)
             for x, y, below, above, row in columns:
                 assert (x, y) == (row["player"], row["points"])
                 assert [y - below, y + above] == pytest.approx(row["points_interval"])

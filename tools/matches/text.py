@@ -87,4 +87,3 @@ def as_role(role: str) -> str:
 
 def _percent(share: float | None, interval: Sequence[float] | None) -> str:
     return with_interval(share, interval, ".1%").replace("%", "")
-

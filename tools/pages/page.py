@@ -3,30 +3,37 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
 from tools.pages.contents import SAMPLE, Report
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 FOLDER = Path(__file__).parent
 NO_CURVES = {"step", "epoch"}  # of a log entry
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
+MANY = 100  # points of a chart that are shown without markers
 LAYOUT = {
     "height": 340,
     "margin": {"l": 50, "r": 10, "t": 10, "b": 40},
-    "colorway": COLOURS,
     "showlegend": True,
     "legend": {"orientation": "h", "y": -0.2},
 }
-SHARES = {"yaxis": {"rangemode": "tozero", "tickformat": ".1%"}}
-POINTS = {"yaxis": {"range": [0, 1], "tickformat": ".0%"}}
+SHARES = {"rangemode": "tozero", "tickformat": ".1%"}
+POINTS = {"range": [0, 1], "tickformat": ".0%"}
 REASONING = "Percent ± one standard error over questions. reasoning/table.md compares models question by question."
 BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
 
-Chart = tuple[str, list[dict], dict]  # title, traces and layout, as Plotly takes them
+Chart = tuple[str, "Figure"]  # with its title
 
 
 def page_html(report: Report) -> str:
@@ -56,13 +63,8 @@ def page_html(report: Report) -> str:
 
 def section(title: str, intro: str, charts: Iterable[Chart], table: str = "") -> str:
     """A section of the page; "" without charts and table."""
-    from plotly.io import to_html
-
     options = {"full_html": False, "include_plotlyjs": False, "validate": False, "config": {"displayModeBar": False}}
-    figures = [
-        f"<figure><h3>{escape(name)}</h3>{to_html({'data': traces, 'layout': LAYOUT | layout}, **options)}</figure>"
-        for name, traces, layout in charts
-    ]
+    figures = [f"<figure><h3>{escape(name)}</h3>{drawn.to_html(**options)}</figure>" for name, drawn in charts]
     if not (figures or table):
         return ""
     charts_html = f'<div class="charts">{"".join(figures)}</div>'
@@ -77,20 +79,23 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="table"><table>{line(head, "th")}{body}</table></div>'
 
 
-def plain(value: str) -> str:
-    """Any text as Plotly shows it, which otherwise reads <b>, <a href> and entities in names as markup."""
-    return escape(value, quote=False)
+def chart(title: str, points: Sequence[Mapping], x: str, y: str, line: str, interval: str = "", **layout) -> Chart:
+    """A chart of points y by x, with a line for each value of `line`. `interval` names (low, high) of each point.
 
+    `layout` is Plotly's. Names of models are escaped: Plotly reads <b>, <a href> and entities in texts as markup.
+    """
+    from plotly import express
 
-def trace(name: str, points: Mapping[str | int, float], intervals: Sequence = (), *, mode="lines+markers") -> dict:
-    """A line of a chart from y by x, with an interval (low, high) for each point or for none."""
-    line = {"type": "scatter", "name": plain(name), "mode": mode, "y": list(points.values())}
-    line["x"] = [plain(x) if isinstance(x, str) else x for x in points]
-    if intervals:
-        lengths = [(y - low, high - y) for y, (low, high) in zip(points.values(), intervals, strict=True)]
-        below, above = zip(*lengths, strict=True)
-        line["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-    return line
+    frame = pd.DataFrame(points)
+    texts = frame.select_dtypes(exclude="number").columns.intersection([x, line])
+    frame[texts] = frame[texts].map(partial(escape, quote=False))
+    bars = {}
+    if interval and frame[interval].notna().all():
+        low, high = zip(*frame[interval], strict=True)
+        bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
+    how = {"markers": len(frame) < MANY, "template": "none", "color_discrete_sequence": COLOURS}
+    figure = express.line(frame, x, y, color=line, **how, **bars)
+    return title, figure.update_layout(LAYOUT | layout)
 
 
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
@@ -98,63 +103,53 @@ def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
     rows = [row for row in rows if row["player"] != row["opponent"]]
     if len({row["opponent"] for row in rows}) != 1:
         return []
-    lines: dict[str, dict[str, list[Mapping]]] = defaultdict(lambda: defaultdict(list))  # rows by role, then word list
-    for row in rows:
-        lines[row["role"]][row["words"]].append(row)
     charts = []
-    for role, by_words in lines.items():
-        traces = []
-        for words, of_line in by_words.items():
-            points = {row["player"]: row["points"] for row in of_line}
-            traces.append(trace(f"words: {words}", points, [row["points_interval"] for row in of_line]))
-        charts.append((f"Points {as_role(role)} against {rows[0]['opponent']}", traces, POINTS))
+    for role in dict.fromkeys(row["role"] for row in rows):
+        title = f"Points {as_role(role)} against {rows[0]['opponent']}"
+        of_role = [row for row in rows if row["role"] == role]
+        charts.append(chart(title, of_role, "player", "points", "words", "points_interval", yaxis=POINTS))
     return charts
 
 
 def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
     """How games ended, how long they were, and faulty replies, from summaries of play by name."""
+    ends, lengths, faults = [], [], []
+    for name, play in plays.items():
+        of_play = {"epoch": name, "messages": play["mean_length"], "games": "all games"}
+        lengths.append(of_play)
+        for outcome, number in play["outcomes"].items():
+            ends.append(of_play | {"end": outcome, "share": number / play["games"]})
+        for fault, key in (("empty", "empty_replies"), ("cut off at the token limit", "cut_off_replies")):
+            faults.append(of_play | {"fault": fault, "share": play[key] / play["messages"]})
     if not plays:
         return []
-    ends = [
-        trace(outcome, {name: play["outcomes"][outcome] / play["games"] for name, play in plays.items()})
-        for outcome in next(iter(plays.values()))["outcomes"]
-    ]
-    faults = [
-        trace(fault, {name: play[key] / play["messages"] for name, play in plays.items()})
-        for fault, key in (("empty", "empty_replies"), ("cut off at the token limit", "cut_off_replies"))
-    ]
-    lengths = trace("all games", {name: play["mean_length"] for name, play in plays.items()})
     return [
-        ("How games ended: share of games", ends, SHARES),
-        ("Messages up to the deciding one", [lengths], {}),
-        ("Faulty replies: share of messages", faults, SHARES),
+        chart("How games ended: share of games", ends, "epoch", "share", "end", yaxis=SHARES),
+        chart("Messages up to the deciding one", lengths, "epoch", "messages", "games"),
+        chart("Faulty replies: share of messages", faults, "epoch", "share", "fault", yaxis=SHARES),
     ]
 
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Log share of the right guess by number of hints, with a line for each model."""
-    rows, traces = [row for row in rows if "share" in row], []  # older versions measured something else
-    for model in dict.fromkeys(row["model"] for row in rows):
-        by_hints = {row["hints"]: row for row in rows if row["model"] == model}  # each epoch asks the base model again
-        intervals = [row["share interval"] for row in by_hints.values()]
-        points = {hints: row["share"] for hints, row in by_hints.items()}
-        traces.append(trace(model, points, intervals if all(intervals) else ()))
-    numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
-    return [(f"Log share among {numbers} candidates by number of hints, in nats", traces, {})] if traces else []
+    # Each epoch asks the base model again. Older versions measured something else.
+    last = {(row["model"], row["hints"]): row for row in rows if "share" in row}
+    if not last:
+        return []
+    numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in last.values())))
+    title = f"Log share among {numbers} candidates by number of hints, in nats"
+    return [chart(title, [*last.values()], "hints", "share", "model", "share interval")]
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
     """A chart for each number that is logged with the loss, with a line for each training."""
-    curves: dict[str, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))  # points by metric, then training
+    curves: dict[str, list[Mapping]] = defaultdict(list)  # points by metric
     for name, log in logs.items():
         for entry in log:
             for metric in entry if "loss" in entry else ():
-                curves[metric][name][entry["step"]] = entry[metric]
-    return [
-        (metric, [trace(name, points, mode="lines") for name, points in by_training.items()], {})
-        for metric, by_training in curves.items()
-        if metric not in NO_CURVES
-    ]
+                curves[metric].append({"step": entry["step"], "training": name, "value": entry[metric]})
+    metrics = (metric for metric in curves if metric not in NO_CURVES)
+    return [chart(metric, curves[metric], "step", "value", "training") for metric in metrics]
 
 
 def reasoning_table(rows: Sequence[Mapping]) -> str:
