@@ -12,10 +12,10 @@ import logging
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 import time
-import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +38,7 @@ SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples,
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
+AROUND_WORDS = f"{string.whitespace}\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
@@ -214,24 +215,20 @@ def _parse(text: str, where: StrPath):
     try:
         return json.loads(text)
     except ValueError as error:
-        hint = "; a Git LFS pointer: run git lfs pull" if text.startswith("version https://git-lfs") else ""
-        raise UserError(f"{where}: not JSON ({error}){hint}") from None
+        raise UserError(f"{where}: not JSON ({error})") from None
 
 
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
     """The words of a file, one a line, without blanks and invisible characters (a byte order mark) at their ends.
 
-    UserError names the line of a word that has an invisible character inside, or that `check` refuses by ValueError.
+    UserError names the line of a word that `check` refuses by ValueError.
     """
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        word = "".join(each for each in line if unicodedata.category(each) != "Cf").strip()
-        with told(f"{path}:{number}", ValueError, UserError):
-            if word not in line:
-                raise UserError(f"{line.strip()!r} has an invisible character inside; take it out")
-            if word:
+        if word := line.strip(AROUND_WORDS):
+            with told(f"{path}:{number}", ValueError, UserError):
                 check(word)
-                words.append(word)
+            words.append(word)
     if not words:
         raise UserError(f"{path}: no words; expected one a line")
     return words

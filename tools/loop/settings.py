@@ -8,14 +8,12 @@ prints OUTPUT, for machine 0; --lock takes the lock of the loop in descriptor 9,
 """
 
 import dataclasses
-import difflib
 import fcntl
 import json
 import logging
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +93,8 @@ def read_settings(words: list[str]) -> Settings:
     for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
         name, equals, value = word.partition("=")
         changes |= {name: os.path.expanduser(value)} if equals else read_file(word)
-    for unknown in changes.keys() - defaults.keys():
-        (nearest,) = difflib.get_close_matches(unknown.upper(), defaults, 1, 0)
-        raise UserError(f"unknown setting {unknown}; did you mean {nearest}?")
+    if unknown := changes.keys() - defaults.keys():
+        raise UserError(f"unknown settings: {', '.join(unknown)}; configs/defaults.sh has all")
     return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
 
 
@@ -135,9 +132,6 @@ def fill(settings: Settings) -> None:
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
         raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
-    hidden = os.getenv("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and not torch.backends.cuda.is_built() and shutil.which("nvidia-smi"):
-        raise UserError("PyTorch is built for CPUs, and here are GPUs: delete .venv; CUDA_VISIBLE_DEVICES= hides them")
     # GPUs before Ampere emulate bf16, most CPUs too: that is slow
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
     chosen = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
