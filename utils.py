@@ -501,18 +501,16 @@ def _begin(
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """A phrase for each setting that differs. Files and models differ if their sha256 does."""
-
-    def content(settings: Mapping, name: str):
-        setting = settings.get(name)
-        return setting.get("sha256", setting) if isinstance(setting, dict) else setting
-
-    def phrase(name: str) -> str:
-        old, new = then.get(name), now.get(name)
-        has_samples = [isinstance(setting, dict) and "samples" in setting for setting in (old, new)]
-        note = " (a digest of an older version)" if old and has_samples == [False, True] else ""
-        return f"{name}: {old} then{note}, {new} now"
-
-    return [phrase(name) for name in {**then, **now} if content(then, name) != content(now, name)]
+    phrases = []
+    for name in {**then, **now}:
+        sides = then.get(name), now.get(name)
+        old, new = (side if isinstance(side, dict) else {"sha256": side} for side in sides)
+        if old.get("sha256", old) == new.get("sha256", new):
+            continue
+        is_older = "path" in old and "samples" in new.keys() - old.keys()
+        note = " (a digest of an older version)" if is_older else ""
+        phrases.append(f"{name}: {sides[0]} then{note}, {sides[1]} now")
+    return phrases
 
 
 @functools.cache

@@ -18,4 +18,4 @@ arm sft CONTROL=sft                                                     # SFT ro
 arm baseline DETACH_KL=True BASELINE=role                               # rewards minus the mean of their role
 arm losers_ties DETACH_KL=True LOSERS=0.5 TIES=0.25                     # losers' rows too, ties cost
 
-table=(--primary knowledge released sft --primary knowledge baseline sft)
+table=(--primary "share among 200" released sft --primary "share among 200" baseline sft)

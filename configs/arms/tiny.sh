@@ -20,5 +20,5 @@ arm silent CONTROL=silent                                               # game r
 arm detached DETACH_KL=True                                             # SPAG, KL detached
 
 table=(--minus points losers_ties released --minus points baseline released --minus points baseline losers_ties
-  --minus knowledge losers_ties released --minus knowledge baseline released --minus knowledge released imitation
-  --minus knowledge released sft --minus points released sft)
+  --minus "share among 40" losers_ties released --minus "share among 40" baseline released
+  --minus "share among 40" released imitation --minus "share among 40" released sft --minus points released sft)

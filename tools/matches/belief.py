@@ -131,9 +131,9 @@ def _holds_keys(cache, tokens: int) -> bool:
 
 
 def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
-    row, length = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device), len(sentence)
-    logits = model(input_ids=row, logits_to_keep=length, use_cache=False).logits[0, -length:]
-    return float(logits.float().log_softmax(-1)[range(length), list(sentence)].sum())
+    row = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device)
+    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]
+    return float(logits.float().log_softmax(-1)[range(len(sentence)), list(sentence)].sum())
 
 
 def _logprobs_as_tree(model, last: int, sentences: Sequence[Sequence[int]], cached: int, keys: Mapping) -> list[float]:
