@@ -143,9 +143,7 @@ class SPAGArguments(TrainingArguments):
         """The device of this process. On a CPU it tells accelerate about DeepSpeed, which the Trainer does not."""
         if self.deepspeed and "LOCAL_RANK" not in os.environ:  # without torchrun, DeepSpeed would look for MPI
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
-            backend, store = "gloo" if self.use_cpu else None, torch.distributed.HashStore()
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
         if not self.use_cpu and torch.cuda.is_available():
             utils.check_gpus(torch.cuda.device_count())  # else NCCL or CUDA would end each process with a traceback
         device = super()._setup_devices
