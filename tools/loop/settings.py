@@ -240,13 +240,10 @@ def check_sizes(settings: Settings) -> None:
         raise UserError(f"{multiple}, and NPROC of TENSOR_PARALLEL_SIZE")
     parameters = count_parameters(settings["MODEL"]) if settings["EVAL_WORDS"] else 0
     models = 2 * parameters * (4 if settings["PRECISION"] == "fp32" else 2)  # bytes of a match's weights
-    if processes == 1 and models < 2**30:
-        return  # before torch is imported, which takes seconds
     import torch
 
-    if gpus := torch.cuda.device_count():
-        utils.check_gpus(gpus, processes=processes)
-    if gpus and torch.cuda.is_available():
+    if torch.cuda.is_available():
+        utils.check_gpus(torch.cuda.device_count(), processes=processes)
         memory = 0.9 * tensor * torch.cuda.get_device_properties(0).total_memory
         if models > memory:
             sizes = f"{models / 2**30:.0f} GiB, and they may take {memory / 2**30:.0f} GiB"
