@@ -13,17 +13,6 @@ from utils import UserError
 NORMAL = 1.96  # standard errors on either side of a value, in a 95% interval
 ROUNDING = 1e-4  # in percent: how far the mean of the questions' scores may be from the harness's value
 MARK = "≈"
-PUBLISHED_SOURCE = "Cheng et al., NeurIPS 2024, arXiv 2404.10642"
-PUBLISHED_NAMES = (*"MMLU BBH MuTual ARC-e ARC-c LogiQA2 WinoGrande PIQA".split(), MEAN)
-PUBLISHED = {  # as texts, with the digits that are known; README.md says which of them were read off a figure
-    name: dict(zip(PUBLISHED_NAMES, values.split(), strict=True))
-    for name, values in {
-        "LLaMA-2-7B base": "45.80 32.48 50.90 76.30 43.26 25.32 69.14 78.07 49.17",
-        "LLaMA-2-7B SPAG-1": "- 34.4 54.8 77.7 45.7 29.8 68.9 78.8 51.69",
-        "LLaMA-2-7B SPAG-2": "- 34.7 55.0 78.2 46.9 30.1 69.6 79.1 52.19",
-        "LLaMA-2-7B SPAG-3": "- 34.94 55.30 78.54 47.53 30.98 69.93 79.38 52.58",
-    }.items()
-}
 
 
 class Score(NamedTuple):
@@ -94,15 +83,12 @@ def _for_json(value: float, stderr: float) -> dict[str, float | None]:
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
-    """The table in Markdown with the published rows below, and what was asked."""
+    """The table in Markdown, and what was asked."""
     columns, asked = [benchmark["name"] for benchmark in settings["benchmarks"]], []
     cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
     lines = [["", *columns, MEAN]]
     for model in settings["models"]:
         lines.append([model, *(cells.get((model, column), UNKNOWN) for column in (*columns, MEAN))])
-    shown = [*columns, MEAN if {*columns, MEAN} == {*PUBLISHED_NAMES} else None]  # the mean is that of all eight
-    for name, row in PUBLISHED.items():
-        lines.append([f"{name}, published", *(row.get(column, UNKNOWN) for column in shown)])
     for benchmark in settings["benchmarks"]:
         shots = "default" if benchmark["shots"] is None else benchmark["shots"]
         asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
@@ -111,7 +97,7 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
 
 Percentages ± one standard error over draws of the questions; it does not cover the randomness of training. {MARK}: the
 difference from {settings["against"]}, question by question where both were asked the same, is at most {NORMAL} of its
-standard errors. Published rows: {PUBLISHED_SOURCE}; their tasks, shots and metrics are not known.
+standard errors.
 lm-evaluation-harness {settings["harness"]}, {settings["dtype"]}, {questions}: {", ".join(asked)}.
 """
 
