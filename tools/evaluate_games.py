@@ -49,7 +49,6 @@ class Flags(PlayFlags):
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    flags.warn()
     game, players = flags.load_game(), dict(flags.players)
     templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}

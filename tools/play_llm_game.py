@@ -37,7 +37,6 @@ class Flags(PlayFlags):
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    flags.warn()
     game = flags.load_game()
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)[: flags.max_games]

@@ -63,7 +63,10 @@ class Sampling:
         "sample from the likeliest tokens that have this total probability", default=1.0, above=0, at_most=1
     )
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
-    thinking: bool = flag("True: replies begin with a thought, which the other player does not read", default=False)
+    thinking: bool = flag(
+        "True: replies begin with a thought, which the other player does not read; it needs --max_new_tokens 1024",
+        default=False,
+    )
 
     def __post_init__(self):
         check_values(self)

@@ -10,9 +10,6 @@ from tools.flags import GameFlags, flag
 from tools.games.game import Game
 from tools.players.player import Sampling
 from tools.players.server import ServerFlags
-from utils import warn_on_rank_0
-
-ROOM_FOR_THOUGHTS = 1024  # tokens of a reply below which many thoughts are cut
 
 
 @dataclass(kw_only=True)
@@ -30,11 +27,6 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
 
     def turns(self, game: Game) -> int:
         return game.max_turns if self.max_turns is None else self.max_turns
-
-    def warn(self) -> None:
-        """Log what is likely to spoil the games."""
-        if self.thinking and self.max_new_tokens < ROOM_FOR_THOUGHTS:
-            warn_on_rank_0("--max_new_tokens below %d: many thoughts will be cut", ROOM_FOR_THOUGHTS)
 
     def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
