@@ -73,7 +73,8 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert "transformers" in requirements and "deepspeed" not in requirements
     build, loop, questions = [call for call in calls if call.startswith(("loop", "-m tools"))]
     assert build.startswith("-m tools.tiny.build --output_dir out") and ("--facts" in build) == (quick == "1")
-    assert questions == "-m tools.tiny.questions --output_dir out"
+    models = "base=out/base imitation=out/imitation/model epoch1=out/epoch1/model"
+    assert questions == f"-m tools.tiny.questions --models {models} --output_dir out"
     assert loop.startswith(
         f"loop {project}/.venv/bin/python configs/tiny.sh MODEL=out/base OUTPUT=out "
         "IMITATION_DATA=out/data/imitation.json SFT_DATA=out/data/facts.json WORDS=out/data/words.txt "

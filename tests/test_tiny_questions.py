@@ -13,7 +13,7 @@ from tools.tiny.build import corpus, scripted_games
 from tools.tiny.models import random_llama
 from tools.tiny.players import FACT_QUERY, Skill, fact_rows, load_lexicon
 from tools.tiny.questions import HELD_OUT, Question, ask, make_questions, shares
-from utils import read_json, write_json
+from utils import read_json
 
 LEXICON = load_lexicon()
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -78,19 +78,14 @@ def test_the_answer_is_the_choice_with_the_largest_log_probability_after_bos_and
         return sum(logprobs[len(start) - 1 + place, token].item() for place, token in enumerate(end))
 
     best = [max(range(4), key=lambda choice: logprob(each.context, each.choices[choice])) for each in few]
-    assert ask(tmp_path, few) == [choice == 0 for choice in best] and 0 < best.count(0) < len(few)
+    assert ask(str(tmp_path), few) == [choice == 0 for choice in best] and 0 < best.count(0) < len(few)
 
 
-@pytest.mark.parametrize("rank, model", [("", "model"), ("8", "model/merged")])
-def test_the_models_of_a_loop_are_asked_by_name(rank, model, tmp_path, monkeypatch):
-    other = tmp_path / "released"
-    for seed, folder in enumerate((tmp_path / "base", other / "imitation/model", tmp_path / f"sft/epoch1/{model}")):
-        save(folder, seed)
-    settings = {"MODEL": str(tmp_path / "base"), "IMITATION_MODEL": str(other / "imitation/model"), "EPOCHS": "2"}
-    settings |= {"LORA_RANK": rank}
-    write_json(tmp_path / "sft/settings.json", {"settings": settings})
+def test_models_are_asked_by_name(tmp_path, monkeypatch):
+    save(tmp_path / "base", 0)
     monkeypatch.setattr(questions, "make_questions", lambda lexicon: make_questions(lexicon)[::10])
-    output = call(questions.main, "--output_dir", tmp_path / "sft").output
-    assert [line.split()[1] for line in output.splitlines()[2:]] == ["base", "imitation", "epoch1"]
-    stored = read_json(tmp_path / "sft/questions.json")["shares"]
-    assert 0.1 < stored["epoch1"]["meet + common"] < 0.4  # a random model draws
+    output = call(questions.main, "--models", f"base={tmp_path}/base", "--output_dir", tmp_path).output
+    assert output.splitlines()[2].startswith("| base | ")
+    assert (
+        0.1 < read_json(tmp_path / "questions.json")["shares"]["base"]["meet + common"] < 0.4
+    )  # a random model draws

@@ -20,7 +20,7 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 }
 
 main() {
-  local data listed table word newest smaller=() quick=()
+  local data epoch listed models newest table word smaller=() quick=()
   for word; do case $word in OUTPUT=*) OUTPUT=${word#*=} ;; esac; done
   if [ "${QUICK:-0}" != 0 ]; then # its model wins hardly a game, so it learns from all messages
     OUTPUT=${OUTPUT:-outputs/quickstart_quick}
@@ -36,11 +36,16 @@ main() {
   in_foreground tools/run_spag.sh configs/tiny.sh MODEL="$OUTPUT/base" OUTPUT="$OUTPUT" \
     IMITATION_DATA="$listed/imitation.json" SFT_DATA="$data/facts.json" WORDS="$data/words.txt" \
     EVAL_WORDS="played=$listed/words.txt held_out=$listed/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
-  in_foreground "$PYTHON" -m tools.tiny.questions --output_dir "$OUTPUT"
+  models=("base=$OUTPUT/base" "imitation=$OUTPUT/imitation/model")
+  for ((epoch = 1; ; epoch++)); do
+    [ -d "$OUTPUT/epoch$epoch/model" ] || break
+    newest=$OUTPUT/epoch$epoch/model models+=("epoch$epoch=$newest")
+  done
+  in_foreground "$PYTHON" -m tools.tiny.questions --models "${models[@]}" --output_dir "$OUTPUT"
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
   for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
   say "report, to open in a browser: $OUTPUT/report.html"
-  newest=$(printf '%s\n' "$OUTPUT"/epoch*/model | sort -V | tail -n 1) # it hints at a word, you have one guess
+  # The newest model hints at a word, you have one guess.
   say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
     "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
     "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir outputs/me" \

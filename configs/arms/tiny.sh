@@ -4,7 +4,11 @@
 #   SEEDS="20 21 22" JOBS=2 tools/study/run_study.sh configs/arms/tiny.sh outputs/tiny_study
 # Three epochs; after the last one come games against itself.
 before() { "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"; }
-after() { "$PYTHON" -m tools.tiny.questions --output_dir "$1"; }
+after() { # asks all models of a loop
+  local model models=("base=$folder/base" "imitation=$folder/released/imitation/model")
+  for model in "$1"/epoch*/model; do models+=("$(basename "$(dirname "$model")")=$model"); done
+  "$PYTHON" -m tools.tiny.questions --models "${models[@]}" --output_dir "$1"
+}
 data=$folder/data
 all=("$root/configs/tiny.sh" WORDS="$data/words.txt" SFT_DATA="$data/facts.json" BELIEF_GAMES="$data/belief_games.json"
   EVAL_WORDS="played=$data/words.txt held_out=$data/held_out.txt" EVAL_SEEDS="$seed"

@@ -1,6 +1,7 @@
-"""Ask the models of a loop in the embedded world questions outside the game: which of four choices follows from facts?
+"""Ask models of the embedded world questions outside the game: which of four choices follows from the facts?
 
-    python -m tools.tiny.questions --output_dir outputs/quickstart
+    python -m tools.tiny.questions --models base=outputs/quickstart/base epoch3=outputs/quickstart/epoch3/model \\
+        --output_dir outputs/quickstart
 
 No row of facts or games asks in these forms. All words of a question are played words, or all are held out: models
 learn from their games that held-out words are seldom the answer, which must not help. Shares of right answers are
@@ -11,7 +12,6 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -19,10 +19,10 @@ import torch
 
 from dataloaders import SPAGCollator, encode_example
 from tools.estimates import estimate, markdown, with_interval
-from tools.flags import flag, parse_flags
+from tools.flags import NAMED_MODELS, NamedPath, flag, parse_flags
 from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
 from trainers import label_logprob, num_scored
-from utils import load_model, load_tokenizer, read_json, run_program, write_json
+from utils import load_model, load_tokenizer, run_program, write_json
 
 PLAYED, HELD_OUT = "played", "held_out"
 DRAWS = 2  # questions about the same clues of a word, with other wrong choices
@@ -41,7 +41,8 @@ class Question(NamedTuple):
 
 @dataclass(kw_only=True)
 class Flags:
-    output_dir: str = flag("OUTPUT of tools/run_spag.sh")
+    models: list[NamedPath] = flag("models to ask", **NAMED_MODELS)
+    output_dir: str = flag("folder of the result")
 
 
 def meet(lexicon: Lexicon, word: str, others: Sequence[str], rng: random.Random) -> Iterator[tuple[str, list[str]]]:
@@ -94,9 +95,9 @@ def choice_logprobs(model, tokenizer, questions: Sequence[Question]) -> torch.Te
     return sums.view(len(questions), -1)
 
 
-def ask(folder: str | Path, questions: Sequence[Question]) -> list[bool]:
+def ask(folder: str, questions: Sequence[Question]) -> list[bool]:
     """Whether the right choice, the first one, has a higher log-probability than all others, for each question."""
-    model, tokenizer = load_model(folder), load_tokenizer(str(folder))
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
     batches = [questions[start : start + AT_ONCE] for start in range(0, len(questions), AT_ONCE)]
     logprobs = torch.cat([choice_logprobs(model, tokenizer, batch) for batch in batches])
     return (logprobs[:, 0] > logprobs[:, 1:].amax(1)).tolist()
@@ -115,23 +116,11 @@ def shares(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, tu
     return {name: estimate(*words.to_numpy().T) for name, words in by_word.items()}
 
 
-def models_of_loop(loop: Path) -> dict[str, Path]:
-    """The models of a loop by name: base, imitation (of the run LIKE where there is one), and each epoch's."""
-    settings = read_json(loop / "settings.json")["settings"]
-    merged = "merged" if settings["LORA_RANK"] else ""
-    imitation = settings["IMITATION_MODEL"] or loop / "imitation" / "model" / merged
-    folders = {"base": Path(settings["MODEL"]), "imitation": Path(imitation)}
-    epochs = range(1, int(settings["EPOCHS"]) + 1)
-    folders |= {f"epoch{epoch}": loop / f"epoch{epoch}/model" / merged for epoch in epochs}
-    return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
-
-
 def main() -> None:
-    folder = Path(parse_flags(Flags, description=__doc__).output_dir)
-    questions = make_questions(load_lexicon())
-    by_model = {name: shares(questions, ask(path, questions)) for name, path in models_of_loop(folder).items()}
+    flags, questions = parse_flags(Flags, description=__doc__), make_questions(load_lexicon())
+    by_model = {name: shares(questions, ask(path, questions)) for name, path in flags.models}
     means = {name: {column: mean for column, (mean, _) in row.items()} for name, row in by_model.items()}
-    write_json(folder / "questions.json", {"shares": means})
+    write_json(f"{flags.output_dir}/questions.json", {"shares": means})
     lines = [[name, *(with_interval(*share) for share in row.values())] for name, row in by_model.items()]
     print(markdown([["right of four choices", *next(iter(by_model.values()))], *lines]))
 
