@@ -327,8 +327,7 @@ def record(settings: Settings, words: list[str]) -> None:
         outputs = (re.escape(str(Path(output))) for output in (stored["OUTPUT"], folder))
         inside = re.compile(rf"(?<![\w./-])({'|'.join(outputs)})/")  # OUTPUT may have been moved
         compared = sorted(settings.keys() - section("scope", "machine"))
-        then = {name: inside.sub("OUTPUT/", stored[name]) for name in compared}
-        now = {name: inside.sub("OUTPUT/", settings[name]) for name in compared}
+        then, now = ({name: inside.sub("OUTPUT/", of[name]) for name in compared} for of in (stored, settings))
         if different := "; ".join(utils.differences(then, now)):
             way = f"use another OUTPUT, or delete {path} if no finished stage used them"
             raise UserError(f"{path}: made with other settings ({different}); {way}")

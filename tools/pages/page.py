@@ -1,7 +1,6 @@
 """The page as one HTML file that needs no network: charts by Plotly, tables, and games to read."""
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 NO_CURVES = {"step", "epoch"}  # of a log entry
+INTERVAL = "points_interval"
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 MANY = 100  # points of a chart that are shown without markers
@@ -34,6 +34,7 @@ REASONING = "Percent ± one standard error over questions. reasoning/table.md co
 BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
 
 Chart = tuple[str, "Figure"]  # with its title
+Points = Sequence[Mapping] | pd.DataFrame
 
 
 def page_html(report: Report) -> str:
@@ -79,7 +80,7 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="table"><table>{line(head, "th")}{body}</table></div>'
 
 
-def chart(title: str, points: Sequence[Mapping], x: str, y: str, line: str, interval: str = "", **layout) -> Chart:
+def chart(title: str, points: Points, x: str, y: str, line: str, interval: str = "", **layout) -> Chart:
     """A chart of points y by x, with a line for each value of `line`. `interval` names (low, high) of each point.
 
     `layout` is Plotly's. Names of models are escaped: Plotly reads <b>, <a href> and entities in texts as markup.
@@ -101,14 +102,14 @@ def chart(title: str, points: Sequence[Mapping], x: str, y: str, line: str, inte
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Points by role against the one opponent, with a line for each word list; none where there are more opponents."""
     rows = [row for row in rows if row["player"] != row["opponent"]]
-    if len({row["opponent"] for row in rows}) != 1:
+    opponents = {row["opponent"] for row in rows}
+    if len(opponents) != 1:
         return []
-    charts = []
-    for role in dict.fromkeys(row["role"] for row in rows):
-        title = f"Points {as_role(role)} against {rows[0]['opponent']}"
-        of_role = [row for row in rows if row["role"] == role]
-        charts.append(chart(title, of_role, "player", "points", "words", "points_interval", yaxis=POINTS))
-    return charts
+    (opponent,) = opponents
+    return [
+        chart(f"Points {as_role(role)} against {opponent}", lines, "player", "points", "words", INTERVAL, yaxis=POINTS)
+        for role, lines in pd.DataFrame(rows).groupby("role", sort=False)
+    ]
 
 
 def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
@@ -143,13 +144,16 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
     """A chart for each number that is logged with the loss, with a line for each training."""
-    curves: dict[str, list[Mapping]] = defaultdict(list)  # points by metric
-    for name, log in logs.items():
-        for entry in log:
-            for metric in entry if "loss" in entry else ():
-                curves[metric].append({"step": entry["step"], "training": name, "value": entry[metric]})
-    metrics = (metric for metric in curves if metric not in NO_CURVES)
-    return [chart(metric, curves[metric], "step", "value", "training") for metric in metrics]
+    points = [
+        {"training": name, "step": entry["step"], "metric": metric, "value": value}
+        for name, log in logs.items()
+        for entry in log
+        if "loss" in entry
+        for metric, value in entry.items()
+        if metric not in NO_CURVES
+    ]
+    by_metric = pd.DataFrame(points).groupby("metric", sort=False) if points else ()
+    return [chart(metric, lines, "step", "value", "training") for metric, lines in by_metric]
 
 
 def reasoning_table(rows: Sequence[Mapping]) -> str:
