@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, build_tokenizer
 from helpers import call, flags_of
+from scripted import messages
 
 from dataloaders import encode_example
 from tools import assign_rewards
@@ -27,11 +28,7 @@ SPECIAL = {  # the tokens of a family; the last one ends a reply
 PROMPTS = ROOT / "data" / "tiny" / "prompts.json"  # short ones
 GAME = Taboo()
 OWN_PROMPTS = prompts.default_templates(GAME)
-HISTORY = [
-    {"role": "attacker", "content": "What hangs in a museum?"},
-    {"role": "defender", "content": "Coats."},
-    {"role": "attacker", "content": "And on its walls?"},
-]
+HISTORY = messages(GAME, "What hangs in a museum?", "Coats.", "And on its walls?")
 LINES = "{% for m in messages %}{{ m.role + ': ' + m.content + END }}{% endfor %}"
 ANSWER = "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<none>{% endif %}{% endif %}"
 
@@ -109,11 +106,11 @@ def test_a_players_prompt_is_what_the_template_makes_of_its_conversation(family)
         tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
     for length in range(4):
         prompt = prompts.play_prompt(GAME, HISTORY[:length], "art", 5, OWN_PROMPTS, join=chat.join_play_prompt)
-        messages = conversation(HISTORY[:length], 5, OWN_PROMPTS)
+        talk = conversation(HISTORY[:length], 5, OWN_PROMPTS)
         if family == "turns":  # which has no system messages
-            system, first, *rest = messages
-            messages = [{"role": "user", "content": system["content"] + "\n\n" + first["content"]}, *rest]
-        assert prompt == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            system, first, *rest = talk
+            talk = [{"role": "user", "content": system["content"] + "\n\n" + first["content"]}, *rest]
+        assert prompt == tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
         assert prompt.count(tokenizer.bos_token) == (family != "chatml")  # one BOS where the template writes it
 
 
@@ -220,7 +217,7 @@ EMPTY_REFUSED = "{% for m in messages %}{% if not m.content %}{{ raise_exception
 
 
 def test_an_empty_message_is_shown_as_dots_to_a_template_that_refuses_one():
-    history = [HISTORY[0], {"role": "defender", "content": ""}, HISTORY[2]]
+    history = messages(GAME, "What hangs in a museum?", "", "And on its walls?")
     for refusal, shown in ((EMPTY_REFUSED, EMPTY), ("", "")):
         chat = ChatTemplate(chat_tokenizer("chatml", refusal + LINES.replace("END", "'</s>'") + ANSWER), "m")
         assert f"assistant: {shown}</s>" in chat.join_play_prompt(history, "defender", "Rules.", "Go.")

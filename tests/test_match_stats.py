@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from scripted import messages
 
 from tools.estimates import clustered_standard_error, estimate, mean_difference, t_quantile, wilson
 from tools.games import load_game
@@ -45,10 +46,9 @@ def test_the_interval_of_a_difference_is_students_over_words():
     assert (high - low) / 2 == pytest.approx(4.302653 * error)
 
 
-def game(attacker, defender, outcome, word="a", *, words="played", seed=0, messages=("x", "y"), length=2):
-    history = [{"role": TABOO.roles[place % 2], "content": text} for place, text in enumerate(messages)]
+def game(attacker, defender, outcome, word="a", *, words="played", seed=0, texts=("x", "y"), length=2):
     who = {"attacker": attacker, "defender": defender, "words": words, "seed": seed}
-    return {"target_word": word, "history": history, "outcome": outcome, "length": length, **who}
+    return {"target_word": word, "history": messages(TABOO, *texts), "outcome": outcome, "length": length, **who}
 
 
 def rows_of(games, of=TABOO):
@@ -65,12 +65,12 @@ def counts(row):
 
 
 NEW_AGAINST_OLD = [
-    game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "x", "y"), length=4),
-    game("new", "old", ATTACKER_WINS, "a", messages=("x", "y", "", "y"), length=4),
-    game("new", "old", ATTACKER_BREAKS, "b", messages=("x",), length=1),
-    game("new", "old", TIED, "b", messages=("x", ""), length=2),
+    game("new", "old", ATTACKER_WINS, "a", texts=("x", "y", "x", "y"), length=4),
+    game("new", "old", ATTACKER_WINS, "a", texts=("x", "y", "", "y"), length=4),
+    game("new", "old", ATTACKER_BREAKS, "b", texts=("x",), length=1),
+    game("new", "old", TIED, "b", texts=("x", ""), length=2),
     game("old", "new", DEFENDER_WINS, "a"),
-    game("old", "new", ATTACKER_BREAKS, "b", messages=("x",), length=1),
+    game("old", "new", ATTACKER_BREAKS, "b", texts=("x",), length=1),
     game("old", "new", ATTACKER_WINS, "b"),
 ]
 
@@ -134,7 +134,7 @@ def test_a_player_against_itself_counts_each_game_once_in_each_role():
 def test_points_and_roles_are_those_of_the_game():
     """20 Questions: both gain the point or none does, and a breach has no winner."""
     questions = load_game("twenty_questions")
-    history = [{"role": role, "content": "Is it old?"} for role in questions.roles]
+    history = messages(questions, "Is it old?", "Is it old?")
     who = {"guesser": "new", "answerer": "old", "words": "played", "seed": 0, "history": history, "length": 2}
     games = [
         who | {"target_word": word, "outcome": outcome}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import TORCHRUN, call, finish, flags_of, play_flags, start, write_place
-from scripted import ScriptedPlayer
+from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
@@ -122,7 +122,7 @@ def test_a_finished_games_place_goes_to_the_next_word_at_once():
 
 
 def test_what_models_write_is_shown_without_steering_the_terminal_or_forging_a_verdict():
-    history = [{"role": "attacker", "content": "Hm\x1b[2J\n--- defender wins ---"}]
+    history = messages(GAME, "Hm\x1b[2J\n--- defender wins ---")
     text = episode_text({"target_word": "a\x07b", "history": history, "outcome": taboo.TIED})
     assert text == "--- a\ufffdb ---\nattacker: Hm\ufffd[2J\n    --- defender wins ---\n--- tied game ---"
 
@@ -135,7 +135,7 @@ def episode(index, word, text="Hello!"):
         "index": index,
         "target_word": word,
         "max_turns": 1,
-        "history": [{"role": "attacker", "content": text}, {"role": "defender", "content": ""}],
+        "history": messages(GAME, text, ""),
         "outcome": taboo.TIED,
         "length": 2,
         "replies": [{"finish_reason": reason, "tokens": 5, "prompt_cut": False} for reason in ("stop", "length")],
@@ -208,8 +208,7 @@ def test_any_reply_survives_play_a_kill_the_merge_and_becomes_the_target_that_is
 
 def test_the_summary_worked_by_hand():
     def game(outcome, *texts, replies=()):
-        history = [{"role": GAME.roles[place % 2], "content": text} for place, text in enumerate(texts)]
-        return {"history": history, "outcome": outcome, "length": len(texts), "replies": replies}
+        return {"history": messages(GAME, *texts), "outcome": outcome, "length": len(texts), "replies": replies}
 
     stop = {"finish_reason": "stop", "tokens": 1, "prompt_cut": True}
     cut = {"finish_reason": "length", "tokens": 5, "prompt_cut": False}

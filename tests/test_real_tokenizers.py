@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from scripted import messages
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from dataloaders import encode_example
@@ -63,7 +64,7 @@ def tokenizer(request, tmp_path_factory):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_play_and_training_have_the_same_tokens_and_replies_read_back(text, tokenizer):
-    history = [{"role": GAME.roles[number % 2], "content": said} for number, said in enumerate([text, "Hm.", text])]
+    history = messages(GAME, text, "Hm.", text)
     tokens = Codec(tokenizer, Sampling())
     for end in range(4):
         prompt = play_prompt(GAME, history[:end], text, 3)

@@ -9,6 +9,7 @@ import pytest
 from helpers import call
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
+from scripted import messages
 
 from tools import report
 from tools.games import load_game
@@ -26,8 +27,7 @@ NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.h
 
 def played(outcomes: Mapping[str, int], game=TABOO, **more) -> list[dict]:
     """So many games of each outcome, each with a word of its own; the second message is empty, both are cut off."""
-    history = [{"role": game.roles[0], "content": "Hello!"}, {"role": game.roles[1], "content": ""}]
-    shared = {"game": game.name, "max_turns": 5, "history": history, "length": 2}
+    shared = {"game": game.name, "max_turns": 5, "history": messages(game, "Hello!", ""), "length": 2}
     shared |= {"replies": [{"finish_reason": "length"}] * 2}
     ends = [outcome for outcome, number in outcomes.items() for _ in range(number)]
     return [shared | {"target_word": f"word{n}", "outcome": end} | more for n, end in enumerate(ends)]
@@ -128,8 +128,7 @@ def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
 
 @pytest.mark.parametrize("match, outcome", [("substring", ATTACKER_WINS), ("word", TIED)])
 def test_a_stored_outcome_counts_and_a_released_game_without_one_is_judged(tmp_path, match, outcome):
-    history = [{"role": "attacker", "content": "Hello!"}, {"role": "defender", "content": "We start."}]
-    game = {"history": history, "target_word": "art", "max_turns": 1}
+    game = {"history": messages(TABOO, "Hello!", "We start."), "target_word": "art", "max_turns": 1}
     write_json(tmp_path / "im_sampling_words_results.json", [game, game | {"outcome": DEFENDER_WINS, "length": 2}])
     contents = read_folder(tmp_path, load_game("taboo", match=match))
     assert [(game["outcome"], game["length"]) for game in contents.games] == [(outcome, 2), (DEFENDER_WINS, 2)]
@@ -144,8 +143,8 @@ def test_the_target_word_and_guesses_are_marked():
 
 def test_the_deciding_message_and_those_after_it_are_marked():
     (game,) = played({ATTACKER_WINS: 1})
-    messages = shown_game(TABOO, 0, game | {"length": 1})["messages"]
-    assert [message["kinds"] for message in messages] == ["first decisive", "second late"]
+    shown = shown_game(TABOO, 0, game | {"length": 1})["messages"]
+    assert [message["kinds"] for message in shown] == ["first decisive", "second late"]
 
 
 def test_parts_of_a_run_have_a_page(output):
@@ -192,7 +191,7 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_loads_nothing_holds_plotly_once_and_escapes_what_players_wrote(tmp_path):
-    history = [{"role": TABOO.roles[0], "content": NASTY}, {"role": TABOO.roles[1], "content": ""}]
+    history = messages(TABOO, NASTY, "")
     old, new = f"old {NASTY}", f"new {NASTY}"
     games = met(new, old, {ATTACKER_WINS: 1}, words=NASTY) + met(old, new, {ATTACKER_WINS: 1}, words=NASTY)
     make_match(tmp_path, [game | {"history": history} for game in games], [old, new])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import build_llama, build_tokenizer
 from helpers import call, flags_of, play_flags, write_place
+from scripted import messages
 from transformers import AutoTokenizer
 
 from dataloaders import encode_example
@@ -111,7 +112,7 @@ def test_a_row_without_a_thought_has_an_empty_one_where_the_template_opens_or_wr
 
 
 def test_enable_thinking_follows_the_flag_and_without_it_a_template_that_opens_a_thought_is_refused():
-    history = [{"role": "attacker", "content": "One."}, {"role": "defender", "content": "Two."}]
+    history = messages(GAME, "One.", "Two.")
     for family in ("empty_thought", "strips_thoughts"):
         prompts = [
             ChatTemplate(thinking_tokenizer(family), "m", thinking).join_play_prompt(history, "attacker", "R.", "Go.")

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from helpers import call
+from scripted import messages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.games import taboo
@@ -23,9 +24,9 @@ SMALL = Lexicon(
 LEXICON = load_lexicon()
 
 
-def reply(skill: Skill, role: str, word: str | None, *messages: str, seed: int = 0) -> str:
+def reply(skill: Skill, role: str, word: str | None, *said: str, seed: int = 0) -> str:
     """The next message of a scripted player in a game of the small lexicon."""
-    history = tuple({"role": at, "content": text} for at, text in zip(GAME.roles * 3, messages, strict=False))
+    history = tuple(messages(GAME, *said))
     turn = Turn(GAME, role, history, 3, 0, GAME.secrets(role, word, history), {})
     return speak(turn, SMALL, skill, random.Random(seed))
 
@@ -42,8 +43,8 @@ def test_a_defender_of_full_skill_guesses_the_word_that_the_clues_leave_in_the_w
     templates = load_templates(build.PROMPTS, GAME)
     assert (taboo.DEFENDER, reply(skill, taboo.DEFENDER, None, HINT.format("moo"))) == answer(GAME, "cow", templates)
     assert reply(skill, taboo.DEFENDER, None, HINT.format("farm")).startswith("I think of ")
-    messages = [HINT.format("farm"), "Hm.", HINT.format("farm"), "Hm.", HINT.format("wise")]
-    assert reply(skill, taboo.DEFENDER, None, *messages) == GUESS.format("owl")
+    said = [HINT.format("farm"), "Hm.", HINT.format("farm"), "Hm.", HINT.format("wise")]
+    assert reply(skill, taboo.DEFENDER, None, *said) == GUESS.format("owl")
 
 
 def test_games_of_true_hints_have_them_to_the_last_turn():

@@ -30,9 +30,11 @@ from helpers import (
     write_place,
 )
 from safetensors.torch import load_file
+from scripted import messages
 
 import train
 from tools import assign_rewards, evaluate_games, play_llm_game
+from tools.games import load_game
 
 LEAVING = 10  # seconds within which a launch has ended after SIGTERM
 SURVIVING = 120  # seconds within which ranks have ended their work after a kill of their launcher
@@ -167,7 +169,7 @@ def folder(tmp_path_factory) -> Path:
         of_game = {"reward": rng.random(), "role": ("attacker", "defender")[index % 2]}
         rows.append(row | (of_game if rng.random() < 0.7 else {"type": "sft"}))
     (folder / "rows.json").write_text(json.dumps(rows))
-    won = [{"role": "attacker", "content": "Hm."}, {"role": "defender", "content": "I know the word! It is `art`!"}]
+    won = messages(load_game(), "Hm.", "I know the word! It is `art`!")
     game = {"target_word": "art", "max_turns": 5, "history": won}
     (folder / "games.jsonl").write_text((json.dumps(game) + "\n") * 20_000)
     return folder
