@@ -17,28 +17,15 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    TORCHRUN,
-    call,
-    finish,
-    flags_of,
-    kill_all,
-    start,
-    users_of,
-    wait_for,
-    write_place,
-)
+from helpers import ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for
+from programs import BATCH, program_flags, write_inputs
 from safetensors.torch import load_file
-from scripted import messages
 
 import train
 from tools import assign_rewards, evaluate_games, play_llm_game
-from tools.games import load_game
 
 LEAVING = 10  # seconds within which a launch has ended after SIGTERM
 SURVIVING = 120  # seconds within which ranks have ended their work after a kill of their launcher
-BATCH = "per_device_train_batch_size"  # of one process; two processes get half of it each
 
 
 class Program(NamedTuple):
@@ -52,7 +39,7 @@ class Program(NamedTuple):
     tolerance: float = 0.0  # of results that are tensors
 
     def words(self, folder: Path, processes: int = 1) -> list[str]:
-        flag, place = self.output
+        flag, place = self.output  # two processes get half of the batch each
         batch = {BATCH: self.flags[BATCH] // processes} if BATCH in self.flags else {}
         return flags_of(self.flags | batch | {flag: folder / place})
 
@@ -162,39 +149,19 @@ def trained(output: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A folder with inputs, and with the output of undisturbed runs."""
-    folder = write_place(tmp_path_factory.mktemp("kills"), [f"word{number}" for number in range(24)])
-    rng, rows = random.Random(0), []
-    for index in range(192):
-        row = {"query": "ask " * rng.randint(2, 12), "target": "say " * rng.randint(1, 6), "weight": 1.0}
-        of_game = {"reward": rng.random(), "role": ("attacker", "defender")[index % 2]}
-        rows.append(row | (of_game if rng.random() < 0.7 else {"type": "sft"}))
-    (folder / "rows.json").write_text(json.dumps(rows))
-    won = messages(load_game(), "Hm.", "I know the word! It is `art`!")
-    game = {"target_word": "art", "max_turns": 5, "history": won}
-    (folder / "games.jsonl").write_text((json.dumps(game) + "\n") * 20_000)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("kills"), games=20_000)
 
 
 @pytest.fixture(scope="module")
 def programs(folder, tiny_model, other_model) -> dict[str, Program]:
-    """The programs of the matrix, by name. Decoding is greedy, so that results are deterministic."""
-    playing = {"max_turns": 2, "max_length": 160, "max_new_tokens": 16, "per_device_eval_batch_size": 2, "top_k": 1}
-    playing |= {"logging_steps": 0, "prompt_templates": folder / "prompts.json"}
-    play = {"attacker_model_name_or_path": tiny_model, "defender_model_name_or_path": tiny_model}
-    play |= {"data_path": folder / "words.txt", "model_prefix": "m", "data_suffix": "w"}
-    match = {"players": [f"a={tiny_model}", f"b={other_model}"], "words": folder / "words.txt", "games_per_word": 1}
-    rewards = {"input_data_path": folder / "games.jsonl"}
-    training = {"train_method": "OfflinePO", "model_name_or_path": tiny_model, "ref_model_name_or_path": other_model}
-    training |= {"train_data_path": folder / "rows.json", "max_length": 128, "learning_rate": 1e-3}
-    training |= {"adam_epsilon": 1e-5, "num_train_epochs": 1, BATCH: 8, "loss_normalization": "step"}
-    training |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
-    training |= {"report_to": "none", "disable_tqdm": True}
-    deepspeed = training | {"deepspeed": ROOT / "configs" / "zero2.json"}
+    """The programs of the matrix, by name."""
+    flags = program_flags(folder, tiny_model, other_model)
+    deepspeed = flags["training"] | {"deepspeed": ROOT / "configs" / "zero2.json"}
     matches = ("games_results.json", "matches.json", "matches.txt")
     return {
-        "play": Program(play_llm_game.main, playing | play, ("m_sampling_w_results.json",)),
-        "rewards": Program(assign_rewards.main, rewards, ("rows.json",), ("output_data_path", "rows.json")),
-        "matches": Program(evaluate_games.main, playing | match, matches),
-        "training": Program(train.main, training, tolerance=1e-5),
+        "play": Program(play_llm_game.main, flags["play"], ("m_sampling_w_results.json",)),
+        "rewards": Program(assign_rewards.main, flags["rewards"], ("rows.json",), ("output_data_path", "rows.json")),
+        "matches": Program(evaluate_games.main, flags["matches"], matches),
+        "training": Program(train.main, flags["training"], tolerance=1e-5),
         "DeepSpeed": Program(train.main, deepspeed, undisturbed="training", tolerance=1e-4),
     }

@@ -1,10 +1,9 @@
 """Programs refuse wrong flags, inputs and settings in one line that names them, and then write nothing."""
 
-import json
-
 import filelock
 import pytest
 from helpers import call, flags_of
+from programs import program_flags, write_inputs
 
 import train
 from tools import assign_rewards, evaluate_games, play_llm_game
@@ -29,33 +28,22 @@ OTHER = [
 ]
 
 
+PROGRAMS = {
+    "rewards": (assign_rewards.main, {"output_data_path": "out/rows.json"}),
+    "play": (play_llm_game.main, {"output_dir": "out", "max_games": 1}),
+    "matches": (evaluate_games.main, {"output_dir": "out", "max_words": 1}),
+    "training": (train.main, {"output_dir": "out", "max_steps": 1, "save_strategy": "no"}),
+}
+
+
 @pytest.fixture
-def programs(tmp_path, monkeypatch, tiny_model) -> dict:
+def programs(tmp_path, monkeypatch, tiny_model, other_model) -> dict:
     """The programs by name, with flags for small inputs in the current folder, and the folder `out`."""
-    monkeypatch.chdir(tmp_path)
-    won = [{"role": "attacker", "content": "Hm."}, {"role": "defender", "content": "I know the word! It is `word1`!"}]
-    game = json.dumps({"target_word": "word1", "max_turns": 2, "history": won})
-    rows = [{"query": "q", "target": f"t{n}", "reward": 0.5, "weight": 1.0, "role": "attacker"} for n in range(8)]
-    prompts = {"rules": ["One.\n"], "attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    texts = {"rows.json": json.dumps(rows), "prompts.json": json.dumps(prompts), "games.jsonl": f"{game}\n{game}\n"}
-    texts |= {"broken.jsonl": game + "\n{half a li", "words.txt": "word1\nword2\n", "empty.txt": "\n \n"}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    play = {"prompt_templates": "prompts.json", "output_dir": "out", "max_turns": 1, "max_new_tokens": 2}
-    play |= {"max_length": 128, "top_k": 1, "logging_steps": 0}
-    self_play = {"attacker_model_name_or_path": tiny_model, "defender_model_name_or_path": tiny_model, "max_games": 1}
-    self_play |= {"data_path": "words.txt", "model_prefix": "m", "data_suffix": "w"}
-    match = {"players": f"a={tiny_model}", "words": "words.txt", "max_words": 1, "games_per_word": 1}
-    rewards = {"input_data_path": "games.jsonl", "output_data_path": "out/rows.json"}
-    training = {"model_name_or_path": tiny_model, "train_data_path": "rows.json", "output_dir": "out"}
-    training |= {"train_method": "SFT", "max_length": 64, "max_steps": 1, "per_device_train_batch_size": 8}
-    training |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return {
-        "rewards": (assign_rewards.main, rewards),
-        "play": (play_llm_game.main, play | self_play),
-        "matches": (evaluate_games.main, play | match),
-        "training": (train.main, training),
-    }
+    monkeypatch.chdir(write_inputs(tmp_path, games=1))
+    (tmp_path / "broken.jsonl").write_text((tmp_path / "games.jsonl").read_text() + "{half a li")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    flags = program_flags(tmp_path, tiny_model, other_model)
+    return {name: (main, flags[name] | short) for name, (main, short) in PROGRAMS.items()}
 
 
 def contents(folder) -> dict:
