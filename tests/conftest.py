@@ -65,11 +65,21 @@ def load_golden(name: str):
     return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
 
 
-def build_tokenizer():
-    """A byte-level tokenizer without merges: 256 bytes and four special tokens, one token per byte of text."""
+def build_tokenizer(*special: str, chat_template: str | None = None):
+    """A byte-level tokenizer without merges: 256 bytes and four special tokens, one token per byte of text.
+
+    It may have more special tokens and a chat template.
+    """
     from tools.tiny.models import train_tokenizer
 
-    return train_tokenizer((), 0)
+    tokenizer = train_tokenizer((), 0)
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def load_chat_template(name: str) -> str:
+    return (GOLDEN.parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def build_llama(seed: int, vocab_size: int, **changes):

@@ -5,6 +5,7 @@ import gc
 import io
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -58,6 +59,19 @@ def play_flags(place: Path, model: str | os.PathLike, output: Path, **changes) -
     values |= {"data_path": place / "words.txt", "data_suffix": "words", "prompt_templates": place / "prompts.json"}
     values |= {"output_dir": output, "max_turns": 2, "max_length": 256}
     return flags_of(values | changes)
+
+
+def write_rows(path: Path, rows: list) -> str:
+    """Write rows, a line each if the path ends in .jsonl; return the path."""
+    utils.write_records(path, rows)
+    return str(path)
+
+
+def copy_model(model: str | os.PathLike, folder: Path, **config) -> Path:
+    """Copy a model's folder, with these values in its configuration; return the copy."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    utils.write_json(folder / "config.json", utils.read_json(folder / "config.json") | config)
+    return folder
 
 
 # Programs in this process.

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, build_tokenizer
+from conftest import ROOT, build_tokenizer, load_chat_template
 from helpers import call, flags_of
 from scripted import messages
 
@@ -19,7 +19,6 @@ from tools.selfplay.play import play_game
 from tools.selfplay.rows import read_sft_rows
 from utils import DAY, UserError, read_json_or_jsonl, write_json, write_records
 
-TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 SPECIAL = {  # the tokens of a family; the last one ends a reply
     "chatml": ["<|im_start|>", "<|im_end|>"],
     "headers": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -42,10 +41,7 @@ def conversation(history, max_turns, templates):
 
 def chat_tokenizer(family: str, template: str | None = None):
     """The tests' tokenizer with the special tokens and the template of a family; its EOS ends no reply."""
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(SPECIAL[family], special_tokens=True)
-    tokenizer.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    return tokenizer
+    return build_tokenizer(*SPECIAL[family], chat_template=template or load_chat_template(family))
 
 
 def rewards(place: Path, **changes) -> list[dict]:
@@ -178,23 +174,16 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
 @pytest.mark.parametrize(
     "template, complaint",
     [
+        ({"rag": "x", "tool_use": "x"}, "multiple chat templates"),
         ("{{ messages[-1].content }}", "leaves out messages"),
         (LINES.replace("in messages", "in messages[:-1]").replace("END", "'</s>'"), "leaves out messages"),
         ("{{ raise_exception('tools only') }}", "refuses the game .tools only"),
-        ("", "no chat template"),
+        (None, "no chat template"),
     ],
 )
 def test_a_template_that_would_change_the_game_is_refused(template, complaint):
-    tokenizer = chat_tokenizer("chatml", template or "x")
-    tokenizer.chat_template = template or None
-    with pytest.raises(UserError, match=f"^m: .*{complaint}.*leave out --chat_template"):
-        ChatTemplate(tokenizer, "m")
-
-
-def test_several_templates_without_a_default_are_refused_in_one_line():
-    tokenizer = chat_tokenizer("chatml", "x")
-    tokenizer.chat_template = {"rag": "x", "tool_use": "x"}
-    with pytest.raises(UserError, match="^m: .*multiple chat templates"):
+    tokenizer = build_tokenizer(chat_template=template)
+    with pytest.raises(UserError, match=f"^m: .*{complaint}.*chat_template"):
         ChatTemplate(tokenizer, "m")
 
 
@@ -224,7 +213,7 @@ def test_an_empty_message_is_shown_as_dots_to_a_template_that_refuses_one():
 
 
 def test_messages_of_one_player_in_a_row_are_joined_and_a_game_that_a_template_refuses_is_lost():
-    template = (TEMPLATES / "turns.jinja").read_text(encoding="utf-8")  # in which roles must alternate
+    template = load_chat_template("turns")  # in which roles must alternate
     strict = "{% if add_generation_prompt and messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     chat = ChatTemplate(chat_tokenizer("turns", template + strict), "m")
 

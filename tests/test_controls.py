@@ -91,8 +91,7 @@ def test_repeat_refuses_rows_without_games(run, tmp_path):
 
 
 def test_the_record_has_the_digest_of_the_chat_template(run, tmp_path):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    tokenizer = build_tokenizer(chat_template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
     for name in "ab":
         tokenizer.save_pretrained(tmp_path / name)
         write_json(tmp_path / name / "config.json", {})

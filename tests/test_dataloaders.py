@@ -1,12 +1,12 @@
 """Rows: reading and checking them, token ids against recorded ones, batches."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, build_tokenizer, load_golden
+from helpers import write_rows
 from transformers import AutoTokenizer
 
 import dataloaders
@@ -70,11 +70,6 @@ def test_a_field_that_is_null_counts_as_absent(tokenizer):
         assert encoded["is_sft"] == ("query" not in row)
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character(tokenizer):
-    half, replaced = ({"query": f"q{each}", "target": f"{each}t"} for each in ("\ud83d", "\ufffd"))
-    assert encode_example(half, tokenizer) == encode_example(replaced, tokenizer)
-
-
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML = TURN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TALK = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(["user", "assistant", "user", "assistant"])]
@@ -82,10 +77,7 @@ TALK = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(["user
 
 @pytest.fixture
 def chat_tokenizer():
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=CHATML)
 
 
 def target_of(row: dict) -> list[int]:
@@ -139,16 +131,10 @@ def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
         encode_example(row | {"target": "t<|eot_id|>"}, chat_tokenizer)
 
 
-def write_rows(path, rows, lines: bool = True):
-    text = "\n".join(map(json.dumps, rows)) + "\n" if lines else json.dumps(rows, indent=1)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
 @pytest.mark.parametrize("at_once", [2, 1000])
 def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, monkeypatch, at_once):
     monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", at_once)
-    paths = [write_rows(tmp_path / "a.json", ROWS, lines=False), write_rows(tmp_path / "b.jsonl", ROWS)]
+    paths = [write_rows(tmp_path / "a.json", ROWS), write_rows(tmp_path / "b.jsonl", ROWS)]
     dataset = load_rows(paths, tokenizer)
     for row, expected in zip(dataset.rows, [encode_example(row, tokenizer) for row in ROWS * 2], strict=True):
         assert row | {name: row[name].tolist() for name in ("input_ids", "labels")} == expected

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import bigrams
 import numpy as np
 import pytest
-from helpers import as_a_process, call, flags_of
+from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
 from tools.estimates import MEAN
@@ -117,9 +117,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
 
         monkeypatch.setattr(harness, "subprocess", SimpleNamespace(run=run))
         for model in models:
-            shutil.copytree(tiny_model, tmp_path / model, dirs_exist_ok=True)
-            config = json.loads(Path(tiny_model, "config.json").read_text()) | {"max_position_embeddings": 262_144}
-            write_json(tmp_path / model / "config.json", config)
+            copy_model(tiny_model, tmp_path / model, max_position_embeddings=262_144)
         flags = {"models": [f"{name}={tmp_path / name}" for name in (*models, *gone)], "output_dir": tmp_path / "out"}
         flags |= {"tasks": ["PIQA", "ARC-e"], "lm_eval": "stand-in"} | changes
         return call(evaluate_reasoning.main, *flags_of(flags), status=status), calls

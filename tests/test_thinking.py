@@ -1,10 +1,9 @@
 """Private reasoning: what the other player reads, what is stored, and the rows. Servers: test_server_player.py."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
-from conftest import build_llama, build_tokenizer
+from conftest import build_llama, build_tokenizer, load_chat_template
 from helpers import call, flags_of, play_flags, write_place
 from scripted import messages
 from transformers import AutoTokenizer
@@ -20,7 +19,6 @@ from tools.selfplay.play import play_game
 from utils import UserError, read_json, read_json_or_jsonl
 
 GAME = Taboo()
-TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 # Special tokens, of which the last one ends a reply; tags of thoughts that are tokens; whether these are special.
 FAMILIES = {
     "opens_thought": (["<|User|>", "<|Assistant|>", "<|end|>"], ["<think>", "</think>"], True),
@@ -35,10 +33,8 @@ MESSAGES = ["\n\nWhat hangs in a museum? ", "", "And on its walls?\n", "  I know
 def thinking_tokenizer(family: str):
     """The tests' tokenizer with the tokens and the template of a family."""
     special, tags, tags_are_special = FAMILIES[family]
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer = build_tokenizer(*special, chat_template=load_chat_template(family))
     tokenizer.add_tokens(tags, special_tokens=tags_are_special)
-    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 

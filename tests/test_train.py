@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import TORCHRUN, call, finish, flags_of, reset_process, start
+from helpers import TORCHRUN, call, copy_model, finish, flags_of, reset_process, start, write_rows
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,11 +71,6 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
     for name in ("loss", "grad_norm"):
         values, wanted = ([step[name] for step in each] for each in (steps, expected))
         assert_close(values, wanted, rtol=1e-4, atol=1e-5)
-
-
-def write_rows(path, rows) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
 
 
 def make_rows(count: int) -> list[dict]:
@@ -250,12 +245,11 @@ def loaded(monkeypatch) -> list[str]:
 
 
 def test_a_reference_equal_to_the_start_is_never_loaded_and_none_has_dropout(tmp_path, loaded, mixed_rows, tiny_model):
-    copy = shutil.copytree(tiny_model, tmp_path / "copy")  # known by its content
+    copy = copy_model(tiny_model, tmp_path / "copy")  # known by its content
     steps = run(tmp_path / "out", offline_po(mixed_rows, tiny_model, copy))
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[0]["ratio_max"] - 1) < 2e-6
     assert abs(steps[-1]["log_ratio"]) > 1e-3 and loaded == [tiny_model]
-    config = utils.read_json(copy / "config.json")
-    utils.write_json(copy / "config.json", config | {"attention_dropout": 0.5})  # of no effect in eval mode
+    copy_model(tiny_model, copy, attention_dropout=0.5)  # of no effect in eval mode
     assert_same_curve(run(tmp_path / "dropout", offline_po(mixed_rows, tiny_model, copy)), steps)
     assert loaded[1:] == [tiny_model, str(copy)]
 
@@ -380,7 +374,7 @@ def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, t
 
 def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training(tmp_path, mixed_rows, tiny_model):
     """Copies of Llama-2 have a temperature without do_sample; the Trainer changes their PAD, and saving validates."""
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    folder = copy_model(tiny_model, tmp_path / "model")
     utils.write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2})
     run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
@@ -473,20 +467,14 @@ def test_self_play_on_sft_rows_alone_loads_no_reference(tmp_path, loaded, tiny_m
     assert loaded == [tiny_model]
 
 
-def test_models_that_cannot_be_compared_or_loaded_are_refused(tmp_path, mixed_rows, tiny_model):
+def test_models_that_cannot_be_compared_or_lack_weights_are_refused(tmp_path, mixed_rows, tiny_model):
     build_llama(0, vocab_size=300).save_pretrained(tmp_path / "larger")
     refused(tmp_path / "out", offline_po(mixed_rows, tiny_model, tmp_path / "larger"), "different vocabularies")
-    layerless = Path(shutil.copytree(tiny_model, tmp_path / "layerless"))
+    layerless = copy_model(tiny_model, tmp_path / "layerless")
     weights = load_file(layerless / "model.safetensors")
-    pickled = Path(shutil.copytree(tiny_model, tmp_path / "pickled"))
-    (pickled / "model.safetensors").unlink()
-    torch.save(weights, pickled / "pytorch_model.bin")
-    refused(tmp_path / "out", sft(mixed_rows, pickled), "safetensors")
     del weights["model.norm.weight"]
     save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
-    utils.write_json(layerless / "config.json", {"model_type": "qwen9"})
-    refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: .* model type `qwen9`")
 
 
 @pytest.mark.parametrize(
@@ -498,7 +486,7 @@ def test_what_the_trainer_refuses_is_one_line(tmp_path, mixed_rows, tiny_model, 
 
 
 def test_a_padding_token_that_the_model_lacks_is_not_written_into_its_configuration(tmp_path, mixed_rows, tiny_model):
-    folder, tokenizer = Path(shutil.copytree(tiny_model, tmp_path / "model")), build_tokenizer()
+    folder, tokenizer = copy_model(tiny_model, tmp_path / "model"), build_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(folder)
     first = run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from helpers import reset_process
+from helpers import reset_process, write_rows
 from pretend_gpu import DEVICE, PretendGPU, to_cpu
-from test_train import flags, make_rows, offline_po, sft, write_rows
+from test_train import flags, make_rows, offline_po, sft
 from torch.testing import assert_close
 
 import train
