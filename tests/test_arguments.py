@@ -73,8 +73,6 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--max_steps 0", "no step would be made"),
         ("SFT", "--num_train_epochs 0", "no step would be made"),
         ("SFT", "--bf16 True --fp16 True", "the Trainer's flags: At most one of fp16 and bf16"),
-        ("SFT", "--report_to flyte", "the Trainer's flags: FlyteCallback requires"),
-        ("SFT", "--lr_scheduler_type cosine_with_min_lr", "the Trainer's flags: One of min_lr or min_lr_rate"),
         ("SFT", "--deepspeed own.json", "own.json: 'scheduler' would overrule --lr_scheduler_type"),
     ],
 )

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import ROOT, load_golden
-from helpers import call, flags_of
+from helpers import call, flags_of, write_rows
 from scripted import messages
 
 import utils
@@ -141,17 +141,12 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
 # --- the program -----------------------------------------------------------------------------------------------------
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture
 def start(tmp_path):
     """Run the program in this process with these flags, on files of these episodes; gives how it ended."""
 
     def run(inputs=(EPISODES,), status=0, **flags):
-        paths = [write(tmp_path / f"episodes{number}.jsonl", records) for number, records in enumerate(inputs)]
+        paths = [write_rows(tmp_path / f"episodes{number}.jsonl", records) for number, records in enumerate(inputs)]
         flags = {"input_data_path": paths, "output_data_path": tmp_path / "rows.json"} | flags
         return call(program.main, *flags_of(flags), status=status)
 
@@ -177,7 +172,7 @@ def refuse(start):
     return lambda **flags: start(status=2, **flags).errors.splitlines()[-1]
 
 
-def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_them(run, start, refuse, tmp_path):
+def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_them(run, start, tmp_path):
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     (tmp_path / "prompts.json").write_text(json.dumps(templates))
     flags = {"game_options": "match=word", "seed": 7, "prompt_templates": tmp_path / "prompts.json"}
@@ -197,7 +192,6 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
         "rows": {"attacker": 2, "defender": 2, "negative": 0},
     }
     assert json.loads(start(decay_weight=0.9, **flags).output) == printed
-    assert "decay_weight: 0.9 then, 0.8 now" in refuse(**flags)
 
 
 def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_path):
@@ -209,10 +203,9 @@ def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_pa
 
 
 def test_a_function_of_ones_own_shapes_rewards(run, refuse, tmp_path):
-    (tmp_path / "own.py").write_text("half = lambda row, *_: row['reward'] / 2\nnothing = lambda *_: None\n")
+    (tmp_path / "own.py").write_text("half = lambda row, *_: row['reward'] / 2\n")
     rows, _ = run(shape=f"{tmp_path}/own.py:half")
     assert [2 * row["reward"] for row in rows] == [row["reward"] for row in rows_of(EPISODES)]
-    assert "returned None" in refuse(shape=f"{tmp_path}/own.py:nothing", output_data_path=tmp_path / "other.json")
     assert "has no attribute 'double'" in refuse(shape=f"{tmp_path}/own.py:double")
 
 
@@ -240,8 +233,8 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
     alpaca = {"instruction": "In French.", "input": "violin", "output": "violon"}
     messages = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
     sft = [{"query": "Q", "target": "T", "prompt": "P", "answer": "A"}, {"prompt": "P", "answer": "A"}]
-    sft += [alpaca, messages]
-    rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=write(tmp_path / "sft.jsonl", sft))
+    path = write_rows(tmp_path / "sft.jsonl", [*sft, alpaca, messages])
+    rows, printed = run(inputs=([game],), training_prompt="play", sft_data_path=path)
     for row, example in zip(rows[2 - len(documented) : 2], documented, strict=True):  # the last rows of the game
         assert row["query"].startswith(example["query"].removesuffix("..."))
         assert row == example | {"query": row["query"]}
@@ -272,11 +265,9 @@ def test_a_bad_episode_is_named_by_file_and_number(refuse, broken, complaint):
         rows_of([TIED, broken])
 
 
-def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse, tmp_path):
+def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse):
     line = refuse(inputs=([TIED, TIED],))
     assert "the games give no rows" in line and "'tied game': 2" in line
-    sft = write(tmp_path / "sft.jsonl", [{"query": "Q", "target": "T"}, {"query": "Q"}])
-    assert "sft.jsonl: row 2: a row needs" in refuse(sft_data_path=sft)
     assert "at most 1" in refuse(decay_weight=1.25) and "above 0" in refuse(decay_weight=0.0)
     assert "at least 0" in refuse(ties=float("nan"))
     assert "leave out --losers" in refuse(messages="all", losers=1)
