@@ -1,6 +1,5 @@
 """What holds for every game, the games beside Taboo, and each of them through every program."""
 
-import asyncio
 import json
 import os
 import random
@@ -9,15 +8,14 @@ import sys
 
 import pytest
 from graded_game import TEMPLATES, Divide
-from helpers import ROOT, call, flags_of
-from scripted import ScriptedPlayer, messages
+from helpers import ROOT, call, flags_of, play_flags
+from scripted import messages
 
 from tools import evaluate_games, play_llm_game, report
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
 from tools.selfplay.flags import PlayFlags
-from tools.selfplay.play import play_games
 from utils import UserError, read_json_or_jsonl, read_words
 
 QUESTIONS, CITY = load_game("twenty_questions"), load_game("guess_my_city")
@@ -42,14 +40,14 @@ def test_a_game_is_also_found_in_a_file_and_in_a_module_of_the_current_folder(tm
 
 
 def test_an_edited_file_of_the_same_size_and_second_is_the_new_game(tmp_path):
-    path, flags = tmp_path / "mine.py", PlayFlags(game=f"{tmp_path}/mine.py:Mine")
-    seen = []
-    for name in ("mine", "yours"):
-        path.write_text(MINE.replace('"mine"', f'"{name}"').replace("no", "n" * (6 - len(name))))
+    path, flags, digests = tmp_path / "mine.py", PlayFlags(game=f"{tmp_path}/mine.py:Mine"), set()
+    for name in ("mine", "ours"):
+        path.write_text(MINE.replace('"mine"', f'"{name}"'))
         os.utime(path, (1e9, 1e9))
         game = flags.load_game()
-        seen.append((game.name, path.stat().st_size, flags.settings(game)["game_file"]))
-    assert [name for name, *_ in seen] == ["mine", "yours"] and seen[0][1] == seen[1][1] and seen[0][2] != seen[1][2]
+        assert game.name == name
+        digests.add(flags.settings(game)["game_file"]["sha256"])
+    assert len(digests) == 2
     assert "game_file" not in PlayFlags().settings(load_game())
 
 
@@ -61,8 +59,6 @@ def test_an_edited_file_of_the_same_size_and_second_is_the_new_game(tmp_path):
         ("taboo", {"matches": "word"}, "--game taboo.*unexpected keyword argument 'matches'"),
         ("textarena", {}, "--game textarena.*missing a required argument: 'env'"),
         ("mine.py:Nim", {}, "mine.py:Nim: .*no attribute 'Nim'"),
-        ("mine:Nim", {}, "mine:Nim: .*no attribute 'Nim'"),
-        ("yours:Mine", {}, "yours:Mine: No module named 'yours'"),
         ("no.such.module:Mine", {}, "no.such.module:Mine: No module named 'no'"),
     ],
 )
@@ -101,8 +97,6 @@ def test_an_episode_never_causes_an_import(tmp_path, monkeypatch):
     episode = {"history": [], "target_word": "apple", "max_turns": 3, "game": "trap:Game"}
     with pytest.raises(ValueError, match="a game of 'trap:Game', not of 'taboo'; pass --game"):
         load_game().check_episode(episode)
-    with pytest.raises(ValueError, match="'max_turns' is missing"):
-        load_game().check_episode({"history": [], "target_word": "apple"})
     assert "trap" not in sys.modules
 
 
@@ -189,10 +183,9 @@ SHORT = {"max_turns": 2, "max_length": 1600, "max_new_tokens": 4, "logging_steps
 def test_models_play_a_game_and_meet_in_it_and_the_report_shows_it(name, tiny_model, other_model, tmp_path):
     words, game, played = tmp_path / "words.txt", {"game": name}, load_game(name)
     words.write_text(f"{played.example_task}\n" * 2)
-    flags = dict.fromkeys(("attacker_model_name_or_path", "defender_model_name_or_path"), tiny_model)
-    flags |= {"data_path": words, "output_dir": tmp_path, "model_prefix": "m", "data_suffix": "w"}
-    call(play_llm_game.main, *flags_of(game | flags | SHORT))
-    games = read_json_or_jsonl(tmp_path / "m_sampling_w_results.json")
+    how = game | SHORT | {"model_prefix": "m", "prompt_templates": None}
+    call(play_llm_game.main, *play_flags(tmp_path, tiny_model, tmp_path, **how))
+    games = read_json_or_jsonl(tmp_path / "m_sampling_words_results.json")
     assert [episode["target_word"] for episode in games] == [played.example_task] * 2
     assert [episode.get("game", "taboo") for episode in games] == [name] * 2
     assert {message["role"] for episode in games for message in episode["history"]} == set(played.roles)
@@ -207,13 +200,9 @@ def test_models_play_a_game_and_meet_in_it_and_the_report_shows_it(name, tiny_mo
 
 
 def test_a_game_that_both_win_gives_rows_of_both():
-    players = {
-        "guesser": ScriptedPlayer([["Is it round?", "Is it `apple`?"], ["Is it red?", "Is it `sun`?", "Is it big?"]]),
-        "answerer": ScriptedPlayer([["Yes."], ["No."] * 3]),
-    }
-    episodes, tasks = [], enumerate(["apple", "lamp"])
-    asyncio.run(play_games(QUESTIONS, tasks, players, max_turns=3, concurrent_games=1, on_episode=episodes.append))
-    assert [episode["outcome"] for episode in episodes] == ["found", "not found"]
+    shared = {"game": "twenty_questions", "target_word": "apple", "max_turns": 3}
+    found = shared | {"history": messages(QUESTIONS, "Is it round?", "Yes.", "Is it `apple`?")}
+    episodes = [found, shared | {"history": messages(QUESTIONS, "Is it red?", "No.")}]
     rows = assign_rewards(episodes, game=QUESTIONS, rng=random.Random(0))
     assert [row["role"] for row in rows] == ["guesser", "answerer", "guesser"]
     assert [row["reward"] for row in rows] == pytest.approx([0.8 / 1.8, 1.0, 1 / 1.8])

@@ -170,20 +170,15 @@ def test_half_a_line_and_a_line_that_is_no_json_are_played_again(tmp_path, caplo
 REPLIES = ["a\u2028b", "a\x85b\x0cc", "half \ud83d a pair", "\udcff", "\U0001f600", "a\nb"]
 
 
-def test_any_reply_survives_play_a_kill_the_merge_and_becomes_the_target_that_is_trained_on(
-    tmp_path, tokenizer, monkeypatch
-):
+def test_any_reply_survives_play_the_merge_and_becomes_the_target_that_is_trained_on(tmp_path, tokenizer, monkeypatch):
     """Only a newline ends a line. Half a surrogate pair is written as its escape, and a tokenizer sees U+FFFD."""
     words = [f"word{number}" for number in range(len(REPLIES))]
     players = {role: ScriptedPlayer([[text] for text in REPLIES]) for role in GAME.roles}
     monkeypatch.setattr(play, "make_players", lambda *args, **options: (players, 1))
     flags = play_llm_game.Flags(**dict.fromkeys(NAMES, "m"), max_turns=1)
-    for _ in words:  # a start plays one game, and leaves half of another
+    for _ in words:  # a start plays one game
         files = EpisodeFiles(tmp_path, "run", words, GAME)
         play.play_words(GAME, files.missing()[:1], ("m", "m"), flags, files, templates=None, seed=0)
-        with open(files.rank_path, "ab") as file:
-            broken = json.dumps(episode(1, "word1", REPLIES[2]), ensure_ascii=False)[:-30]
-            file.write(broken.encode(errors="backslashreplace"))
     assert files.merge() == 0
     games = read_json_or_jsonl(files.results_path)
     assert [[message["content"] for message in game["history"]] for game in games] == [[text] * 2 for text in REPLIES]

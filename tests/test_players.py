@@ -1,10 +1,9 @@
-"""What all players share: a turn, its seed, and functions as players. Models are in test_local.py."""
+"""What all players share: the seed of a turn, and functions as players. Models are in test_local.py."""
 
 import asyncio
 
 from scripted import messages
 
-from tools.games import prompts
 from tools.games.game import load_member
 from tools.games.taboo import Taboo
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
@@ -14,12 +13,6 @@ from tools.tiny.players import load_lexicon
 GAME = Taboo()
 FIRST = Turn(GAME, "attacker", (), 3, 7, {"target_word": "art"})
 SECOND = Turn(GAME, "defender", messages(GAME, "Hm."), 3, 7, {})
-
-
-def test_a_turn_knows_the_prompt_of_play_and_no_more_than_its_role_may():
-    assert FIRST.prompt() == prompts.play_prompt(GAME, [], "art", 3)
-    assert SECOND.prompt() == prompts.play_prompt(GAME, SECOND.history, "art", 3)
-    assert not hasattr(SECOND, "task") and "art" not in SECOND.secrets.values()
 
 
 def test_a_seed_belongs_to_a_game_and_a_message():

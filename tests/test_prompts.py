@@ -102,4 +102,3 @@ def test_three_turns_that_another_tool_wrote_as_3_0_give_the_same_prompts():
     assert "in 3 turns." in prompts.play_prompt(GAME, [], "art", 3.0, TEMPLATES)
     drawn = prompts.training_prompt(GAME, [], "art", 3.0, rng=random.Random(0), templates=TEMPLATES)
     assert "in 3 turns." in drawn
-    GAME.check_episode({"history": [], "target_word": "art", "max_turns": 3.0})
