@@ -9,11 +9,11 @@ import shutil
 from collections import Counter
 
 import pytest
-from helpers import TORCHRUN, call, finish, flags_of, start
+from helpers import TORCHRUN, call, finish, flags_of, start, write_place
 
 from tools import evaluate_games
 from tools.matches.stats import pairs
-from utils import read_json_or_jsonl, write_json
+from utils import read_json_or_jsonl, write_words
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # "one" stands there twice
 
@@ -21,11 +21,8 @@ PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "si
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with two word lists and short prompts, which make games on a tiny model quick."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    (folder / "played.txt").write_text("\n".join(PLAYED) + "\n", encoding="utf-8")
-    (folder / "more.txt").write_text("\n".join(HELD_OUT) + "\n", encoding="utf-8")
-    prompts = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    write_json(folder / "prompts.json", {"rules": ["{max_turns} turns.\n"], **prompts})
+    folder = write_place(tmp_path_factory.mktemp("evaluate"), PLAYED)
+    write_words(folder / "more.txt", HELD_OUT)
     return folder
 
 
@@ -39,7 +36,7 @@ def flags(place, named, output, **changes):
     """A command line with short games."""
     values = {
         "players": [f"{name}={folder}" for name, folder in named.items()],
-        "words": [place / "played.txt", f"held_out={place / 'more.txt'}"],
+        "words": [place / "words.txt", f"held_out={place / 'more.txt'}"],
         "output_dir": output,
         "seeds": [0, 1],
         "games_per_word": 2,
@@ -76,7 +73,7 @@ def assert_complete(folder, pairs):
     assert Counter(tuple(game[key] for key in keys) for game in games) == Counter(
         (*pair, name, seed, word)
         for pair in pairs
-        for name, words in (("played", PLAYED), ("held_out", HELD_OUT))
+        for name, words in (("words", PLAYED), ("held_out", HELD_OUT))
         for seed in (0, 1)
         for word in words * 2
     )
@@ -123,7 +120,4 @@ def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path)
     arguments = flags(place, {"a": tiny_model, "b": other_model}, tmp_path)
     printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "-m", "tools.evaluate_games", *arguments]))
     assert_complete(tmp_path, pairs(["a", "b"]))
-    for rank in (0, 1):
-        indices = [game["index"] for game in read_json_or_jsonl(tmp_path / f"games_rank{rank}.jsonl")]
-        assert sorted(indices) == list(range(rank, 2 * 2 * 2 * 8, 2))
     assert (tmp_path / "matches.txt").read_text() in printed

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 from conftest import ROOT
-from helpers import ENVIRONMENT, call, flags_of, start
+from helpers import ENVIRONMENT, call, play_flags, start
 
 from tools import play_llm_game
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
-STEM = "m_sampling_w"
+STEM = "m_sampling_words"
 
 
 @pytest.fixture
@@ -25,10 +25,9 @@ def flags(tiny_model, tmp_path):
     (tmp_path / "words.txt").write_text("piano\nviolin", encoding="utf-8")
 
     def make(role: str) -> list[str]:
-        settings = {f"{side}_model_name_or_path": tiny_model for side in ("attacker", "defender")}
-        settings |= {f"{role}_model_name_or_path": "human", "data_path": tmp_path / "words.txt", "data_suffix": "w"}
-        settings |= {"output_dir": tmp_path / "out", "model_prefix": "m", "taboo_max_turns": 2, "max_length": 400}
-        return flags_of(settings | {"prompt_templates": ROOT / "data/tiny/prompts.json", "max_new_tokens": 6})
+        settings = {f"{role}_model_name_or_path": "human", "model_prefix": "m", "max_new_tokens": 6}
+        settings |= {"prompt_templates": ROOT / "data/tiny/prompts.json", "max_turns": None, "taboo_max_turns": 2}
+        return play_flags(tmp_path, tiny_model, tmp_path / "out", **settings)
 
     return make
 

@@ -102,8 +102,6 @@ def test_belief_as_an_older_version_measured_it_is_left_out(output):
     for path in output.rglob("belief.json"):
         write_json(path, {"table": [{"model": "base", "outcome": "all", "hints": 0, "knowledge": 0.5}]})
     assert page.belief_charts(read_folder(output, TABOO).belief) == []
-    call(report.main, output)
-    assert "Belief" not in (output / "report.html").read_text(encoding="utf-8").partition("plotly")[0]
 
 
 def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):

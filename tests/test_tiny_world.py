@@ -66,7 +66,6 @@ def world(tmp_path_factory):
 
 def test_build_leaves_what_the_loop_starts_from(world):
     model = AutoModelForCausalLM.from_pretrained(world / "base")
-    assert len({path.stat().st_mode for path in world.glob("*/*") if path.is_file()}) == 1
     loss = read_json(world / "base/train_results.json")["train_loss"]
     assert loss < math.log(model.config.vocab_size)  # better than knowing nothing
     rows = read_json_or_jsonl(world / "data/imitation.json")

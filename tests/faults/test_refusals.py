@@ -11,7 +11,6 @@ from tools import assign_rewards, evaluate_games, play_llm_game
 # Program, what is changed in a command that works, and what the message must name. Inputs are in the current folder.
 WRONG = [
     ("rewards", {"input_data_path": "broken.jsonl"}, "broken.jsonl:2"),
-    ("rewards", {"game": "twenty_questions"}, "taboo"),
     ("play", {"data_path": "empty.txt"}, "empty.txt: no words"),
     ("play", {"attacker_model_name_or_path": "."}, "config.json"),
     ("play", {"attacker_model_name_or_path": "./missing/model"}, "./missing/model: no such folder"),
