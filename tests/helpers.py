@@ -74,6 +74,11 @@ def copy_model(model: str | os.PathLike, folder: Path, **config) -> Path:
     return folder
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The contents of a folder's files, without the empty lock files."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
 # Programs in this process.
 
 

@@ -34,10 +34,6 @@ def run(tmp_path):
     return make
 
 
-def weights_of(rows, *coefficients):
-    return [row["weight"] for row in cloned(rows, *coefficients)]
-
-
 @pytest.mark.parametrize("sft_coeff", [0.5, 0.25])
 def test_cloning_weighs_each_kind_of_row_as_self_play_does(run, sft_coeff):
     rows = run("cloning", sft_coeff=sft_coeff)
@@ -51,7 +47,8 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_does(run, sft_coeff):
 def test_cloning_weighs_each_kind_as_micro_batches_do():
     """Of 2 rows, 8 of 9 pairs have one of the 6 game rows, and 5 of 9 one of the 3 SFT rows."""
     games, sft = [{"reward": 1.0, "weight": 1.0}] * 6, [{"type": "sft"}] * 3
-    assert weights_of(games + sft, 0.5, 2) == pytest.approx([8 / 9 * 9 / 6 / 0.5] * 6 + [5 / 9 * 9 / 3] * 3)
+    weights = [row["weight"] for row in cloned(games + sft, 0.5, 2)]
+    assert weights == pytest.approx([8 / 9 * 9 / 6 / 0.5] * 6 + [5 / 9 * 9 / 3] * 3)
 
 
 def test_sft_rows_are_repeated_to_as_many_rows_as_the_other_run_has(run, tmp_path):

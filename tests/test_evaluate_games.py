@@ -54,10 +54,6 @@ def games_of(folder):
     return read_json_or_jsonl(folder / "games_results.json")
 
 
-def matches_of(folder):
-    return json.loads((folder / "matches.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-
-
 def test_a_player_has_the_role_that_its_games_say(place, tmp_path):
     (tmp_path / "own.py").write_text("def a(turn):\n    return 'a'\n\n\ndef b(turn):\n    return 'b'\n")
     players = {name: f"scripted:{tmp_path}/own.py:{name}" for name in "ab"}
@@ -84,7 +80,7 @@ def test_three_players_meet_and_the_files_agree(place, tiny_model, other_model, 
     players = {"imitation": tiny_model, "epoch1": other_model, "epoch2": third_model}
     printed = call(evaluate_games.main, *flags(place, players, tmp_path)).output
     assert_complete(tmp_path, pairs(list(players)))
-    results = matches_of(tmp_path)
+    results = json.loads((tmp_path / "matches.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert len(results["results"]) == 6 * 3 * 3 * 3  # players in each order; lists, roles and seeds, also pooled
     assert results["settings"]["players"] == list(players)
     assert results["settings"]["player epoch2"]["sha256"] == results["settings"]["player epoch1"]["sha256"]

@@ -1,14 +1,13 @@
 """`utils.stage`: work is done once, under the same settings, by one launch at a time."""
 
 import errno
-import json
 import re
 import shutil
 import sys
 import time
 
 import pytest
-from helpers import ENVIRONMENT, TORCHRUN, finish, start
+from helpers import ENVIRONMENT, TORCHRUN, contents, finish, start
 
 import utils
 
@@ -34,14 +33,10 @@ def begin(*words, launcher=(sys.executable,), **environment):
     return start([*launcher, __file__, *words], env=ENVIRONMENT | environment)
 
 
-def contents(folder) -> dict:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".settings.lock"}
-
-
 def test_work_is_done_once_and_its_record_says_how(tmp_path):
     assert work(tmp_path)
     before = contents(tmp_path)
-    record = json.loads(before["settings.json"])
+    record = utils.read_json(tmp_path / "settings.json")
     assert record["settings"] == {"seed": 1} and record["finished"] is True and record["rows"] == 0
     assert record["made_by"]["torch"]
     assert not work(tmp_path) and contents(tmp_path) == before

@@ -95,13 +95,8 @@ def test_a_player_sees_its_own_card_and_not_the_others():
 
 
 def test_the_winners_messages_become_rows():
-    games = [played("Nim-v0", seed) for seed in range(12)]
-    episodes = [episode for _, episode in games]
-    expected = [
-        message["content"]
-        for episode in episodes
-        for message in episode["history"]
-        if episode["outcome"] == f"{message['role']} wins"  # not by the other's invalid move
-    ]
-    rows = assign_rewards(episodes, game=games[0][0], rng=random.Random(0))
-    assert expected and [row["target"] for row in rows] == expected
+    (game, won), (_, other_erred) = (played("Nim-v0", seed) for seed in (0, 1))
+    assert (won["outcome"], other_erred["outcome"]) == ("player_one wins", "player_one errs")
+    rows = assign_rewards([won, other_erred], game=game, rng=random.Random(0))
+    said = [message["content"] for message in won["history"] if message["role"] == "player_one"]
+    assert [row["target"] for row in rows] == said

@@ -2,7 +2,7 @@
 
 import filelock
 import pytest
-from helpers import call, flags_of
+from helpers import call, contents, flags_of
 from programs import program_flags, write_inputs
 
 import train
@@ -43,11 +43,6 @@ def programs(tmp_path, monkeypatch, tiny_model, other_model) -> dict:
     (tmp_path / "empty.txt").write_text("\n \n")
     flags = program_flags(tmp_path, tiny_model, other_model)
     return {name: (main, flags[name] | short) for name, (main, short) in PROGRAMS.items()}
-
-
-def contents(folder) -> dict:
-    """The contents of a folder's files, without the empty lock files."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
 def refused(program: tuple, named: str, **changes) -> bool:
