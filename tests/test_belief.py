@@ -213,15 +213,9 @@ def message(word: str, hints: int, share: float, last: int = 1, **more) -> dict:
 
 def test_means_by_hand_and_intervals_by_word():
     messages = [message("a", 0, -1.0), message("a", 1, -2.0, rank=2), message("a", 1, -4.0), message("b", 1, -6.0)]
-    rows = list(program.table_rows({"m": [*messages, message("c", 1, -0.5)]}, GAME))
-    assert [(row["outcome"], row["hints"], row["games"], row["candidates"]) for row in rows] == [
-        ("all", 0, 1, 2),
-        ("all", 1, 4, 2),
-        ("all", "last", 4, 2),
-        ("tied game", 0, 1, 2),
-        ("tied game", 1, 4, 2),
-        ("tied game", "last", 4, 2),
-    ]
+    rows = list(program.table_rows({"m": [*messages, message("c", 1, -0.5)]}))
+    heads = [(row["hints"], row["games"], row["candidates"]) for row in rows]
+    assert heads == [(0, 1, 2), (1, 4, 2), ("last", 4, 2)]
     assert rows[0]["share"] == -1 and rows[0]["share interval"] is None
     mean = -12.5 / 4
     error = math.sqrt(3 / 2 * ((-6 - 2 * mean) ** 2 + (-6 - mean) ** 2 + (-0.5 - mean) ** 2)) / 4  # residuals by word
@@ -272,7 +266,7 @@ def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path,
         assert row["share_difference"] == row["share"] - other["share"]
     last = next(row for row in stored["table"] if (row["model"], row["hints"]) == ("epoch1", "last"))
     assert last["games"] == len(GAMES) and len(last["share_difference interval"]) == 2 and last["candidates"] == 7
-    assert printed == (tmp_path / "out" / "belief.txt").read_text() and "attacker breaks the rules" in printed
+    assert printed == (tmp_path / "out" / "belief.txt").read_text()
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors

@@ -62,10 +62,9 @@ def output(tmp_path) -> Path:
             games += met("imitation", epoch.name, {ATTACKER_BREAKS: 4, DEFENDER_WINS: 6}, words=words)
         make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
         rows = [
-            {"model": model, "outcome": outcome, "hints": hints, "share": value, "share interval": [-9, 0]}
-            | {"candidates": 40}
+            {"model": model, "hints": hints, "share": value, "share interval": [-9, 0], "candidates": 40}
             for model in ("base", epoch.name)
-            for outcome, hints, value in (("all", 0, -5.0), ("all", 1, -2.0), ("all", "last", -1.0), (TIED, 1, -4.0))
+            for hints, value in ((0, -5.0), (1, -2.0), ("last", -1.0))
         ]
         write_json(epoch / "belief/belief.json", {"table": rows})
     return folder
@@ -100,7 +99,7 @@ def test_a_run_is_reported_whole(output):
 
 def test_belief_as_an_older_version_measured_it_is_left_out(output):
     for path in output.rglob("belief.json"):
-        write_json(path, {"table": [{"model": "base", "outcome": "all", "hints": 0, "knowledge": 0.5}]})
+        write_json(path, {"table": [{"model": "base", "hints": 0, "knowledge": 0.5}]})
     assert page.belief_charts(read_folder(output, TABOO).belief) == []
 
 

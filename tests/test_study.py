@@ -56,11 +56,10 @@ def add_benchmark(folder: Path, percents: dict[str, float]) -> None:
 def add_belief(folder: Path, shares: dict[str, float]) -> None:
     """Results of tools/evaluate_belief.py: the share of each model after the last hint, among other rows."""
     for model, value in shares.items():
-        row = {"model": model, "outcome": "all", "hints": "last", "games": 20, "candidates": 40}
+        row = {"model": model, "hints": "last", "games": 20, "candidates": 40}
         row |= {"share": value, "rank_1": 0.5, "tempered": value / 2}
-        others = [row | {"hints": 0, "share": -9.0}, row | {"outcome": ATTACKER_WINS, "share": 99.0}]
-        write_json(folder / model / "belief/belief.json", {"table": [row, *others]})
-        old = {"model": model, "outcome": "all", "hints": "last", "knowledge": 9.0}  # a measure that was given up
+        write_json(folder / model / "belief/belief.json", {"table": [row, row | {"hints": 0, "share": -9.0}]})
+        old = {"model": model, "hints": "last", "knowledge": 9.0}  # a measure that was given up
         write_json(folder / model / "old/belief.json", {"table": [old]})
 
 

@@ -37,9 +37,7 @@ from utils import (
 )
 
 NUMBERS, TABLE = "belief.json", "belief.txt"
-ALL, LAST = "all", "last"  # games of any outcome; after the last hint of each game
 MEASURES = ("share", "rank_1", "tempered", "belief", "share_difference", "tempered_difference")
-NO_INTERVAL = ("tempered", "belief")  # in the table
 
 
 @dataclass(kw_only=True)
@@ -91,9 +89,14 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     from tools.matches.belief import measure_game
 
     gc.collect()  # frees the model before
-    how = {name: getattr(flags, name) for name in ("chat_template", "bf16", "trust_remote_code")}
-    how |= {"max_length": flags.max_length + 1, "max_new_tokens": 1}  # the whole max_length is the prompt's
-    local = load_local_model(model_folder(path), EngineFlags(**how))
+    engine_flags = EngineFlags(
+        chat_template=flags.chat_template,
+        bf16=flags.bf16,
+        trust_remote_code=flags.trust_remote_code,
+        max_length=flags.max_length + 1,  # the whole max_length is the prompt's
+        max_new_tokens=1,
+    )
+    local = load_local_model(model_folder(path), engine_flags)
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
         numbers = measure_game(local, game, episode, candidates=candidates, templates=templates)
@@ -142,22 +145,18 @@ def add_differences(measured: Mapping[str, list[dict]]) -> None:
                 message[f"{name}_difference"] = message[name] - message_of_first[name]
 
 
-def table_rows(measured: Mapping[str, list[dict]], game: Game) -> Iterator[dict]:
-    """Means for each model, outcome and number of hints, each with its 95% interval."""
-    outcomes = [ALL, *(outcome.name for outcome in game.outcomes)]
+def table_rows(measured: Mapping[str, list[dict]]) -> Iterator[dict]:
+    """Means for each model and number of hints, each with its 95% interval."""
     for model, messages in measured.items():
         frame = pd.DataFrame(messages)
         frame["rank_1"] = frame["rank"] == 1
-        last = frame[frame.last_hint].assign(hints=LAST)
-        for outcome, lines in itertools.product(outcomes, (frame, last)):
-            of_outcome = lines if outcome == ALL else lines[lines.outcome == outcome]
-            for hints, group in of_outcome.groupby("hints"):
-                row = {"model": model, "outcome": outcome, "hints": hints, "games": len(group)}
-                row["candidates"] = len(group.logprobs.iloc[0])
-                for name in MEASURES:
-                    if name in group:
-                        row[name], row[f"{name} interval"] = mean_by_word(group, name)
-                yield row
+        last = frame[frame.last_hint].assign(hints="last")  # in the place of a number
+        for hints, group in (*frame.groupby("hints"), *last.groupby("hints")):
+            row = {"model": model, "hints": hints, "games": len(group), "candidates": len(group.logprobs.iloc[0])}
+            for name in MEASURES:
+                if name in group:
+                    row[name], row[f"{name} interval"] = mean_by_word(group, name)
+            yield row
 
 
 def mean_by_word(messages: pd.DataFrame, name: str) -> tuple[float, list[float] | None]:
@@ -169,10 +168,10 @@ def mean_by_word(messages: pd.DataFrame, name: str) -> tuple[float, list[float] 
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    head = ("model", "outcome", "hints", "games", "candidates")
+    head = ("model", "hints", "games", "candidates")
     lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
     for row in rows:
-        intervals = [None if name in NO_INTERVAL else row.get(f"{name} interval") for name in MEASURES]
+        intervals = [row.get(f"{name} interval") for name in MEASURES]
         lines.append((*map(row.get, head), *map(with_interval, map(row.get, MEASURES), intervals)))
     return f"{markdown(lines)}\n"
 
@@ -201,7 +200,7 @@ def main() -> None:
                 measured[name] = measure(flags, path, game, templates, episodes, candidates)
                 add_tempered(measured[name])
             add_differences(measured)
-            rows = list(table_rows(measured, game))
+            rows = list(table_rows(measured))
             write_text(folder / NUMBERS, numbers_text(rows, measured))
             write_text(folder / TABLE, table_text(rows))
     print((folder / TABLE).read_text(encoding="utf-8"), end="")

@@ -22,7 +22,7 @@ class Report:
     logs: dict[str, list[Mapping]] = field(default_factory=dict)  # log histories of trainings by name
     matches: list[Mapping] = field(default_factory=list)  # contents of matches.json
     reasoning: list[Mapping] = field(default_factory=list)  # rows of reasoning/results.json
-    belief: list[Mapping] = field(default_factory=list)  # rows of belief.json, over games of any outcome
+    belief: list[Mapping] = field(default_factory=list)  # rows of belief.json
     sources: list[str] = field(default_factory=list)  # names of files of games
     games: list[dict] = field(default_factory=list)  # to read; "source" is the place in `sources`
 
@@ -98,7 +98,8 @@ def read_folder(folder: Path, game: Game) -> Report:
             report.read(part.absolute().name, place)
         for path in (part / "belief.json", part / "belief" / "belief.json"):
             rows = read_json(path)["table"] if path.is_file() else ()
-            report.belief += [row for row in rows if row["outcome"] == "all" and row["hints"] != "last"]
+            rows = [row for row in rows if row.get("outcome", "all") == "all"]  # older versions had others too
+            report.belief += [row for row in rows if row["hints"] != "last"]
     for path in (folder / "results.json", folder / "reasoning" / "results.json"):
         report.reasoning += read_json(path)["results"] if path.is_file() else ()
     if not (report.sources or report.logs or report.reasoning or report.belief or report.matches):
