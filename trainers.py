@@ -475,8 +475,13 @@ class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
     def method_loss(self, logprob, batch, denominators):
-        coefficients = {"kl_coeff": self.args.lm_kl_coeff, "num_rows": denominators.game_rows + denominators.sft_rows}
-        return sft_kl_loss(logprob, batch["ref_logprobs"], batch["weights"], **coefficients)
+        return sft_kl_loss(
+            logprob,
+            batch["ref_logprobs"],
+            batch["weights"],
+            kl_coeff=self.args.lm_kl_coeff,
+            num_rows=denominators.game_rows + denominators.sft_rows,
+        )
 
 
 class OfflinePOTrainer(SPAGTrainer):

@@ -77,8 +77,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         results = rewards.permute_rewards(results, random.Random(flags.seed))
     rng = random.Random(flags.seed)
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
-    options = {"shape": flags.load_shape(), "thinking": flags.thinking}
-    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, **options)
+    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, flags.load_shape(), thinking=flags.thinking)
     if not made:
         raise UserError(
             f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "

@@ -60,9 +60,16 @@ def play(
     templates = options.load_templates(game) if options.prompt_templates else templates
     speakers = [str(player) if isinstance(player, Path) else player for player in (first, second)]
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
-    how = {"max_turns": options.turns(game), "templates": templates, "concurrent_games": at_once}
     episodes: list[dict] = []
-    games = play_games(game, enumerate(tasks), players, on_episode=episodes.append, **how)
+    games = play_games(
+        game,
+        enumerate(tasks),
+        players,
+        max_turns=options.turns(game),
+        templates=templates,
+        concurrent_games=at_once,
+        on_episode=episodes.append,
+    )
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
         thread.submit(asyncio.run, games).result()
     return sorted(episodes, key=lambda episode: episode["index"])

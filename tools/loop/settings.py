@@ -279,16 +279,16 @@ def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
             how = f"its chat template, THINKING or prompts are not those of play ({settings['MODEL']}, {prompt_file})"
             raise UserError(f"{path}: {how}")
     imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
-    if settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
+    if not foreign or settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
         return
     rows = bare([utils.read_json_or_jsonl(path) for path in foreign])
 
     def is_there(rule: str) -> bool:
         return all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2])
 
-    if foreign and bare(prompts.NO_HISTORY) not in rows:
+    if bare(prompts.NO_HISTORY) not in rows:
         logger.warning("%s: no record says how these rows were made; are their prompts those of play?", foreign)
-    elif foreign and not any(map(is_there, templates[prompts.RULES])):
+    elif not any(map(is_there, templates[prompts.RULES])):
         remedy = f"take PROMPTS={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
         rules = f"these games have none of play's rules ({prompt_file})"
         raise UserError(f"{' '.join(foreign)}: {rules}; for the authors' rows {remedy}")

@@ -80,7 +80,6 @@ def summarise(words: Collection[Counter[str]]) -> dict:
         "losses": total["loss"],
         "ties": total["tie"],
         "breaches": total["breach"],
-        "breach_wins": total["breach win"],
         "breach_losses": total["breach loss"],
         "points": means["points"][0],
         "points_interval": means["points"][1],
@@ -88,5 +87,4 @@ def summarise(words: Collection[Counter[str]]) -> dict:
         "mean_length": total["length"] / total["games"],
         "empty_replies": total["empty"],
         "messages": total["messages"],
-        "target_words": len(words),
     }

@@ -21,7 +21,6 @@ NO_CURVES = {"step", "epoch"}  # of a log entry
 INTERVAL = "points_interval"
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
-MANY = 100  # points of a chart that are shown without markers
 LAYOUT = {
     "height": 340,
     "margin": {"l": 50, "r": 10, "t": 10, "b": 40},
@@ -34,7 +33,6 @@ REASONING = "Percent ± one standard error over questions. reasoning/table.md co
 BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
 
 Chart = tuple[str, "Figure"]  # with its title
-Points = Sequence[Mapping] | pd.DataFrame
 
 
 def page_html(report: Report) -> str:
@@ -80,7 +78,9 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="table"><table>{line(head, "th")}{body}</table></div>'
 
 
-def chart(title: str, points: Points, x: str, y: str, line: str, interval: str = "", **layout) -> Chart:
+def chart(
+    title: str, points: Sequence[Mapping] | pd.DataFrame, x: str, y: str, line: str, interval: str = "", **layout
+) -> Chart:
     """A chart of points y by x, with a line for each value of `line`. `interval` names (low, high) of each point.
 
     `layout` is Plotly's. Names of models are escaped: Plotly reads <b>, <a href> and entities in texts as markup.
@@ -94,7 +94,7 @@ def chart(title: str, points: Points, x: str, y: str, line: str, interval: str =
     if interval and frame[interval].notna().all():
         low, high = zip(*frame[interval], strict=True)
         bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
-    how = {"markers": len(frame) < MANY, "template": "none", "color_discrete_sequence": COLOURS}
+    how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}
     figure = express.line(frame, x, y, color=line, **how, **bars)
     return title, figure.update_layout(LAYOUT | layout)
 

@@ -99,9 +99,10 @@ class EpisodeFiles:
             self.rank_file.close()
         on_rank_0(lambda: None)  # all ranks have stored their games
         missing = on_rank_0(self.merge)
-        if missing and rank() == 0:
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: {missing} games are missing; the same command plays them\n")
         if missing:
+            if rank() == 0:
+                program = Path(sys.argv[0]).name
+                sys.stderr.write(f"{program}: {missing} games are missing; the same command plays them\n")
             sys.exit(UNFINISHED)
 
 

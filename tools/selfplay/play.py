@@ -103,7 +103,7 @@ def play_words(
     *,
     templates: prompts.Templates,
     seed: int | str,
-    labels: Mapping | None = None,
+    labels: Mapping = {},
     title: str = "games",
 ) -> None:
     """Play (index, word) pairs, and store each game, with `labels` in it, as it ends.
@@ -118,13 +118,20 @@ def play_words(
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
 
     def on_episode(episode: Episode) -> None:
-        files.append({**episode, **(labels or {})})
+        files.append({**episode, **labels})
         show(episode)
         for player in set(players.values()):  # one player may have both roles
             player.game_over(episode)
 
-    options = {"max_turns": flags.turns(game), "templates": templates, "concurrent_games": games_at_once}
-    games = play_games(game, tasks, players, **options, on_episode=on_episode)
+    games = play_games(
+        game,
+        tasks,
+        players,
+        max_turns=flags.turns(game),
+        templates=templates,
+        concurrent_games=games_at_once,
+        on_episode=on_episode,
+    )
     try:
         with closing(bar):
             asyncio.run(games)

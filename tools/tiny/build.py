@@ -44,8 +44,16 @@ class Flags:
 def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
     episodes: list[Episode] = []
     players = dict.fromkeys(GAME.roles, ScriptedPlayer(lambda turn: speak(turn, lexicon, skill, rng)))
-    options = {"max_turns": MAX_TURNS, "templates": load_templates(PROMPTS, GAME), "concurrent_games": 1}
-    asyncio.run(play_games(GAME, enumerate(words), players, on_episode=episodes.append, **options))
+    games = play_games(
+        GAME,
+        enumerate(words),
+        players,
+        max_turns=MAX_TURNS,
+        templates=load_templates(PROMPTS, GAME),
+        concurrent_games=1,
+        on_episode=episodes.append,
+    )
+    asyncio.run(games)
     return episodes
 
 
