@@ -94,6 +94,7 @@ def chart(
     if interval and frame[interval].notna().all():
         low, high = zip(*frame[interval], strict=True)
         bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
+    # Steps of training are many.
     how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}
     figure = express.line(frame, x, y, color=line, **how, **bars)
     return title, figure.update_layout(LAYOUT | layout)
@@ -114,6 +115,8 @@ def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
     """How games ended, how long they were, and faulty replies, from summaries of play by name."""
+    if not plays:
+        return []
     ends, lengths, faults = [], [], []
     for name, play in plays.items():
         of_play = {"epoch": name, "messages": play["mean_length"], "games": "all games"}
@@ -122,8 +125,6 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
             ends.append(of_play | {"end": outcome, "share": number / play["games"]})
         for fault, key in (("empty", "empty_replies"), ("cut off at the token limit", "cut_off_replies")):
             faults.append(of_play | {"fault": fault, "share": play[key] / play["messages"]})
-    if not plays:
-        return []
     return [
         chart("How games ended: share of games", ends, "epoch", "share", "end", yaxis=SHARES),
         chart("Messages up to the deciding one", lengths, "epoch", "messages", "games"),
