@@ -80,9 +80,9 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) ->
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens. The labels of BOS and query are masked, by
-    their number and not by their ids, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds
-    none. A row with `chat_template` is encoded as query + target: the template has written the special tokens.
+    Query and target are tokenized separately and without special tokens. As many labels are masked as BOS and query
+    have tokens; no id is compared, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds none.
+    A row with `chat_template` is encoded as query + target: the template has written the special tokens.
 
     Returns input_ids and labels (lists of one length), weight, reward and is_sft. Raises UserError for a bad row (see
     `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.

@@ -54,8 +54,8 @@ class Rate(NamedTuple):
     rows: Tensor
 
 
-# A loss returns (loss, metrics), for every micro-batch with the same names. The terms of the loss (policy_loss,
-# sft_loss) are scalars: means over micro-batches.
+# A loss returns (loss, metrics). The names are the same in every micro-batch. A bare tensor is a term of the loss
+# (policy_loss, sft_loss): it is averaged over micro-batches.
 Metrics = dict[str, Tensor | Mean | Largest]
 
 
@@ -269,11 +269,12 @@ class SPAGTrainer(Trainer, TrainerCallback):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
     A method defines `method_loss(logprob, batch, denominators) -> (loss, metrics)`. `load_reference` loads the frozen
-    reference model. It is not called if the policy can serve as the reference: with its adapters off, or before its
-    first step if both are the same checkpoint.
+    reference model. It is not called without a reference (SFT), if no row is compared with it, if a run that continues
+    has stored its numbers, or if the policy can serve as the reference: with its adapters off, or before its first
+    step if both are the same checkpoint.
     """
 
-    learns_from_games = False  # True: SFT rows have a loss of their own, without the reference
+    learns_from_games = False  # True: SFT rows are not compared with the reference, and there must be rows of games
 
     def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
         with utils.told("the Trainer", ValueError, ImportError):

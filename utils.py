@@ -152,7 +152,7 @@ def launch_store():
 def on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
 
-    All ranks must call this. Rank 0 returns when all of them have the answer: for rank 0 alone it is a barrier too.
+    All ranks must call this. Rank 0 waits until all of them have the answer; the others wait for rank 0 alone.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -451,7 +451,7 @@ def stage(
 
     The record, a JSON file beside the results, holds the settings, versions, notes, and `finished` once the block has
     ended on all ranks without an error. `results` are patterns of files in its folder; the first is there when the
-    work is finished. A setting that an older record lacks had its value in `defaults`, if it is there. All ranks of a
+    work is finished. A setting that the record lacks counts as having its value in `defaults`. All ranks of a
     launch enter together; `ranks=False` is for programs that run as one process.
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """

@@ -135,3 +135,16 @@ def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch):
     assert sum(row["reward"] for row in rows) == pytest.approx(29)
     assert {row["role"]: row["weight"] for row in rows} == {"first": 29 / (2 * 21), "second": 29 / (2 * 8)}
     assert all(re.fullmatch(r"I take [1-3]\.", row["target"]) and "stick" in row["query"] for row in rows)
+
+
+def test_the_places_that_a_change_touches_are_there():
+    section = TEXTS["tools/README.md"].partition("## What a change touches")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    for row in rows:
+        spans = set(re.findall(r"`([^`]+)`", row))
+        paths = {span for span in spans if "/" in span or "." in span}
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+        names = spans - paths | set(re.findall(r"\b[A-Z_]{4,}\b", row))
+        code = "".join((ROOT / path).read_text() for path in paths if (ROOT / path).is_file())
+        assert [name for name in names if name not in code] == []
+    assert len(rows) > 10

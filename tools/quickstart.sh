@@ -48,7 +48,7 @@ main() {
   # The newest model hints at a word, you have one guess.
   say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
     "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
-    "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir outputs/me" \
+    "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir $OUTPUT/me" \
     "--model_prefix me --data_suffix words"
 }
 

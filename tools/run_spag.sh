@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 main() {
   [ "$1" != --help ] || { cat "$root/configs/defaults.sh"; exit; }
   OUTPUT=$("$PYTHON" "$root/tools/loop/settings.py" --output "$@") # empty but on machine 0
-  [ -z "$OUTPUT" ] || { mkdir -p "$OUTPUT" && exec 9>>"$OUTPUT/.loop.lock"; } # the lock is of shell and stages
+  [ -z "$OUTPUT" ] || { mkdir -p "$OUTPUT" && exec 9>>"$OUTPUT/.loop.lock"; } # shell and stages hold the lock
   settings=$("$PYTHON" "$root/tools/loop/settings.py" ${OUTPUT:+--lock} "$@") # lines NAME='value'; some are arrays
   eval "$settings"
   set_flags

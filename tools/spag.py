@@ -95,7 +95,8 @@ def rows(
     """Training rows: query, target, reward, role and weight of each message that is paid.
 
     `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `shape` gives each row its final reward.
-    `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles.
+    `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles. Rows in a
+    chat template are made by that program alone.
     """
     options = {"training_prompt": prompt, "templates": templates, "shape": shape} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
@@ -114,7 +115,10 @@ def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device:
 
 
 def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip_range=0.2, detach_kl=False):
-    """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient."""
+    """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
+
+    Rows with negative rewards need `detach_kl`, or their log-ratio runs away.
+    """
     import torch
 
     from trainers import label_logprob, offline_po_loss

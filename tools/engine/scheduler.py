@@ -149,7 +149,7 @@ class Scheduler:
 
     def _assign(self, slot: Slot, request: Request, token_ids: list[int], prefix_tokens: int) -> None:
         cached = _num_common(slot.token_ids, token_ids)
-        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the slot has no more than the common prefix has
+        if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the common prefix serves as well
             cached = slot.num_prefix_tokens = prefix_tokens
         slot.token_ids, slot.num_cached_tokens = token_ids, cached
         slot.request, slot.game = request, request.game

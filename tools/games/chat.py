@@ -1,4 +1,4 @@
-"""Prompts and replies in a tokenizer's own chat template, the same in play and training. No torch.
+"""Prompts and replies in a tokenizer's own chat template, the same in play and training. Needs transformers, no torch.
 
 The texts are complete: they hold BOS, if the template writes it, and the token that ends a reply.
 """

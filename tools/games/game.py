@@ -68,7 +68,7 @@ class Game:
         return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
-        """Whether play ends after the last message although that decides nothing; `history` is not empty."""
+        """Whether play ends after the last message although that message decides nothing; `history` is not empty."""
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ MATCHES = (SUBSTRING, WHOLE_WORD)
 PREDICTION = r"i know the word! it."  # in lower-cased text
 RIGHT_PREDICTION = r"i know the word! it.{1,8}"  # the word follows
 SENTENCE = re.compile(PREDICTION + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-HALF_A_GUESS = "i know the word"  # play stops here too, as released, though without "! it" this is no guess
+HALF_A_GUESS = "i know the word"  # ends play, as released; it is a guess only with "! it"
 
 
 class Taboo(Game):

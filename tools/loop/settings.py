@@ -102,7 +102,7 @@ def like(run: str, changes: Settings, defaults: Settings) -> Settings:
     """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones.
 
     A change in the section `imitation` trains imitation anew, and with one there or in `play` epoch 1 is played anew.
-    All other changes keep both: SEED, PRECISION, LORA_RANK, GLOBAL_BATCH, TRAIN_BATCH, and for imitation MAX_LENGTH.
+    All other changes keep both, though both were made with the old value: SEED, PRECISION, LORA_RANK, GLOBAL_BATCH.
     The sections `run` and `machine` are not taken from the other run.
     """
     stored = read_json(Path(run, "settings.json"))["settings"]
@@ -200,7 +200,8 @@ def stage_flags(settings: Settings, prefix: str, kind: type):
     """A stage's flags, read by its own parser: those called like a setting (PREFIX_FLAG or FLAG), and PREFIX_ARGS."""
     words = []
     for field in dataclasses.fields(kind):
-        name, is_required = field.name.upper(), field.default is field.default_factory  # both are MISSING
+        name = field.name.upper()
+        is_required = field.default is field.default_factory  # both are MISSING: it has no default
         given = values(settings, f"{prefix}_{name}") or values(settings, name) or ["some=value"] * is_required
         words += [f"--{field.name}", *given] if given else []
     return parse_flags(kind, [*words, *values(settings, f"{prefix}_ARGS")], description="")

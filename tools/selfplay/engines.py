@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
-# One match's models by folder, under the text of all that loading depends on.
+# One match's models by folder; the key is the text of models and flags.
 _loaded: dict[str, dict[Path, Start]] = {}
-_ends = ExitStack()  # the `end` of engines that do not leave memory with their last user
+_ends = ExitStack()  # the `end` of engines that must be ended by hand to leave memory
 
 
 def is_local(name: str | Choose) -> bool:
@@ -59,8 +59,8 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory. A continued run has fewer `games_left`, which is part of the seed, so
-    its games are new ones.
+    The models of an earlier match leave memory. `games_left` is part of the seed: a continued run does not draw the
+    same again.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games

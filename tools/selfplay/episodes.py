@@ -55,7 +55,8 @@ class EpisodeFiles:
         """
         episodes: dict[int, Episode] = {}
         for path in sorted(self.folder.glob(self.rank_pattern)):
-            lines = path.read_bytes().split(b"\n")[:-1]  # without half a last one; a reply may hold U+2028
+            # What follows the last line end is half a line or empty. Not splitlines: a reply may hold U+2028.
+            lines = path.read_bytes().split(b"\n")[:-1]
             for number, line in enumerate(lines, start=1):
                 try:
                     episode = json.loads(line)

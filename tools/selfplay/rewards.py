@@ -133,7 +133,7 @@ def _paid(
     """
     pay, breach = role_pay(game, result, flags), game.outcome(result.outcome).breach
     winners = [role for role in game.roles if pay[role] > 0]
-    loser_weight = weights[winners[0]] if winners else 1.0  # that of the winner, and 1 in a tie
+    loser_weight = weights[winners[0]] if winners else 1.0  # rows of a loser weigh as those of the winner
     paid = {}
     for role in (flags.roles,) if flags.roles else game.roles:
         reward = pay[role] - baselines[role] if baselines and not breach else pay[role]
