@@ -4,7 +4,8 @@
         --train_data_path rows.json --output_dir DIR --deepspeed configs/default_offload_opt_param.json --bf16 True
 
 Learning rate, schedule, epochs and batch are the Trainer's unless they are set; README.md has the paper's.
-Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so.
+Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so. Other
+settings are refused: utils.stage compares `run_settings` (arguments.py) with those in OUTPUT_DIR/settings.json.
 """
 
 import os
