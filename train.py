@@ -47,7 +47,7 @@ def run(trainer: SPAGTrainer) -> None:
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
     trainer.save_model()
-    # A barrier too: with --push_to_hub rank 0 has uploaded, for longer than the other ranks' NCCL waits.
+    # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
     utils.on_rank_0(lambda: utils.share_weights(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())

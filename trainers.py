@@ -270,8 +270,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
 
     A method defines `method_loss(logprob, batch, denominators) -> (loss, metrics)`. `load_reference` loads the frozen
     reference model. It is not called without a reference (SFT), if no row is compared with it, if a run that continues
-    has stored its numbers, or if the policy can serve as the reference: with its adapters off, or before its first
-    step if both are the same checkpoint.
+    has stored its numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its
+    adapters off, or before its first step if both are the same checkpoint.
     """
 
     learns_from_games = False  # True: SFT rows are not compared with the reference, and there must be rows of games

@@ -33,9 +33,9 @@ def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict
 def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None) -> list[dict]:
     """Turn rows of games into SFT rows: -reward * weight * l, without ratio, clip and KL.
 
-    OfflinePO averages game rows and SFT rows separately, over batches of `rows_at_once` rows (None: over all). Here
-    all rows are in one average, and the weights give each kind the share in the loss that it has there on average: a
-    batch of B rows has a row of a kind, whose share of all rows is p, with the probability 1 - (1 - p)^B.
+    OfflinePO adds a mean over game rows and one over SFT rows of a batch of `rows_at_once` rows (None: of all), and a
+    batch without a kind lacks its term. Here all rows are in one mean. Of B rows at least one is of a kind whose share
+    of all rows is p with probability 1 - (1 - p)^B, so its rows get the weight probability / p.
     """
     total, at_once = len(rows), rows_at_once or math.inf
     number = sum(map(is_sft, rows))

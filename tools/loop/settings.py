@@ -262,8 +262,8 @@ def check_sft_data(settings: Settings) -> None:
 def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
     """Raise UserError for rows of imitation in another layout than that of play.
 
-    A record beside the rows names it. Rows without a record, as long as they are to be trained on, must hold a rule of
-    play somewhere if they hold games.
+    A record beside the rows names it. If imitation is still to be trained, rows without a record that hold games must
+    hold one of play's rule texts somewhere.
     """
     prompt_file = settings["PROMPTS"] or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)

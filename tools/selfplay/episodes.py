@@ -98,7 +98,7 @@ class EpisodeFiles:
         """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED."""
         if self.rank_file is not None:
             self.rank_file.close()
-        on_rank_0(lambda: None)  # all ranks have stored their games
+        on_rank_0(lambda: None)  # rank 0 goes on when every rank has come here, its games stored
         missing = on_rank_0(self.merge)
         if missing:
             if rank() == 0:

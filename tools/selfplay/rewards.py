@@ -127,7 +127,7 @@ def _paid(
     weights: Mapping[str, float],
     baselines: Mapping[str, float] | None,
 ) -> dict[str, Paid]:
-    """The reward and weight of each role; a role that is paid 0 is left out.
+    """The reward and weight of each role; a role whose reward is 0 in the end gets no rows and is left out.
 
     A baseline is subtracted, unless the game ended in a breach.
     """
