@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shlex
-import string
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples,
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
-AROUND_WORDS = f"{string.whitespace}\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
+AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")

@@ -6,11 +6,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from tools.engine.local import Codec, LocalModel, Prompt
+from tools.engine.local import Codec, Engine, LocalModel, Prompt
 from tools.players.player import Reply
 
 
-class BatchEngine:
+class BatchEngine(Engine):
     """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
 
     keeps_games = False

@@ -141,6 +141,9 @@ class Engine(Protocol):
     def run(self) -> list[tuple[int, Reply]]:
         """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
 
+    def end(self) -> None:
+        """Free the memory of the model, where that takes more than forgetting the engine."""
+
 
 class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.

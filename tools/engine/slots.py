@@ -15,12 +15,12 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step
 from tools.engine.linear import pack_weights
-from tools.engine.local import LocalModel, Prompt
+from tools.engine.local import Engine, LocalModel, Prompt
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
 from tools.players.player import Reply, Sampling
 
 
-class SlotEngine:
+class SlotEngine(Engine):
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
     Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.

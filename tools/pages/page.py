@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 NO_CURVES = {"step", "epoch"}  # of a log entry
-INTERVAL = "points_interval"
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 LAYOUT = {
@@ -103,13 +102,19 @@ def chart(
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Points by role against the one opponent, with a line for each word list; none where there are more opponents."""
     rows = [row for row in rows if row["player"] != row["opponent"]]
-    opponents = {row["opponent"] for row in rows}
-    if len(opponents) != 1:
+    if len({row["opponent"] for row in rows}) != 1:
         return []
-    (opponent,) = opponents
     return [
-        chart(f"Points {as_role(role)} against {opponent}", lines, "player", "points", "words", INTERVAL, yaxis=POINTS)
-        for role, lines in pd.DataFrame(rows).groupby("role", sort=False)
+        chart(
+            f"Points {as_role(role)} against {rows[0]['opponent']}",
+            of_role,
+            "player",
+            "points",
+            "words",
+            "points_interval",
+            yaxis=POINTS,
+        )
+        for role, of_role in pd.DataFrame(rows).groupby("role", sort=False)
     ]
 
 
