@@ -54,8 +54,8 @@ class Rate(NamedTuple):
     rows: Tensor
 
 
-# A loss returns (loss, metrics). The names are the same in every micro-batch. A bare tensor is a term of the loss
-# (policy_loss, sft_loss): it is averaged over micro-batches.
+# A loss returns (loss, metrics), with the same names in every micro-batch. A plain tensor (a term of the loss) counts
+# once for each micro-batch.
 Metrics = dict[str, Tensor | Mean | Largest]
 
 

@@ -151,7 +151,7 @@ def launch_store():
 def on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
 
-    All ranks must call this. Rank 0 waits until all of them have the answer; the others wait for rank 0 alone.
+    All ranks must call this. A barrier for rank 0 only, which waits for all; the others wait for rank 0's answer.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()

@@ -16,7 +16,7 @@ class ModelFlags:
 
 @dataclass(kw_only=True)
 class EngineFlags(ModelFlags, Sampling):
-    """Sampling, the types of numbers, and how this machine computes; games depend on all but the last."""
+    """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes."""
 
     fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
