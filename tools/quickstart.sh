@@ -36,7 +36,7 @@ main() {
   in_foreground tools/run_spag.sh configs/tiny.sh MODEL="$OUTPUT/base" OUTPUT="$OUTPUT" \
     IMITATION_DATA="$listed/imitation.json" SFT_DATA="$data/facts.json" WORDS="$data/words.txt" \
     EVAL_WORDS="played=$listed/words.txt held_out=$listed/held_out.txt" ${smaller[@]+"${smaller[@]}"} "$@"
-  models=("base=$OUTPUT/base" "imitation=$OUTPUT/imitation/model")
+  newest=$OUTPUT/imitation/model models=("base=$OUTPUT/base" "imitation=$OUTPUT/imitation/model")
   for ((epoch = 1; ; epoch++)); do
     [ -d "$OUTPUT/epoch$epoch/model" ] || break
     newest=$OUTPUT/epoch$epoch/model models+=("epoch$epoch=$newest")
