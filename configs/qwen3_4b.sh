@@ -6,5 +6,5 @@ CHAT_TEMPLATE=True
 LORA_RANK=16
 TRAIN_BATCH=8
 IMITATION_DATA=data/own/rows.json
-WORDS=data/played.txt
-EVAL_WORDS=data/held_out.txt
+WORDS=data/own/words.txt
+EVAL_WORDS=data/own/new.txt
