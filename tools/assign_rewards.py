@@ -7,17 +7,16 @@ Without --sft_data_path it makes the rows of imitation from a stronger model's g
 OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
-import inspect
 import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
 from tools.flags import GameFlags, flag, parse_flags
-from tools.games.game import Game, load_member
+from tools.games.game import Game, load_member, member_setting
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
-from tools.selfplay.rows import PLAY, RANDOM, Shape, assign_rewards
+from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
 from utils import UserError, files_setting, read_json_or_jsonl, run_program
 
 __all__ = ["assign_rewards"]
@@ -54,12 +53,8 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         if self.sft_data_path:
             files["sft_data_path"] = files_setting(self.sft_data_path)
         if self.shape:
-            files["shape"] = files_setting(inspect.getfile(self.load_shape()))
+            files["shape"] = member_setting(self.shape)
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
-
-    def load_shape(self) -> Shape | None:
-        """The function of --shape; data never names it, only the user."""
-        return load_member(self.shape) if self.shape else None
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.RowsAndNotes:
@@ -77,7 +72,8 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         results = rewards.permute_rewards(results, random.Random(flags.seed))
     rng = random.Random(flags.seed)
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
-    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, flags.load_shape(), thinking=flags.thinking)
+    shape = load_member(flags.shape) if flags.shape else None  # data never names it, only the user
+    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, shape, thinking=flags.thinking)
     if not made:
         raise UserError(
             f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "

@@ -78,7 +78,7 @@ def measure(model: str, engine: str, games: int) -> tuple[float, list[int]]:
 
 
 def main() -> None:
-    flags = parse_command({"play": Play}, description=__doc__)
+    flags = parse_command(Play, description=__doc__)
     if flags.model:
         show_speeds(flags.model, flags.games, [SLOTS, GENERATE, *[VLLM] * has_vllm()])
         return

@@ -102,8 +102,7 @@ class Repeat(Control):
 
 
 def main() -> None:
-    commands = {kind.__name__.lower(): kind for kind in (Sft, Silent, Cloning, Repeat)}
-    control = parse_command(commands, description=__doc__)
+    control = parse_command(Sft, Silent, Cloning, Repeat, description=__doc__)
     settings = {name: value for name, value in vars(control).items() if name not in ("output", "tokenizer")}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256

@@ -2,15 +2,14 @@
 
 import argparse
 import dataclasses
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ge, gt, le
 from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
-from tools.games.game import DEFAULT_GAME, Game, load_game
+from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
 from utils import UserError, end_with_error, files_setting
 
 T = TypeVar("T")
@@ -73,12 +72,13 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description
     return flags
 
 
-def parse_command(kinds: Mapping[str, type[T]], *, description: str) -> T:
-    """Read `COMMAND --flag ...` into the dataclass of this command. Its docstring describes the command in --help."""
+def parse_command(*kinds: type[T], description: str) -> T:
+    """Read `COMMAND --flag ...` into the dataclass of this name. Its docstring describes the command in --help."""
+    commands = {kind.__name__.lower(): kind for kind in kinds}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=kinds, help="its own --help lists its flags")
+    parser.add_argument("command", choices=commands, help="its own --help lists its flags")
     command = parser.parse_args(sys.argv[1:2]).command
-    kind = kinds[command]
+    kind = commands[command]
     return parse_flags(kind, sys.argv[2:], description=kind.__doc__, prog=f"{parser.prog} {command}")
 
 
@@ -127,7 +127,7 @@ class GameFlags:
         prompt_file = files_setting(self.prompt_templates or game.prompt_file)
         settings = {"game": {"name": game.name, "options": self._options()}, "prompt_templates": prompt_file}
         if ":" in self.game:  # of the user, who may have changed it since
-            settings["game_file"] = files_setting(inspect.getfile(type(game)))
+            settings["game_file"] = member_setting(self.game)
         return settings
 
     def _options(self) -> dict[str, str]:

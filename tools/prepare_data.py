@@ -145,8 +145,7 @@ class SmolLM2:
 
 
 def main() -> None:
-    commands = {"prompts": Prompts, "split": Split, "imitation": Imitation, "smollm2": SmolLM2, "english": English}
-    parse_command(commands, description=__doc__).run()
+    parse_command(Prompts, Split, Imitation, SmolLM2, English, description=__doc__).run()
 
 
 if __name__ == "__main__":

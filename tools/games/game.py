@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from utils import UserError, told
+from utils import UserError, files_setting, told
 
 SECRET, GUESS = "secret", "guess"  # kinds of text that the report marks in a message
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
@@ -187,3 +187,10 @@ def load_member(path: str) -> Any:
             raise UserError(f"{path}: {error}") from None
     with told(path, AttributeError):
         return getattr(module, name)
+
+
+def member_setting(path: str) -> dict[str, str]:
+    """What `load_member` takes as a setting of a stage: compared by its name and by the content of its file."""
+    file = files_setting(inspect.getfile(load_member(path)))
+    _, _, name = path.rpartition(":")
+    return file | {"sha256": f"{name} {file['sha256']}"}

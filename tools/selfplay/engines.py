@@ -1,7 +1,6 @@
 """From the players' names on the command line to players. Models that play are loaded here, and torch with them."""
 
 import gc
-import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM
 from tools.engine.vllm import VLLMEngine, has_vllm
-from tools.games.game import Game, load_member
+from tools.games.game import Game, load_member, member_setting
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
 from tools.selfplay.flags import PlayFlags
-from utils import UserError, files_setting, model_folder, model_setting, on_rank_0, rank, world_size
+from utils import UserError, model_folder, model_setting, on_rank_0, rank, world_size
 
 if TYPE_CHECKING:
     from tools.engine.local import Engine, LocalModel  # brings torch
@@ -50,7 +49,7 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
     if name.startswith(SERVER):
         return {"path": name, "api": flags.openai_api}
     if name.startswith(SCRIPTED):
-        return files_setting(inspect.getfile(load_member(name.removeprefix(SCRIPTED))))
+        return member_setting(name.removeprefix(SCRIPTED))
     return model_setting(name) if is_local(name) else name
 
 
@@ -59,8 +58,8 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory. `games_left` is part of the seed: a continued run does not draw the
-    same again.
+    The models of an earlier match leave memory. `games_left` is part of the seed, so a continued run does not draw the
+    same again; vLLM's draws depend on game and message alone.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
@@ -84,8 +83,7 @@ def make_players(
         elif name.startswith(SCRIPTED):
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
-            model, draws = name.removeprefix(SERVER), f"{seed}/{games_left}"
-            players[name] = ServerPlayer(model, flags, draws)
+            players[name] = ServerPlayer(name.removeprefix(SERVER), flags, f"{seed}/{games_left}")
             busy += SERVER_GAMES
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
