@@ -74,7 +74,8 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("MODEL=", "MODEL=... is missing"),
         ("EPOCHS=two", "EPOCHS=two: expected "),
         ("CONTROL=coin", "CONTROL=coin: expected"),
-        ("CONTROL=sft", "CONTROL=sft needs LIKE"),
+        ("CONTROL=silent", "CONTROL=silent needs LIKE"),
+        ("CONTROL=sft", "CONTROL=sft needs SFT_DATA"),
         ("UNTIL=epoch1_rewards", "UNTIL=epoch1_rewards: expected"),
         ("PROMPTS=../data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
         ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
@@ -90,6 +91,7 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("TEMPERATURE=0", "temperature is 0.0; it must be above 0"),
         ("EVAL_SEEDS=0 x", "--seeds: invalid int value: 'x'"),
         ("EVAL_WORDS=all=/dev/null", "--words all=..."),
+        ("EVAL_TASKS=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
         *((f"{stage}_ARGS=--typo 1", "arguments: --typo") for stage in (*loop.STAGES, "TRAIN")),
         ("PROMPTS=/dev/null", "/dev/null: not JSON"),
         ("LOSERS=0.5", "DETACH_KL=True"),
@@ -188,6 +190,11 @@ def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_th
     write_json(record, {"finished": False})
     with pytest.raises(UserError, match="its imitation has not ended"):
         loop.read_settings([f"LIKE={run}"])
+    # A model of imitation that the other run was given stays only where it is not to be trained, now or there.
+    for data, change, model in (("rows.json", "IMITATION_DATA=", ""), ("", "IMITATION_LR=1", "given")):
+        given = stored | {"IMITATION_DATA": data, "IMITATION_MODEL": "given"}
+        write_json(run / "settings.json", {"settings": given})
+        assert loop.read_settings([change, f"LIKE={run}"])["IMITATION_MODEL"] == model
 
 
 def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
@@ -254,6 +261,8 @@ def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(star
 def test_play_gets_the_first_words_so_many_times(start, tmp_path):
     start(GAMES="2", GAMES_PER_WORD="2")
     assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music"] * 2
+    (tmp_path / "out/words.txt").rename(tmp_path / "all.txt")  # no name for a list of a match, but there is none
+    start(WORDS=f"{tmp_path}/all.txt")
 
 
 def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):

@@ -28,7 +28,7 @@ from utils import ROOT, UserError, read_json
 
 DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
 LOCK = 9  # descriptor of OUTPUT/.loop.lock, which run_spag.sh and its stages keep open
-SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "EVAL_TASKS")  # ends of names
+SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "_TASKS")  # ends of names
 COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
 NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 PATTERNS = {  # of values before `auto` is replaced. Settings called like a flag of a stage are checked by its parser.
@@ -110,7 +110,7 @@ def like(run: str, changes: Settings, defaults: Settings) -> Settings:
     settings = defaults | {name: value for name, value in stored.items() if name in taken}
     changed = {name for name, value in changes.items() if value != settings[name]}
     if changed & section("imitation"):
-        if (settings | changes)["IMITATION_DATA"]:
+        if settings["IMITATION_DATA"] or changes.get("IMITATION_DATA"):
             settings["IMITATION_MODEL"] = ""
     elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")
@@ -188,6 +188,8 @@ def check(settings: Settings) -> list[str]:
         raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
     if settings["THINKING"] == "True" and settings["BELIEF_GAMES"]:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
+    if settings["CONTROL"] == "sft" and not settings["SFT_DATA"]:
+        raise UserError("CONTROL=sft needs SFT_DATA, the only rows that it trains on")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
     check_layout(settings, flags["PLAY"], game)
@@ -198,11 +200,12 @@ def check(settings: Settings) -> list[str]:
 
 def stage_flags(settings: Settings, prefix: str, kind: type):
     """A stage's flags, read by its own parser: those called like a setting (PREFIX_FLAG or FLAG), and PREFIX_ARGS."""
+    settings = settings | {"REASONING_TASKS": settings["EVAL_TASKS"]}  # the only one that is not called like its flag
     words = []
     for field in dataclasses.fields(kind):
-        name = field.name.upper()
+        own, common = f"{prefix}_{field.name.upper()}", field.name.upper()
         is_required = field.default is field.default_factory  # both are MISSING: it has no default
-        given = values(settings, f"{prefix}_{name}") or values(settings, name) or ["some=value"] * is_required
+        given = values(settings, own if own in settings else common) or ["some=value"] * is_required
         words += [f"--{field.name}", *given] if given else []
     return parse_flags(kind, [*words, *values(settings, f"{prefix}_ARGS")], description="")
 
@@ -252,7 +255,10 @@ def check_sizes(settings: Settings) -> None:
 
 
 def check_sft_data(settings: Settings) -> None:
-    """Raise UserError for SFT rows, or for messages without a chat template, that training would refuse after play."""
+    """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
+
+    What a template says of a single row, training finds.
+    """
     path, model = settings["SFT_DATA"], settings["MODEL"]
     conversations = utils.read_json_or_jsonl(path, utils.row_messages) if path else []
     if any(conversations) and not utils.load_tokenizer(model).chat_template:
