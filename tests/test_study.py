@@ -104,6 +104,7 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
         add_benchmark(seed / "released", {"imitation": 50, "epoch1": 55, "epoch2": 60 + 4 * change})
     flags = ["--primary", "share among 40", "detached", "released", "--minus", "points", "detached", "released"]
     flags += ["--minus", "meet", "detached", "imitation", "--primary", "points", "detached", "typo"]
+    flags += ["--minus", "share among 41", "detached", "released"]
     shown = tables(table_of(*map(collected, seeds), flags=flags).output)
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
     points = shown["Points against imitation"]
@@ -112,6 +113,7 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
     assert points["detached", "1", "2"]["points"] == "0.500"
     gaps = shown["Differences, paired by seed"]
     assert gaps["points", "detached", "released"]["difference"] == "+0.000"
+    assert gaps["share among 41", "detached", "released"]["difference"] == "-"
     meet = gaps["meet", "detached", "imitation"]
     assert (meet["epoch"], meet["difference"]) == ("2", "+0.250")
     primary = shown["Primary comparisons"]
@@ -222,7 +224,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path):
     variables = {"CALLS": str(calls), "LOOPS": str(tmp_path / "loops"), "SEEDS": "0 2", "PYTHON": sys.executable}
 
     def run(fail: str = "") -> subprocess.CompletedProcess:
-        command = ["bash", script, tmp_path / "arms.sh", out, "EPOCHS=1"]
+        command = ["bash", script, tmp_path / "arms.sh", f"{out}/", "EPOCHS=1"]  # as a shell completes it
         environment = ENVIRONMENT | variables | {"JOBS": "2", "FAIL": fail}
         return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 

@@ -48,6 +48,8 @@ if [ "$1" = --seed ]; then # what this script calls for each seed
 fi
 arms=$1 output=$2
 [ -f "$arms" ] && [ -n "$output" ] || { echo "give a file of arms (configs/arms/tiny.sh) and a folder" >&2; exit 2; }
+output=${output%/} output=${output#./} # as collect.py finds it in the settings of loops
+set -- "$arms" "$output" "${@:3}"
 # shellcheck disable=SC2086  # one seed a line
 printf '%s\n' ${SEEDS:-0} | xargs -P "${JOBS:-1}" -I{} bash "$0" --seed {} "$@"
 arm() { :; } # now for the flags of the table alone

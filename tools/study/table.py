@@ -157,7 +157,7 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
 
 
 def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: bool = False) -> Lines:
-    """A line for each difference that can be had, or is primary: then p values are adjusted for their number."""
+    """A line for each difference. The p values of primary ones are adjusted for their number."""
     yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if primary else "p", "of each seed"]
     pairs = [paired(frame, *comparison) for comparison in comparisons]
     p_values = [student(pair[-1])[-1] if pair else math.nan for pair in pairs]
@@ -168,7 +168,7 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: 
             difference = with_interval(*student(gaps)[:2], form)
             p_text = UNKNOWN if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
             yield [*comparison, epoch, difference, p_text, ", ".join(format(gap, form) for gap in gaps)]
-        elif primary:
+        else:
             yield [*comparison, *[UNKNOWN] * 4]
 
 
@@ -177,7 +177,8 @@ def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) ->
     frame = to_frame(results)
     first, *others = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
     shares = [column for column in frame[frame.table == GUESSES].column.unique() if column.startswith("share")]
-    minus = minus or [(measure, arm, first) for measure in ("points", *shares, MEAN) for arm in others]
+    from_first = [(measure, arm, first) for measure in ("points", *shares, MEAN) for arm in others]
+    minus = minus or [comparison for comparison in from_first if paired(frame, *comparison)]
     points = sorted({table for table in frame.table if table.startswith(POINTS)})
     lines_by_title = {
         "Arms": arm_lines(results, frame),
