@@ -222,6 +222,8 @@ def test_means_by_hand_and_intervals_by_word():
     half = 4.302653 * error  # Student's quantile with two degrees of freedom
     assert rows[1]["share"] == mean and rows[1]["share interval"] == pytest.approx([mean - half, mean + half])
     assert rows[1]["rank_1"] == 0.75
+    unknown = [message("a", 1, -1.0), message("b", 1, math.nan)]
+    assert all(math.isnan(row["share"]) for row in program.table_rows({"m": unknown}))  # 0 would be certainty
 
 
 def test_a_model_that_is_only_sharper_has_the_same_tempered_share():

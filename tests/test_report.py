@@ -63,7 +63,7 @@ def output(tmp_path) -> Path:
         make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
         rows = [
             {"model": model, "hints": hints, "share": value, "share interval": [-9, 0], "candidates": 40}
-            for model in ("base", epoch.name)
+            for model in (["base"] if number == 1 else []) + [epoch.name]  # as the loop asks them
             for hints, value in ((0, -5.0), (1, -2.0), ("last", -1.0))
         ]
         write_json(epoch / "belief/belief.json", {"table": rows})

@@ -108,7 +108,7 @@ def add_tempered(messages: Sequence[dict]) -> None:
     """Give each message its share after all log-probabilities of the model are divided by one number.
 
     The number is fitted on half of the words and used on the other half. So a model gains nothing by being sharper, or
-    less sharp, than its knowledge warrants.
+    less sharp, than what it knows warrants.
     """
     from tools.matches.belief import share
 
@@ -161,7 +161,8 @@ def table_rows(measured: Mapping[str, list[dict]]) -> Iterator[dict]:
 
 def mean_by_word(messages: pd.DataFrame, name: str) -> tuple[float, list[float] | None]:
     """The mean of a number, and its interval, for which all messages about a word count as one cluster."""
-    sizes, totals = messages.groupby("target_word")[name].agg(["size", "sum"]).to_numpy().T
+    by_word = messages.groupby("target_word")[name]
+    sizes, totals = by_word.agg(["size", lambda values: sum(values)]).to_numpy().T  # pandas' "sum" leaves NaN out
     if name == "rank_1":
         return estimate(sizes, totals)
     return mean_difference(sizes, totals) if len(sizes) > 1 else (totals[0] / sizes[0], None)

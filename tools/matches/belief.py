@@ -46,7 +46,7 @@ def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) ->
 
 
 def with_secret(game: Game, secret: str, candidates: Sequence[str]) -> list[str]:
-    """The secret, then candidates that are no forms of it: as many in all as there are candidates."""
+    """The secret, then candidates that are no forms of it; in all at most as many as there are candidates."""
     others = [word for word in candidates if not _are_forms(game, secret, word)]
     return [secret, *others[: len(candidates) - 1]]
 

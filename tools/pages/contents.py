@@ -98,7 +98,6 @@ def read_folder(folder: Path, game: Game) -> Report:
             report.read(part.absolute().name, place)
         for path in (part / "belief.json", part / "belief" / "belief.json"):
             rows = read_json(path)["table"] if path.is_file() else ()
-            rows = [row for row in rows if row.get("outcome", "all") == "all"]  # older versions had others too
             report.belief += [row for row in rows if row["hints"] != "last"]
     for path in (folder / "results.json", folder / "reasoning" / "results.json"):
         report.reasoning += read_json(path)["results"] if path.is_file() else ()

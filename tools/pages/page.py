@@ -139,13 +139,12 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Log share of the right guess by number of hints, with a line for each model."""
-    # Each epoch asks the base model again. Older versions measured something else.
-    last = {(row["model"], row["hints"]): row for row in rows if "share" in row}
-    if not last:
+    rows = [row for row in rows if "share" in row]  # older versions measured something else
+    if not rows:
         return []
-    numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in last.values())))
+    numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
     title = f"Log share among {numbers} candidates by number of hints, in nats"
-    return [chart(title, [*last.values()], "hints", "share", "model", "share interval")]
+    return [chart(title, rows, "hints", "share", "model", "share interval")]
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:

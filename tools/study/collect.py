@@ -62,7 +62,7 @@ def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
             opponent = match["settings"]["against"]
             yield player, f"{POINTS} {opponent}", points(match["results"], player, opponent)
     for row in itertools.chain.from_iterable(read_json(path)["table"] for path in loop.rglob("belief.json")):
-        if "share" in row and row.get("outcome", "all") == "all":  # older versions had other rows too
+        if "share" in row:  # older versions measured something else
             yield row["model"], *guesses(row)
     for model, shares in read_if_there(loop / "questions.json").get("shares", {}).items():
         yield model, QUESTIONS, shares
