@@ -82,7 +82,7 @@ NODE_RANK=0        # number of this machine, from 0
 RDZV_ENDPOINT=localhost:0 # with several machines: host:port of machine 0
 RDZV_ID=spag       # the launch's name, the same on all machines; other launches at RDZV_ENDPOINT need another
 TENSOR_PARALLEL_SIZE=1 # GPUs of each vLLM model; play then has NPROC / this number of processes
-PLAY_BATCH=        # prompts answered at once; empty: chosen from memory, with ENGINE=generate 32
+PLAY_BATCH=        # prompts answered at once; empty: by memory, with ENGINE=generate 32, with vllm 256
 ENGINE=auto        # engine of play and matches: auto, vllm, slots or generate
 DEEPSPEED=auto     # DeepSpeed's configuration, or none; auto: by the GPUs' memory
 GRADIENT_CHECKPOINTING=auto # True or False; auto: True with a GPU

@@ -43,6 +43,7 @@ def project(tmp_path):
     for folder in ("eval", "model"):
         (tmp_path / "out/epoch1" / folder).mkdir(parents=True)
     (tmp_path / "out/epoch1/eval/matches.txt").write_text("a table\nepoch1 against imitation: points 60%\n")
+    (tmp_path / "out/report.html").touch()
     return tmp_path
 
 
@@ -83,6 +84,13 @@ def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_r
     assert loop.endswith("SEED=3") and ("EPOCHS=1" in loop) == (quick == "1")
     (project / "my out").symlink_to("out")
     assert r" IMITATION_DATA=my\ out/data/imitation.json SFT_DATA=my out/data/" in " ".join(run("OUTPUT=my out")[1])
+
+
+def test_without_match_and_report_it_still_says_how_to_play(project, run):
+    for name in ("epoch1/eval/matches.txt", "report.html"):
+        (project / "out" / name).unlink()
+    printed = run("UNTIL=epoch1_train")[0]
+    assert "report" not in printed and "play against it: " in printed.splitlines()[-1]
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(project, run):

@@ -9,6 +9,7 @@ import textwrap
 
 import numpy as np
 import pytest
+import torch
 from helpers import ENVIRONMENT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,6 +92,7 @@ def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     loss.backward()
     assert float(loss) == pytest.approx(-1) and policy.lm_head.weight.grad.abs().sum() > 0  # ratio 1, KL 0
     assert all(parameter.grad is None for parameter in reference.parameters())
+    assert spag.loss(torch.nn.DataParallel(policy), reference, batch)[0] == loss  # wrapped, as on several GPUs
 
 
 def test_a_model_that_was_saved_anew_plays_as_it_is_now(tiny_model, tmp_path):

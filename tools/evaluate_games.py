@@ -29,7 +29,9 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    players: list[NamedPath] = flag("model folders, hub names, or openai:MODEL", **NAMED_MODELS)
+    players: list[NamedPath] = flag(
+        "model folders, hub names, openai:MODEL or scripted:FILE.py:FUNCTION", **NAMED_MODELS
+    )
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
         "word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE", unique=by_name

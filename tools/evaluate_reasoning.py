@@ -1,4 +1,4 @@
-"""Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table beside the published one.
+"""Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table.
 
 python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 """

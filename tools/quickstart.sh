@@ -43,8 +43,8 @@ main() {
   done
   in_foreground "$PYTHON" -m tools.tiny.questions --models "${models[@]}" --output_dir "$OUTPUT"
   say "it took $((SECONDS / 60)) min $((SECONDS % 60)) s; points against the imitation model after each epoch:"
-  for table in "$OUTPUT"/epoch*/eval/matches.txt; do tail -n 1 "$table"; done
-  say "report, to open in a browser: $OUTPUT/report.html"
+  for table in "$OUTPUT"/epoch*/eval/matches.txt; do [ ! -f "$table" ] || tail -n 1 "$table"; done
+  [ ! -f "$OUTPUT/report.html" ] || say "report, to open in a browser: $OUTPUT/report.html"
   # The newest model hints at a word, you have one guess.
   say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
     "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \

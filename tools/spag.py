@@ -127,7 +127,8 @@ def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip
         ref_logprob = label_logprob(reference, reference, batch)
     coefficients = {"kl_coeff": kl_coeff, "sft_coeff": sft_coeff, "clip_range": clip_range, "detach_kl": detach_kl}
     tensors = batch["rewards"], batch["weights"], batch["sft_mask"]
-    return offline_po_loss(label_logprob(policy, policy, batch), ref_logprob, *tensors, **coefficients)
+    module = getattr(policy, "module", policy)  # inside DistributedDataParallel
+    return offline_po_loss(label_logprob(policy, module, batch), ref_logprob, *tensors, **coefficients)
 
 
 def load(game: str | Game) -> Game:

@@ -93,7 +93,7 @@ def prompt_fn(
     if kind == RANDOM and not chat:
         return partial(prompts.training_prompt, game, templates=templates, rng=rng)
     join = chat.join_play_prompt if chat else prompts.join_play_prompt
-    rule_rng = rng if kind == RANDOM else None
+    rule_rng = {RANDOM: rng, PLAY: None}[kind]
     return partial(prompts.play_prompt, game, templates=templates, rng=rule_rng, join=join)
 
 
