@@ -8,12 +8,13 @@
 # 3, Holm over the two: released minus silent (the same rows, those of games with weight 0) in the share of the right
 # guess after the last hint, among the 40 held-out words, and in points. An interval of the shares' difference within
 # +-0.1 nats is called none, otherwise one that excludes 0 an effect, and all else undecided. No seed is added after
-# the first table. The words are the same in all seeds.
+# the first table. The words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left,
+# as forms of each other count as one. That number was put right before the first table.)
 before() {
   "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"
   cat "$data/words.txt" "$data/held_out.txt" >"$folder/all_words.txt"
 }
-after() { # the newest model's share among all words; that of imitation too
+after() { # the newest model's share among all words but forms of others; that of imitation too
   local newest models
   newest=$(find "$1" -path '*/epoch*/model' | sort | tail -n 1)
   models=("$(basename "$(dirname "$newest")")=$newest")
@@ -35,7 +36,7 @@ arm sft CONTROL=sft                                                     # SFT ro
 
 table=(--primary "share among 40" released silent --primary points released silent
   --minus "share among 40" released imitation --minus "share among 40" silent imitation
-  --minus "share among 162" released silent --minus "tempered share among 40" released silent
-  --minus "tempered share among 162" released silent --minus "rank 1 among 40" released silent
+  --minus "share among 155" released silent --minus "tempered share among 40" released silent
+  --minus "tempered share among 155" released silent --minus "rank 1 among 40" released silent
   --minus "as attacker" released silent --minus "as defender" released silent --minus points detached cloning
   --minus "as attacker" detached cloning --minus "as defender" detached cloning --minus points released sft)
