@@ -477,7 +477,8 @@ def _begin(
     except Timeout:  # an OSError too, so it comes first
         raise UserError(f"{record.parent}: another launch is at work here; end that one first") from None
     except PermissionError as error:
-        raise UserError(f"{lock.lock_file}: {error.strerror}; another user's launch may be at work here") from None
+        remedy = "another user's launch made it; delete it if nobody is at work here"
+        raise UserError(f"{lock.lock_file}: {error.strerror}; {remedy}") from None
     except (NotImplementedError, OSError) as error:
         if getattr(error, "errno", errno.ENOSYS) not in NO_LOCKS:
             raise

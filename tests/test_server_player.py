@@ -14,7 +14,7 @@ from tools import play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Turn
-from tools.players.server import ServerFlags, ServerPlayer
+from tools.players.server import MOST_REFUSED, ServerFlags, ServerPlayer
 from utils import read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
@@ -196,12 +196,13 @@ def test_the_url_may_come_from_the_environment_and_the_other_side_be_a_model_her
 
 @pytest.fixture
 def ask(stub):
-    """The player's reply to the first prompt of a game, if this is the answer of its server."""
+    """The player's reply to the first prompt of a game, if this is its server's answer, after so many refusals."""
 
-    def ask(*content, api="chat", thinking=False, **message) -> Reply:
+    def ask(*content, api="chat", thinking=False, refused=0, **message) -> Reply:
         server = stub(lambda *_: (200, {}, answer(*content, **message)))
         flags = ServerFlags(openai_base_url=server.url, openai_api=api, thinking=thinking)
         player = ServerPlayer("some/model", flags, 0)
+        player.refused = refused
         return asyncio.run(player.reply(Turn(GAME, "attacker", (), 3, 0, {"target_word": "art"})))
 
     return ask
@@ -214,7 +215,7 @@ def test_a_reply_ends_by_any_reason_but_a_cut_and_a_refusal_and_unknown_counts_a
         assert ask("One.", reason, 5.0) == ask("One.", reason, None) == Reply("One.", LENGTH, None)
     for reason in ("content_filter", "tool_calls", "SAFETY"):
         with pytest.raises(ReplyUnavailable, match="broken off"):
-            ask("A dange", reason)
+            ask("A dange", reason, refused=MOST_REFUSED - 1)  # one game is lost, the run goes on
     assert ask("a \ud800").text == "a \ufffd"
     assert ask("", api="completions") == Reply("", STOP, 5)  # a base model ends at once, as in local play
 

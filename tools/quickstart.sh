@@ -46,10 +46,10 @@ main() {
   for table in "$OUTPUT"/epoch*/eval/matches.txt; do [ ! -f "$table" ] || tail -n 1 "$table"; done
   [ ! -f "$OUTPUT/report.html" ] || say "report, to open in a browser: $OUTPUT/report.html"
   # The newest model hints at a word, you have one guess.
-  say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $newest" \
-    "--defender_model_name_or_path human --data_path $data/words.txt --max_turns 3 --prompt_templates" \
-    "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir $OUTPUT/me" \
-    "--model_prefix me --data_suffix words"
+  say "play against it: .venv/bin/python -m tools.play_llm_game --attacker_model_name_or_path $(printf %q "$newest")" \
+    "--defender_model_name_or_path human --data_path $(printf %q "$data/words.txt") --max_turns 3 --prompt_templates" \
+    "data/tiny/prompts.json --max_length 160 --max_new_tokens 24 --temperature 1.0 --output_dir" \
+    "$(printf %q "$OUTPUT/me") --model_prefix me --data_suffix words"
 }
 
 main "$@"; exit # on one line: bash then reads no more of this file, so it may be edited meanwhile

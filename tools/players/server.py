@@ -116,15 +116,15 @@ class ServerPlayer(Player):
         return {"model": self.model, **content, **fields, limit: sampling.max_new_tokens}
 
     def _read(self, body: bytes) -> Reply:
-        """The reply in an answer. ValueError, or the error of what is missing in it, if there is none."""
+        """The reply in an answer. ValueError, or the error of what is missing in it, if it is no reply."""
         answer = json.loads(body)
         choice = answer["choices"][0]
         reason = str(choice.get("finish_reason") or STOP).lower()
+        if reason in REFUSALS:  # a verdict on this one reply; it does not count as a server that gives none
+            raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
         message = choice["message"] if self.chat else {"content": choice["text"]}
         thought = message.get("reasoning_content") or message.get("reasoning") or _join(message["content"], "thinking")
         text = _join(message["content"], "text")
-        if reason in REFUSALS:
-            raise ValueError(f"it was broken off: {reason}")
         if self.flags.thinking and thought:  # the server has taken the tags away
             text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
         elif self.chat and not self.flags.thinking:
