@@ -9,7 +9,6 @@ defines share, rank and belief. Shares among different numbers of candidates do 
 
 import gc
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from utils import (
     read_words,
     run_program,
     stage,
+    write_json,
     write_text,
 )
 
@@ -177,16 +177,6 @@ def table_text(rows: Sequence[Mapping]) -> str:
     return f"{markdown(lines)}\n"
 
 
-def numbers_text(rows: Sequence[Mapping], measured: Mapping[str, Sequence[Mapping]]) -> str:
-    """The JSON of {"table": rows, "messages": {model: entries}}, one row or entry a line."""
-
-    def lines(entries: Sequence[Mapping]) -> str:
-        return ",\n".join(map(json.dumps, entries))
-
-    models = ",\n".join(f"{json.dumps(model)}: [\n{lines(messages)}\n]" for model, messages in measured.items())
-    return f'{{"table": [\n{lines(rows)}\n],\n"messages": {{\n{models}\n}}}}\n'
-
-
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game, folder = flags.load_game(), Path(flags.output_dir)
@@ -202,7 +192,7 @@ def main() -> None:
                 add_tempered(measured[name])
             add_differences(measured)
             rows = list(table_rows(measured))
-            write_text(folder / NUMBERS, numbers_text(rows, measured))
+            write_json(folder / NUMBERS, {"table": rows, "messages": measured})
             write_text(folder / TABLE, table_text(rows))
     print((folder / TABLE).read_text(encoding="utf-8"), end="")
 
