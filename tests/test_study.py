@@ -165,7 +165,7 @@ def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_ho
     assert holm([0.04, math.nan]) == pytest.approx([0.08, math.nan], nan_ok=True)
 
 
-@pytest.mark.parametrize("world", ["tiny", "tiny/baseline", "english", "english/baseline"])
+@pytest.mark.parametrize("world", ["tiny", "tiny/baseline", "tiny/hints", "english", "english/baseline"])
 def test_the_stored_tables_are_made_again_from_the_stored_seeds(world):
     """Their own lines say which comparisons were asked for."""
     text, flags = (ROOT / f"data/{world}/table.md").read_text(), []
