@@ -270,7 +270,8 @@ def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     flags = PlayFlags(openai_base_url="http://host/v1", openai_api="chat")
     assert engines.player_setting(tiny_model, flags) == model_setting(tiny_model)
     assert engines.player_setting("human", flags) == "human"
-    assert engines.player_setting(SCRIPT, flags) == files_setting(ROOT / "tools/tiny/players.py")
+    file = files_setting(ROOT / "tools/tiny/players.py")
+    assert engines.player_setting(SCRIPT, flags) == file | {"sha256": f"lexicon {file['sha256']}"}
     assert engines.player_setting("openai:gpt", flags) == {"path": "openai:gpt", "api": "chat"}
     assert words_setting("w", ["a", "b"])["sha256"] != words_setting("w", ["a", "c"])["sha256"]
     for change in ({"chat_template": True}, {"thinking": True}, {"top_p": 0.5}, {"game_options": ["match=word"]}):

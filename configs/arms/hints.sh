@@ -9,7 +9,7 @@
 # guess after the last hint, among the 40 held-out words, and in points. An interval of the shares' difference within
 # +-0.1 nats is called none, otherwise one that excludes 0 an effect, and all else undecided. No seed is added after
 # the first table. The words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left,
-# as forms of each other count as one. That number was put right before the first table.)
+# as of words that contain one another one counts. That number was put right before the first table.)
 before() {
   "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"
   cat "$data/words.txt" "$data/held_out.txt" >"$folder/all_words.txt"
@@ -40,3 +40,4 @@ table=(--primary "share among 40" released silent --primary points released sile
   --minus "tempered share among 155" released silent --minus "rank 1 among 40" released silent
   --minus "as attacker" released silent --minus "as defender" released silent --minus points detached cloning
   --minus "as attacker" detached cloning --minus "as defender" detached cloning --minus points released sft)
+table+=(--minus points released cloning --minus "share among 155, 0 hints" released silent) # asked after the first table
