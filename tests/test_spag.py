@@ -87,7 +87,9 @@ def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     (episode,) = spag.play(["apple"], tiny_model, defender, max_turns=1, max_length=2000, max_new_tokens=4)
     assert episode["replies"][0]["tokens"] <= 4 and episode["outcome"] == "defender wins"
     policy, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
-    batch = spag.batch(spag.rows(episodes), AutoTokenizer.from_pretrained(tiny_model))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # behind the model's vocabulary
+    batch = spag.batch(spag.rows(episodes), tokenizer, vocab_size=policy.config.vocab_size)
     loss, metrics = spag.loss(policy, reference, batch)
     loss.backward()
     assert float(loss) == pytest.approx(-1) and policy.lm_head.weight.grad.abs().sum() > 0  # ratio 1, KL 0

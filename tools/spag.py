@@ -21,6 +21,7 @@ accelerate.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,15 +103,23 @@ def rows(
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
 
 
-def batch(rows: Sequence[Mapping], tokenizer, *, max_length: int = 2048, device: str = "cpu") -> dict:
+def batch(
+    rows: Sequence[Mapping],
+    tokenizer,
+    *,
+    max_length: int = 2048,
+    device: str = "cpu",
+    vocab_size: float = math.inf,
+) -> dict:
     """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,).
 
     scored_places (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the tokenizer.
+    `vocab_size` is the model's, if the tokenizer's padding token may lie behind it.
     """
     from dataloaders import SPAGCollator, encode_example
 
     tokenizer.model_max_length, tokenizer.truncation_side = max_length, "left"
-    tensors = SPAGCollator(tokenizer)([encode_example(row, tokenizer) for row in rows])
+    tensors = SPAGCollator(tokenizer, vocab_size)([encode_example(row, tokenizer) for row in rows])
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
