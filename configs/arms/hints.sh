@@ -3,13 +3,14 @@
 #
 #   SEEDS="40 41 42 43 44 45 46 47 48 49" JOBS=2 tools/study/run_study.sh configs/arms/hints.sh outputs/hints_study
 #
-# Fixed before the first seed. Three hints of ten are another word's: on seed 39 alone that chance was chosen, so that
-# imitation's first guess is right in half to three quarters of the games (there 66%). Primary comparisons, after epoch
-# 3, Holm over the two: released minus silent (the same rows, those of games with weight 0) in the share of the right
-# guess after the last hint, among the 40 held-out words, and in points. An interval of the shares' difference within
-# +-0.1 nats is called none, otherwise one that excludes 0 an effect, and all else undecided. No seed is added after
-# the first table. The words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left,
-# as of words that contain one another one counts. That number was put right before the first table.)
+# Fixed before the first seed. Of the recorded hints, on which guesses are measured, three of ten are another word's:
+# on seed 39 alone that chance was chosen, so that imitation's first guess is right in half to three quarters of the
+# games (there 66%). Games are those of configs/tiny.sh. Primary comparisons, after epoch 3, Holm over the two:
+# released minus silent (the same rows, those of games with weight 0) in the share of the right guess after the last
+# hint, among the 40 held-out words, and in points. An interval of the shares' difference within +-0.1 nats is called
+# none, otherwise one that excludes 0 an effect, and all else undecided. No seed is added after the first table. The
+# words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left, as of words that
+# contain one another one counts. That number was put right before the first table.)
 before() {
   "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"
   cat "$data/words.txt" "$data/held_out.txt" >"$folder/all_words.txt"
