@@ -203,7 +203,9 @@ def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_pa
 
 
 def test_a_function_of_ones_own_shapes_rewards(run, refuse, tmp_path):
-    (tmp_path / "own.py").write_text("half = lambda row, *_: row['reward'] / 2\nother = half\n")
+    (tmp_path / "own.py").write_text(
+        "import functools\nhalf = lambda row, *_: row['reward'] / 2\nother = functools.partial(half)\n"
+    )
     rows, _ = run(shape=f"{tmp_path}/own.py:half")
     assert [2 * row["reward"] for row in rows] == [row["reward"] for row in rows_of(EPISODES)]
     assert "shape: " in refuse(shape=f"{tmp_path}/own.py:other")

@@ -191,6 +191,7 @@ def load_member(path: str) -> Any:
 
 def member_setting(path: str) -> dict[str, str]:
     """What `load_member` takes as a setting of a stage: compared by its name and by the content of its file."""
-    file = files_setting(inspect.getfile(load_member(path)))
+    member = load_member(path)
+    file = files_setting(inspect.getfile(getattr(member, "func", member)))  # of a functools.partial
     _, _, name = path.rpartition(":")
     return file | {"sha256": f"{name} {file['sha256']}"}
