@@ -9,8 +9,8 @@
 # released minus silent (the same rows, those of games with weight 0) in the share of the right guess after the last
 # hint, among the 40 held-out words, and in points. An interval of the shares' difference within +-0.1 nats is called
 # none, otherwise one that excludes 0 an effect, and all else undecided. No seed is added after the first table. The
-# words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left, as of words that
-# contain one another one counts. That number was put right before the first table.)
+# words are the same in all seeds. (Its secondary comparisons named all 162 words: 155 are left, because of a word and
+# another that it contains only one counts. That number was put right before the first table.)
 before() {
   "$PYTHON" -m tools.tiny.build --output_dir "$folder" --seed "$seed"
   cat "$data/words.txt" "$data/held_out.txt" >"$folder/all_words.txt"

@@ -110,7 +110,7 @@ def like(run: str, changes: Settings, defaults: Settings) -> Settings:
     settings = defaults | {name: value for name, value in stored.items() if name in taken}
     changed = {name for name, value in changes.items() if value != settings[name]}
     if changed & section("imitation"):
-        if settings["IMITATION_DATA"] or changes.get("IMITATION_DATA"):
+        if settings["IMITATION_DATA"] or changes.get("IMITATION_DATA"):  # else the model was given, not trained
             settings["IMITATION_MODEL"] = ""
     elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
         model = Path(run, "imitation", "model")

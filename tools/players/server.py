@@ -116,7 +116,10 @@ class ServerPlayer(Player):
         return {"model": self.model, **content, **fields, limit: sampling.max_new_tokens}
 
     def _read(self, body: bytes) -> Reply:
-        """The reply in an answer. ValueError, or the error of what is missing in it, if it is no reply."""
+        """The reply in an answer. ValueError, or the error of what is missing in it, if it is no reply.
+
+        ReplyUnavailable for a reply that the server broke off.
+        """
         answer = json.loads(body)
         choice = answer["choices"][0]
         reason = str(choice.get("finish_reason") or STOP).lower()
