@@ -18,8 +18,13 @@ import utils
 # The arguments of each method, with the paper's values as defaults. A method refuses the arguments of the others.
 REFERENCE_NAME = "ref_model_name_or_path"
 METHOD_ARGUMENTS = {
-    "SFT": {},
-    "SFTwithKL": {REFERENCE_NAME: None, "loss_normalization": "micro_batch", "lm_kl_coeff": 0.1},
+    "SFT": {"allow_negative_rewards": False},
+    "SFTwithKL": {
+        REFERENCE_NAME: None,
+        "loss_normalization": "micro_batch",
+        "lm_kl_coeff": 0.1,
+        "allow_negative_rewards": False,
+    },
     "OfflinePO": {
         REFERENCE_NAME: None,
         "loss_normalization": "micro_batch",
@@ -82,7 +87,9 @@ class SPAGArguments(TrainingArguments):
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Maximum number of tokens in a row.", default=2048)
     allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
-    allow_negative_rewards: bool | None = _help("Train rows with negative rewards without --detach_kl True.")
+    allow_negative_rewards: bool | None = _help(
+        "Train rows with negative rewards although the method imitates them, or (OfflinePO) has no --detach_kl True."
+    )
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)

@@ -7,8 +7,9 @@ data/README.md describes the rows field by field.
 
 import logging
 import math
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,29 +33,33 @@ class Row(NamedTuple):
     query: str
     target: str
     weight: float
-    reward: float
-    is_sft: bool
+    reward: float | None  # None: the record has no reward; it counts as 1.0
+    type: Any  # "sft" for SFT rows; rows of games may have any other type, or none
     chat_template: bool
+
+    @property
+    def is_sft(self) -> bool:
+        return self.type == "sft"
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Read a raw record: its texts, or its `messages` if it has no target; a field that is null counts as absent.
 
-    Weight and reward are 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
+    The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
     if messages := utils.row_messages(record):
         record = record | messages_to_row(messages, tokenizer)
     query, target, record = utils.row_texts(record)
-    weight, reward = record.get("weight", 1.0), record.get("reward", 1.0)
+    weight, reward = record.get("weight", 1.0), record.get("reward")
     with told("weight or reward", TypeError, OverflowError):
-        if not math.isfinite(weight) or not math.isfinite(reward):
+        if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
             raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return Row(
         query=utils.whole_characters(query),
         target=utils.whole_characters(target),
         weight=float(weight),
-        reward=float(reward),
-        is_sft=record.get("type") == "sft",
+        reward=None if reward is None else float(reward),
+        type=record.get("type"),
         chat_template=record.get("chat_template", False),
     )
 
@@ -84,15 +89,19 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     have tokens; no id is compared, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds none.
     A row with `chat_template` is encoded as query + target: the template has written the special tokens.
 
-    Returns input_ids and labels (lists of one length), weight, reward and is_sft. Raises UserError for a bad row (see
-    `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.
+    Returns input_ids and labels (lists of one length), weight, reward (1.0 if the row has none) and is_sft. Raises
+    UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
+    token of the tokenizer.
     """
-    (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
+    ((row, _),) = encode([normalize_row(example, tokenizer)], tokenizer)
     return row | {name: row[name].tolist() for name in ("input_ids", "labels")}
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays."""
+def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[dict, bool]]:
+    """`encode_example` of many rows, for which a fast tokenizer uses all cores, and whether each row was cut.
+
+    Ids and labels are int32 arrays.
+    """
     options = {"add_special_tokens": False, "verbose": False}
     queries = tokenizer([row.query for row in rows], **options)["input_ids"]
     targets = tokenizer([row.target for row in rows], **options)["input_ids"]
@@ -113,19 +122,25 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
             )
         ids = np.array((query + target)[cut], dtype=np.int32)
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
-        numbers = {"weight": row.weight, "reward": row.reward, "is_sft": row.is_sft}
-        encoded.append({"input_ids": ids, "labels": labels} | numbers)
+        reward = 1.0 if row.reward is None else row.reward
+        numbers = {"weight": row.weight, "reward": reward, "is_sft": row.is_sft}
+        is_cut = len(query) + len(target) > limit
+        encoded.append(({"input_ids": ids, "labels": labels} | numbers, is_cut))
     return encoded
 
 
 class RowDataset(torch.utils.data.Dataset):
-    """Encoded rows, each with its log-probability under the reference: 0 until it is computed."""
+    """Encoded rows, each with its log-probability under the reference: 0 until it is computed.
 
-    def __init__(self, rows: list[dict]):
-        self.rows = rows
+    `game_types` are the types, as text, of rows that are no SFT rows, apart from those without a type.
+    """
+
+    def __init__(self, rows: list[dict], game_types: Collection[str] = ()):
+        self.rows, self.game_types = rows, sorted(set(game_types))
         self.lengths = np.array([len(row["input_ids"]) for row in rows])
         self.is_sft = np.array([row["is_sft"] for row in rows])
         self.rewards = np.array([row["reward"] for row in rows])
+        self.weights = np.array([row["weight"] for row in rows])
         self.ref_logprobs = np.zeros(len(rows), dtype=np.float32)  # nats per token
 
     def __len__(self) -> int:
@@ -135,18 +150,32 @@ class RowDataset(torch.utils.data.Dataset):
         return self.rows[index] | {"ref_logprob": float(self.ref_logprobs[index])}
 
 
-def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf) -> RowDataset:
+def load_rows(
+    paths: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: float = math.inf,
+    check: Callable[[Row], None] = lambda row: None,
+) -> RowDataset:
     """Read and encode JSON and JSONL files.
 
-    UserError names a row that is bad, whose target is cut off whole, or with a token of `vocab_size` or above.
+    UserError names a row that is bad, one that `check` refuses by UserError, one whose target is cut off whole, and
+    one with a token of `vocab_size` or above.
     """
+
+    def read(record: dict) -> Row:
+        row = normalize_row(record, tokenizer)
+        check(row)
+        return row
+
     rows, places = [], []
     for path in paths:
-        of_file = utils.read_json_or_jsonl(path, lambda record: normalize_row(record, tokenizer))
+        of_file = utils.read_json_or_jsonl(path, read)
         places += [f"{path}: row {number}" for number in range(1, len(of_file) + 1)]
         rows += of_file
     chunks = (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE))
-    dataset = RowDataset([row for chunk in chunks for row in encode(chunk, tokenizer)])
+    encoded = [pair for chunk in chunks for pair in encode(chunk, tokenizer)]
+    game_types = [str(row.type) for row in rows if not row.is_sft and row.type is not None]
+    dataset = RowDataset([row for row, _ in encoded], game_types)
     for place, row in zip(places, dataset.rows, strict=True):
         with told(place, UserError):
             # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
@@ -154,12 +183,23 @@ def load_rows(paths: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: 
                 remedy = "use --truncation_side left or a larger --max_length"
                 raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
             utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
+    files = ", ".join(paths)
+    logger.info("%s: %d rows, %d of them SFT", files, len(rows), dataset.is_sft.sum())
+    warn_of_texts(files, rows, sum(is_cut for _, is_cut in encoded), tokenizer)
+    return dataset
+
+
+def warn_of_texts(files: str, rows: list[Row], num_cut: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn, once for all rows, of those that were cut, and of targets that bring an EOS of their own."""
+    if num_cut:
+        lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
+        utils.warn_on_rank_0(
+            "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length keeps them whole",
+            *(files, num_cut, len(rows), tokenizer.model_max_length, lost),
+        )
     eos = tokenizer.eos_token
     if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
         utils.warn_on_rank_0("%d targets end in the text of %s, which training adds to every target", twice, eos)
-    counts = (len(rows), dataset.is_sft.sum(), (dataset.lengths >= tokenizer.model_max_length).sum())
-    logger.info("%s: %d rows, %d of them SFT, %d as long as --max_length allows", ", ".join(paths), *counts)
-    return dataset
 
 
 class SPAGCollator:

@@ -12,12 +12,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
 from arguments import SPAGArguments, parse_arguments
-from dataloaders import RowDataset, SPAGCollator, load_rows
+from dataloaders import Row, RowDataset, SPAGCollator, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
@@ -72,9 +73,9 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
         truncation_side=args.truncation_side,
     )
     size = vocabulary_size(args)
-    train_rows = load_rows(args.train_data_path, tokenizer, size)
+    train_rows = read_rows(args.train_data_path, args, tokenizer, size)
     check_rows(train_rows, args)
-    eval_rows = load_rows(args.eval_data_path, tokenizer, size) if args.eval_data_path else None
+    eval_rows = read_rows(args.eval_data_path, args, tokenizer, size) if args.eval_data_path else None
     model = load_model(args.model_name_or_path, args)
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
@@ -91,23 +92,64 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     )
 
 
+def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int) -> RowDataset:
+    """The rows of these files that the method learns from, or that it is evaluated on."""
+    learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
+    rows = load_rows(paths, tokenizer, vocab_size, check_game_row if learns_from_games else lambda row: None)
+    files = ", ".join(paths)
+    if learns_from_games and rows.game_types:
+        line = "%s: rows of these types are trained as rows of games: %s"
+        utils.warn_on_rank_0(line, files, ", ".join(rows.game_types))
+    if args.train_method == "SFT":
+        rows = leave_out_weight_0(rows, files)
+    return rows
+
+
+def check_game_row(row: Row) -> None:
+    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
+    if row.is_sft:
+        return
+    if str(row.type).strip().lower() == "sft":
+        raise utils.UserError(f"'type' is {row.type!r}; an SFT row has \"type\": \"sft\"")
+    if row.reward is None:
+        raise utils.UserError("no 'reward'; under OfflinePO a row has the reward of a game, or \"type\": \"sft\"")
+
+
+def leave_out_weight_0(rows: RowDataset, files: str) -> RowDataset:
+    """The rows of a weight above 0. SFT uses no other weights, so they are a warning."""
+    if (rows.weights == 1).all():
+        return rows
+    kept = RowDataset([row for row in rows.rows if row["weight"]])
+    if not kept:
+        raise utils.UserError(f"{files}: all rows have weight 0")
+    counts = (files, (rows.weights != 1).sum(), len(rows) - len(kept))
+    line = "%s: SFT uses no weights, but %d rows have one other than 1: those of weight 0 (%d rows) are left out, and "
+    utils.warn_on_rank_0(line + "the others count as 1; --train_method SFTwithKL uses weights", *counts)
+    return kept
+
+
 def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
     """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
     files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
         raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
-    if not TRAIN_METHODS[args.train_method].learns_from_games:
-        return
-    if rows.is_sft.all() and not args.allow_no_game_rows:
+    learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
+    if learns_from_games and rows.is_sft.all() and not args.allow_no_game_rows:
         raise utils.UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
-    negative = ((rows.rewards < 0) & ~rows.is_sft).sum()
-    if negative and not args.detach_kl and not args.allow_negative_rewards:
+    if args.detach_kl or args.allow_negative_rewards:
+        return
+    trained_with_reward = ~rows.is_sft if learns_from_games else np.ones(len(rows), dtype=bool)
+    if negative := ((rows.rewards < 0) & trained_with_reward).sum():
+        why = (
+            "Without --detach_kl True their log-ratio runs away and replies degenerate"
+            if learns_from_games
+            else f"{args.train_method} would imitate them as if they were good; OfflinePO learns to avoid them"
+        )
         raise utils.UserError(
-            f"{files}: {negative} rows have negative rewards. Without --detach_kl True their log-ratio runs away and "
-            "replies degenerate; --allow_negative_rewards True trains all the same"
+            f"{files}: {negative} rows have negative rewards. {why}; --allow_negative_rewards True trains all the same"
         )
 
 

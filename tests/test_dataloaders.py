@@ -150,6 +150,16 @@ def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
         load_rows([path], tokenizer)
 
 
+@pytest.mark.parametrize("side, lost", [("left", "beginning, where the rules stand"), ("right", "end")])
+def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, side, lost):
+    tokenizer = build_tokenizer()
+    tokenizer.model_max_length, tokenizer.truncation_side = 10, side
+    rows = [{"query": "q" * length, "target": "target"} for length in (2, 3, 4)]  # 10, 11 and 12 tokens
+    load_rows([write_rows(tmp_path / "a.jsonl", rows)], tokenizer)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"2 of 3 rows are longer than 10 tokens and lost their {lost}; a larger --max_length" in warning
+
+
 def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, caplog):
     load_rows([write_rows(tmp_path / "a.jsonl", [*ROWS, {"query": "q", "target": "t</s>\n"}])], tokenizer)
     assert "1 targets end in the text of </s>" in caplog.text

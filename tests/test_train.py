@@ -31,9 +31,7 @@ GAME = {"query": "q", "target": "t", "reward": 1.0}
 
 
 def flags(output, settings: dict, **changes) -> list[str]:
-    settings = settings | changes
-    if settings["train_method"] == "OfflinePO":  # rows here have negative rewards
-        settings = {"allow_negative_rewards": True} | settings
+    settings = {"allow_negative_rewards": True} | settings | changes  # rows here have negative rewards
     return flags_of({"output_dir": output} | settings)
 
 
@@ -459,6 +457,56 @@ def test_a_training_that_would_ruin_the_model_or_change_nothing_is_refused(tmp_p
     refused(tmp_path / "out", settings, f"{problem}.*{remedy}")
     assert not list((tmp_path / "out").glob("*.safetensors"))
     assert run(tmp_path / "out", settings | meant)
+
+
+NO_GAME_ROWS = {
+    "no reward": ({"query": "q", "target": "t"}, "no 'reward'"),
+    "a reward of null": (GAME | {"reward": None}, "no 'reward'"),
+    "rewards in the place of reward": ({"query": "q", "target": "t", "rewards": 1.0}, "no 'reward'"),
+    "SFT in capitals": (GAME | {"type": "SFT"}, """'type' is 'SFT'.*"type": "sft\""""),
+}
+
+
+@pytest.mark.parametrize("data", ["train_data_path", "eval_data_path"])
+@pytest.mark.parametrize("case", NO_GAME_ROWS)
+def test_offline_po_takes_no_row_for_a_won_game_unless_the_row_says_so(tmp_path, tiny_model, case, data):
+    row, message = NO_GAME_ROWS[case]
+    settings = offline_po(write_rows(tmp_path / "good.jsonl", [GAME] * 8), tiny_model, tiny_model)
+    settings[data] = write_rows(tmp_path / "rows.jsonl", [GAME, {"query": "q", "target": "t", "type": "sft"}, row])
+    refused(tmp_path / "out", settings, rf"rows\.jsonl: row 3: {message}")
+
+
+def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows_and_names_unknown_types(tmp_path, caplog):
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = build_tokenizer("<|im_end|>", chat_template=template)
+    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "t"}]}
+    alpaca = {"instruction": "q", "output": "t"}
+    path = write_rows(tmp_path / "rows.jsonl", [talk, alpaca, GAME | {"type": "debate"}, GAME])
+    rows = train.read_rows([path], SimpleNamespace(train_method="OfflinePO"), tokenizer, len(tokenizer))
+    assert rows.is_sft.tolist() == [True, True, False, False]
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().endswith("trained as rows of games: debate")
+
+
+@pytest.mark.parametrize("method", ["SFT", "SFTwithKL"])
+def test_methods_that_imitate_refuse_rewards_below_0(tmp_path, tiny_model, method):
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME, GAME | {"reward": -1.0}] * 4)
+    settings = sft(rows, tiny_model) | {"train_method": method, "allow_negative_rewards": None}
+    settings |= {"ref_model_name_or_path": tiny_model} if method == "SFTwithKL" else {}
+    refused(tmp_path / "out", settings, f"4 rows have negative rewards. {method} .*OfflinePO.*--allow_negative_rew")
+    assert run(tmp_path / "out", settings | {"allow_negative_rewards": True})
+
+
+def test_sft_leaves_out_rows_of_weight_0_and_says_that_other_weights_count_as_1(tmp_path, tiny_model):
+    rows = [{"query": "q", "target": "a", "weight": 0.0}, {"query": "q", "target": "b", "weight": 3.0}]
+    weighted = sft(write_rows(tmp_path / "weighted.jsonl", [*rows * 4, *rows[1:]]), tiny_model)
+    printed = call(train.main, *flags(tmp_path / "weighted", weighted)).errors
+    (warning,) = [line for line in printed.splitlines() if "SFT uses no weights" in line]
+    assert "9 rows" in warning and "weight 0 (4 rows)" in warning and "SFTwithKL" in warning
+    plain = sft(write_rows(tmp_path / "plain.jsonl", [{"query": "q", "target": "b"}] * 5), tiny_model)
+    assert_same_curve(steps_of(tmp_path / "weighted"), run(tmp_path / "plain", plain))
+    only_0 = write_rows(tmp_path / "only_0.jsonl", rows[:1] * 8)
+    refused(tmp_path / "only_0", sft(only_0, tiny_model), "all rows have weight 0")
 
 
 def test_self_play_on_sft_rows_alone_loads_no_reference(tmp_path, loaded, tiny_model, other_model):
