@@ -128,7 +128,18 @@ def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(tmp_path):
     for part in (build_llama(0, len(tokenizer)).bfloat16(), tokenizer):
         part.save_pretrained(tmp_path)
     assert load(tmp_path).model.dtype == torch.bfloat16
-    assert load(tmp_path, EngineFlags(fp16=True)).model.dtype == torch.float16
+    for flags, dtype in (({"fp16": True}, torch.float16), ({"dtype": "float32"}, torch.float32)):
+        assert load(tmp_path, EngineFlags(**flags)).model.dtype == dtype
+
+
+def test_flags_that_ask_for_different_types_are_refused_and_names_of_one_type_agree():
+    for other in ({"fp16": True}, {"dtype": "float32"}):
+        with pytest.raises(UserError, match="--bf16.* ask for different types"):
+            EngineFlags(bf16=True, **other)
+    with pytest.raises(UserError, match="dtype is 'int8'"):
+        EngineFlags(dtype="int8")
+    assert EngineFlags(bf16=True, dtype="bfloat16").dtype == EngineFlags(bf16=True).dtype == "bfloat16"
+    assert PlayFlags(bf16=True).settings(GAME) == PlayFlags(dtype="bfloat16").settings(GAME)
 
 
 def test_weights_that_the_files_lack_are_refused(tiny_model, tmp_path):

@@ -262,7 +262,7 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     assert counts["games"] == len(WORDS) == sum(counts["outcomes"].values())
     assert json.dumps(counts) in printed and "---" in printed  # a game to look at
     settings = read_json(tmp_path / f"{STEM}_settings.json")["settings"]
-    assert (settings["temperature"], settings["top_k"], settings["bf16"]) == (1.2, 50, True)
+    assert (settings["temperature"], settings["top_k"], settings["dtype"]) == (1.2, 50, "bfloat16")
 
 
 def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_ac
   --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --tf32 True --save_strategy steps
   --save_steps 0.2 --save_total_limit 1 --gradient_checkpointing True"""
 SAMPLING = """--task_type sampling --chat_template False --thinking False --max_length 2048 --max_new_tokens 256
-  --temperature 1.2 --top_k 50 --bf16 True --tf32 True --engine auto --tensor_parallel_size 1"""
+  --temperature 1.2 --top_k 50 --dtype bfloat16 --tf32 True --engine auto --tensor_parallel_size 1"""
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class Flags(GameFlags, ModelFlags):
     max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048)
 
     def settings(self, game: Game) -> dict:
-        names = ("split", "most_candidates", "seed", "chat_template", "max_length", "bf16")
+        names = ("split", "most_candidates", "seed", "chat_template", "max_length", "dtype")
         return {
             "games": files_setting(self.games),
             "models": [name for name, _ in self.models],
@@ -91,7 +91,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     gc.collect()  # frees the model before
     engine_flags = EngineFlags(
         chat_template=flags.chat_template,
-        bf16=flags.bf16,
+        dtype=flags.dtype,
         trust_remote_code=flags.trust_remote_code,
         max_length=flags.max_length + 1,  # the whole max_length is the prompt's
         max_new_tokens=1,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from tools.engine.flags import ModelFlags
 from tools.estimates import MEAN
 from tools.flags import NAMED_MODELS, NamedPath, flag, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
@@ -35,7 +36,7 @@ def benchmark_of(text: str) -> Benchmark:
 
 
 @dataclass(kw_only=True)
-class Flags:
+class Flags(ModelFlags):
     models: list[NamedPath] = flag("all are compared with the first", **NAMED_MODELS)
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
@@ -47,9 +48,7 @@ class Flags:
     output_dir: str = flag("folder of the results")
     limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
     batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
-    dtype: str = flag("of the models", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     lm_eval: str | None = flag("the harness's command, such as 'accelerate launch -m lm_eval'", default=None)
-    trust_remote_code: bool = flag("True: run the code that comes with a model", default=False)
 
 
 def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:

@@ -86,7 +86,7 @@ def check_values(flags) -> None:
     """UserError for a value that is none of its flag's choices or out of its bounds, and for a value that is twice."""
     for field in dataclasses.fields(flags):
         choices, value = field.metadata["settings"].get("choices"), getattr(flags, field.name)
-        if choices and value not in choices:
+        if choices and value not in (*choices, field.default):
             raise UserError(f"{field.name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
         for bound, limit in field.metadata["bounds"].items():
             if value is not None and not BOUNDS[bound](value, limit):

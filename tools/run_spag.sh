@@ -115,22 +115,22 @@ belief() { # what the hints of these games tell the newest model; after epoch 1 
   local newest=("$player=$model")
   [ "$epoch" -gt 1 ] || newest=("${models[@]}")
   run "${player}_belief" "$PYTHON" "$root/tools/evaluate_belief.py" --models "${newest[@]}" --games "$BELIEF_GAMES" \
-    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" \
+    --output_dir "$folder/belief" --chat_template "$CHAT_TEMPLATE" --dtype "$dtype" \
     --max_length $((MAX_LENGTH - MAX_NEW_TOKENS)) "${game[@]}" "${BELIEF_ARGS[@]}"
 }
 
 set_flags() { # flags that several stages share
   case $PRECISION in
-    bf16) dtype=bfloat16 precision=(--bf16 True --tf32 True) BELIEF_ARGS=(--bf16 True "${BELIEF_ARGS[@]}") ;;
-    fp16) dtype=float16 precision=(--fp16 True) ;;
-    fp32) dtype=float32 precision=() ;;
+    bf16) dtype=bfloat16 precision=(--bf16 True --tf32 True) tf32=(--tf32 True) ;;
+    fp16) dtype=float16 precision=(--fp16 True) tf32=() ;;
+    fp32) dtype=float32 precision=() tf32=() ;;
   esac
   lora_rate=${LORA_RANK:+1e-4} # merging adapters into bf16 weights loses smaller updates
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
   game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${PROMPTS:+--prompt_templates "$PROMPTS"})
   sampling=(--task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --chat_template "$CHAT_TEMPLATE"
     --thinking "$THINKING" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
-    --temperature "$TEMPERATURE" --top_k "$TOP_K" "${precision[@]}" --engine "$ENGINE"
+    --temperature "$TEMPERATURE" --top_k "$TOP_K" --dtype "$dtype" "${tf32[@]}" --engine "$ENGINE"
     --tensor_parallel_size "$TENSOR_PARALLEL_SIZE" ${PLAY_BATCH:+--per_device_eval_batch_size "$PLAY_BATCH"})
   play_processes=$((NPROC / TENSOR_PARALLEL_SIZE))
   chat=(--chat_template "$CHAT_TEMPLATE" --thinking "$THINKING")

@@ -4,21 +4,37 @@ from dataclasses import dataclass
 
 from tools.flags import flag
 from tools.players.player import Sampling
+from utils import UserError
 
 AUTO, VLLM, SLOTS, GENERATE = "auto", "vllm", "slots", "generate"  # values of --engine
 
 
+DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
+
+
 @dataclass(kw_only=True)
 class ModelFlags:
-    bf16: bool = flag("True: bfloat16 instead of the type in the model's config", default=False)
+    """`dtype` is the type of the models' numbers; None: the one in each model's config."""
+
+    dtype: str | None = flag(
+        "type of the models' numbers; unset: the one in each model's config", default=None, choices=DTYPES
+    )
+    bf16: bool = flag("True: the same as --dtype bfloat16", default=False)
+    fp16: bool = flag("True: the same as --dtype float16", default=False)
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
+
+    def __post_init__(self):
+        asked = {"--dtype": self.dtype, "--bf16": self.bf16 and "bfloat16", "--fp16": self.fp16 and "float16"}
+        asked = {name: dtype for name, dtype in asked.items() if dtype}
+        if len(set(asked.values())) > 1:
+            raise UserError(f"{' and '.join(asked)} ask for different types; give one of them")
+        self.dtype = next(iter(asked.values()), None)
 
 
 @dataclass(kw_only=True)
 class EngineFlags(ModelFlags, Sampling):
     """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes."""
 
-    fp16: bool = flag("True: float16 instead of the type in the model's config", default=False)
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
 
     engine: str = flag(
@@ -34,6 +50,6 @@ class EngineFlags(ModelFlags, Sampling):
     tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
-    def dtype(self) -> str | None:
-        """The type of models on this machine, by torch's name; None: the one in each model's config."""
-        return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
+    def __post_init__(self):
+        ModelFlags.__post_init__(self)
+        Sampling.__post_init__(self)

@@ -104,7 +104,7 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
     disable_progress_bar()  # "Loading weights"
     code = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(str(folder), **code)
-    model = load_model(folder, dtype=flags.dtype() or "auto", device_map={"": device}, **code)
+    model = load_model(folder, dtype=flags.dtype or "auto", device_map={"": device}, **code)
     return LocalModel(model, tokenizer, flags)
 
 

@@ -40,8 +40,8 @@ BENCHMARKS = (
 def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
     """Ask a model a benchmark, unless its result is there. Returns the content of `path`, which README.md describes.
 
-    `settings`: model (of `model_setting`), task, shots, limit, dtype, batch_size. CalledProcessError if the harness
-    fails; its messages are in a .log beside `path`.
+    `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size.
+    CalledProcessError if the harness fails; its messages are in a .log beside `path`.
     """
     record = path.with_name(f"{path.stem}_settings.json")
     with stage(record, settings, results=[path.name], ranks=False) as work:
@@ -54,7 +54,7 @@ def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
-    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"]}
+    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"] or "auto"}
     if length := config.get("text_config", config).get("max_position_embeddings"):  # else the harness knows more names
         model["max_length"] = min(length, LONGEST)
     # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.

@@ -92,13 +92,14 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     for benchmark in settings["benchmarks"]:
         shots = "default" if benchmark["shots"] is None else benchmark["shots"]
         asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
+    dtype = settings["dtype"] or "each model in the type of its config"
     questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions of a task"
     return f"""{markdown(lines)}
 
 Percentages ± one standard error over draws of the questions; it does not cover the randomness of training. {MARK}: the
 difference from {settings["against"]}, question by question where both were asked the same, is at most {NORMAL} of its
 standard errors.
-lm-evaluation-harness {settings["harness"]}, {settings["dtype"]}, {questions}: {", ".join(asked)}.
+lm-evaluation-harness {settings["harness"]}, {dtype}, {questions}: {", ".join(asked)}.
 """
 
 

@@ -31,7 +31,7 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
     def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
         names = [field.name for field in dataclasses.fields(Sampling)]
-        names += ["bf16", "fp16", "tf32", "vllm_args"]
+        names += ["dtype", "tf32", "vllm_args"]
         values = {name: getattr(self, name) for name in names}
         return {**self.game_settings(game), "max_turns": self.turns(game), **values}
 
