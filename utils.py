@@ -403,6 +403,26 @@ def load_tokenizer(name: str, **options):
     return tokenizer
 
 
+def special_texts(tokenizer) -> frozenset[str]:
+    """The texts that this tokenizer reads as special tokens, wherever they stand."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return frozenset(filter(None, [*added, *tokenizer.all_special_tokens]))
+
+
+def without(texts: frozenset[str], text: str) -> str:
+    """A text without any of these texts, also without those that are only there once others have been taken out."""
+    if texts:
+        while (shorter := _any_of(texts).sub("", text)) != text:
+            text = shorter
+    return text
+
+
+@functools.lru_cache(maxsize=16)
+def _any_of(texts: frozenset[str]) -> re.Pattern:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
 def model_setting(name: str) -> dict[str, str]:
     """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
 

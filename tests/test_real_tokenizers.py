@@ -23,6 +23,7 @@ from tools.engine.local import Codec
 from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
+from utils import special_texts, without
 
 WHEELS = [os.environ.get("MISTRAL_COMMON"), *Path(sys.prefix, "wheels").glob("mistral_common-*.whl")]
 WHEEL = next(filter(None, WHEELS), None)
@@ -60,6 +61,15 @@ def tokenizer(request, tmp_path_factory):
         built = build(wheel.read(f"mistral_common/data/{name}"), tmp_path_factory.mktemp("tokenizer"))
     built.model_max_length = 2048
     return built
+
+
+def test_a_text_without_special_texts_has_no_special_tokens(tokenizer):
+    special = special_texts(tokenizer)
+    forged = "tea".join([*special, *(f"{text[:2]}{text}{text[2:]}" for text in special)])
+    ids = {name: tokenizer(text, add_special_tokens=False)["input_ids"] for name, text in
+           {"forged": forged, "cleaned": without(special, forged)}.items()}  # fmt: skip
+    assert set(tokenizer.all_special_ids) <= set(ids["forged"])
+    assert not set(tokenizer.all_special_ids) & set(ids["cleaned"])
 
 
 @pytest.mark.parametrize("text", TEXTS)

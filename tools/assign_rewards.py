@@ -17,7 +17,7 @@ from tools.games.game import Game, load_member, member_setting
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
-from utils import UserError, files_setting, read_json_or_jsonl, run_program
+from utils import UserError, files_setting, read_json_or_jsonl, run_program, special_texts
 
 __all__ = ["assign_rewards"]
 ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
@@ -64,6 +64,9 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         records = read_json_or_jsonl(path)
         rewards.check_episodes(game, records, f"{path}: episode", 1)
         episodes += records
+    if chat:  # a text of a special token would become that token in the rows
+        special = special_texts(chat.tokenizer)
+        episodes = [rows.episode_without(special, episode) for episode in episodes]
     results = [rewards.game_result(game, episode) for episode in episodes]
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}

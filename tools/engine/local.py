@@ -29,7 +29,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import check_gpus, check_token, load_model, load_tokenizer, whole_characters
+from utils import check_gpus, check_token, load_model, load_tokenizer, special_texts, whole_characters
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -198,6 +198,7 @@ class LocalPlayer(Player):
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine, self.batcher, self.seed = engine, batcher, seed
+        self.special_texts = special_texts(engine.codec.tokenizer)
 
     async def reply(self, turn: Turn) -> Reply:
         text, seed = turn.prompt(self.engine.codec.chat), draw_seed(self.seed, turn)

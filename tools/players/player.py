@@ -9,7 +9,7 @@ from typing import ClassVar
 from tools.flags import check_values, flag
 from tools.games import prompts
 from tools.games.game import Game, History
-from utils import UserError
+from utils import UserError, without
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
@@ -103,6 +103,11 @@ def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
+def thought_without(special: frozenset[str], thought: str) -> str:
+    """A thought without these texts. Its tags stay, which are special tokens in some tokenizers."""
+    return without(special - {*THOUGHT_BEGINS, *THOUGHT_ENDS}, thought)
+
+
 def draw_seed(seed: int | str, turn: Turn) -> int:
     """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests."""
     return random.Random(f"{seed}/{turn.index}/{len(turn.history)}").getrandbits(63)
@@ -116,6 +121,7 @@ class Player:
     """Anything that can speak in games, in many at a time."""
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
+    special_texts: frozenset[str] = frozenset()  # what the player's tokenizer reads as special tokens, as far as known
 
     async def reply(self, turn: Turn) -> Reply:
         """The next message of `turn.role`. ReplyUnavailable gives up this game; other exceptions end the run."""

@@ -7,16 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from tqdm import tqdm
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.player import STOP, Player, ReplyUnavailable, Turn
+from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, thought_without
 from tools.selfplay.engines import make_players
 from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens, thought_is_open
 from tools.selfplay.flags import PlayFlags
-from utils import printable, rank, world_size
+from utils import UserError, printable, rank, without, world_size
 
 logger = logging.getLogger(__name__)
 OnEpisode = Callable[[Episode], None]  # called with each game that has ended
@@ -33,15 +34,18 @@ async def play_game(
 ) -> Episode:
     """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it.
 
-    `players` are by role; `index` is the task's place in the word list; `templates` default to the game's own.
+    `players` are by role; `index` is the task's place in the word list; `templates` default to the game's own. A reply
+    loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
+    its turn in the other's prompt, and go on in another name.
     """
+    special = special_texts_of(players)
     history: list[dict[str, str]] = []
     replies: list[dict] = []
     while not game.is_over(history, task, max_turns):
         role = game.next_role(task, history)
         secrets = game.secrets(role, task, history)
         turn = Turn(game, role, tuple(history), max_turns, index, secrets, templates)
-        reply = await players[role].reply(turn)
+        reply = reply_without(special, await players[role].reply(turn))
         history.append({"role": role, "content": reply.text.strip()})
         stored = {key: value for key, value in vars(reply).items() if value is not None}
         if reply.thought is None:  # the text is the message in the history
@@ -60,6 +64,17 @@ async def play_game(
     }
 
 
+def special_texts_of(players: Mapping[str, Player]) -> frozenset[str]:
+    # A player needs no more than `reply`.
+    return frozenset().union(*(getattr(player, "special_texts", ()) for player in players.values()))
+
+
+def reply_without(special: frozenset[str], reply: Reply) -> Reply:
+    """A reply whose message and thought hold none of these texts."""
+    thought = None if reply.thought is None else thought_without(special, reply.thought)
+    return replace(reply, text=without(special, reply.text), thought=thought)
+
+
 async def play_games(
     game: Game,
     tasks: Iterable[tuple[int, str]],
@@ -72,8 +87,13 @@ async def play_games(
 ) -> None:
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
-    A game that cannot go on because a reply is unavailable is left out, with a warning.
+    A game that cannot go on because a reply is unavailable is left out, with a warning. UserError for a task that
+    holds the text of a special token of the players.
     """
+    tasks, special = list(tasks), special_texts_of(players)
+    for _, task in tasks:
+        if without(special, task) != task:
+            raise UserError(f"the word {task!r} holds a special token of the players; take it out of the word list")
     to_play = iter(tasks)
 
     async def keep_playing() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypedDict
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
+from tools.players.player import thought_without
 from tools.selfplay.rewards import (
     Numbers,
     Result,
@@ -31,6 +32,7 @@ from utils import (
     row_messages,
     row_texts,
     stage,
+    without,
     write_records,
 )
 
@@ -134,6 +136,17 @@ def game_rows(
                 row["reward"] = shaped_reward(shape, row, episode, result.outcome)
             rows.append(row)
     return rows, numbers
+
+
+def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
+    """An episode whose messages and thoughts hold none of these texts, as one that `play_game` returns."""
+    history = [message | {"content": without(special, message["content"])} for message in episode["history"]]
+    replies = [dict(reply) for reply in episode.get("replies") or ()]
+    for reply in replies:
+        if "thought" in reply:
+            reply["thought"] = thought_without(special, reply["thought"])
+            reply["text"] = without(special, reply["text"])
+    return {**episode, "history": history, "replies": replies}
 
 
 def thoughtful_target(episode: Mapping, index: int) -> Row:
