@@ -11,12 +11,13 @@ from scripted import messages
 
 import utils
 from tools import assign_rewards as program
+from tools import spag
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
 from tools.selfplay.rewards import Result, RewardFlags, game_result, permute_rewards
 from tools.selfplay.rows import game_rows
-from utils import read_json_or_jsonl
+from utils import UserError, read_json_or_jsonl
 
 GAME, WORD = Taboo(), "apple"
 GUESS = f"I know the word! It is `{WORD}`!"
@@ -66,9 +67,6 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
 def test_weights_balance_the_roles_by_games():
     rows = rows_of([ATTACKER_WON, DEFENDER_WON, ATTACKER_WON, ATTACKER_WON, TIED])
     assert {(row["role"], row["weight"]) for row in rows} == {("attacker", 4 / 6), ("defender", 4 / 2)}
-    alone = {"history": [{"role": "defender", "content": "apple"}], "target_word": WORD, "max_turns": 3}
-    rows = rows_of([alone, DEFENDER_WON])  # the attacker wins a game without a message: it counts, and has no row
-    assert [(row["role"], row["weight"]) for row in rows] == [("defender", 1.0)] * 2
 
 
 def test_losers_and_ties_pay_below_zero():
@@ -266,6 +264,26 @@ def test_a_bad_episode_is_named_by_file_and_number(refuse, broken, complaint):
     assert re.search(f"episodes1.jsonl: (episode|row) 2: .*{complaint}", line)
     with pytest.raises(ValueError, match=f"episode 1: .*{complaint}"):
         rows_of([TIED, broken])
+
+
+SAID = {role: {"role": role, "content": f"A text of the {role}."} for role in GAME.roles}
+
+
+@pytest.mark.parametrize(
+    "roles, complaint",
+    [
+        (["defender", "attacker", "defender"], "message 0: the defender speaks, where it is the attacker's turn"),
+        (["attacker", "attacker", "defender"], "message 1: the attacker speaks, where it is the defender's turn"),
+    ],
+)
+def test_a_game_in_another_order_of_speakers_is_judged_but_gives_no_rows(start, refuse, roles, complaint):
+    """A row of such a message would have the other role's prompt: the defender would learn under the secret."""
+    game = TIED | {"history": [SAID[role] for role in roles]}
+    assert GAME.judge(game["history"], WORD, 5) == ("tied game", 3)
+    assert re.search(f"episodes1.jsonl: episode 2: {complaint}", refuse(inputs=([TIED], [TIED, game])))
+    with pytest.raises(UserError, match=f"episode 1: {complaint}"):
+        spag.rows([TIED, game])
+    start(inputs=([DEFENDER_WON | {"history": [*DEFENDER_WON["history"], SAID["defender"]]}],))  # after its end
 
 
 def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse):

@@ -59,15 +59,15 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.RowsAndNotes:
     """All rows, and the counts of games that stand in the record."""
-    episodes = []
+    episodes, results = [], []
     for path in flags.input_data_path:
         records = read_json_or_jsonl(path)
-        rewards.check_episodes(game, records, f"{path}: episode", 1)
+        place = f"{path}: episode"
+        if chat:  # a text of a special token would become that token in the rows
+            rewards.check_episodes(game, records, place, 1)
+            records = [rows.episode_without(special_texts(chat.tokenizer), episode) for episode in records]
+        results += rewards.judge_episodes(game, records, place, 1)
         episodes += records
-    if chat:  # a text of a special token would become that token in the rows
-        special = special_texts(chat.tokenizer)
-        episodes = [rows.episode_without(special, episode) for episode in episodes]
-    results = [rewards.game_result(game, episode) for episode in episodes]
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}

@@ -63,6 +63,24 @@ def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: i
             game.check_episode(episode)
 
 
+def judge_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> list[Result]:
+    """Judge the episodes of which rows are made. UserError for an invalid one, and for a message out of turn.
+
+    A query is the prompt of the role whose turn it is: under it, another role's message would be taught to the wrong
+    player. `place` and `first` name an episode as in `check_episodes`.
+    """
+    check_episodes(game, episodes, place, first)
+    results = [game_result(game, episode) for episode in episodes]
+    for number, (episode, result) in enumerate(zip(episodes, results, strict=True), start=first):
+        history, task = episode["history"][: result.length], episode["target_word"]
+        for index, message in enumerate(history):
+            speaker, expected = message["role"], game.next_role(task, history[:index])
+            if speaker != expected:
+                wrong = f"the {speaker} speaks, where it is the {expected}'s turn"
+                raise UserError(f"{place} {number}: message {index}: {wrong}; leave this game out, or mend it")
+    return results
+
+
 def game_result(game: Game, episode: Mapping) -> Result:
     """Judge a valid episode. Raises ValueError for rewards that a game may not pay."""
     outcome, length = game.judge(*(episode[key] for key in EPISODE_KEYS))

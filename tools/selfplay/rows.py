@@ -19,8 +19,7 @@ from tools.selfplay.rewards import (
     Numbers,
     Result,
     RewardFlags,
-    check_episodes,
-    game_result,
+    judge_episodes,
     message_shares,
     paid_roles,
 )
@@ -177,13 +176,12 @@ def assign_rewards(
 
     `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`, or with `training_prompt`
     PLAY those of play. `flags` are further ones of RewardFlags. UserError for one outside its bounds, and for an
-    invalid episode, by its index.
+    invalid episode or one in which a role speaks out of turn, by its index.
     """
     game, episodes = game or load_game(), list(episodes)
     reward_flags = RewardFlags(decay_weight=decay_weight, **flags)
     reward_flags.check_rewards(game)
-    check_episodes(game, episodes, "episode", 0)
-    results = [game_result(game, episode) for episode in episodes]
+    results = judge_episodes(game, episodes, "episode", 0)
     prompt = prompt_fn(game, training_prompt, rng=rng, templates=templates)
     return game_rows(game, episodes, results, reward_flags, prompt, shape)[0]
 
