@@ -48,7 +48,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
     if messages := utils.row_messages(record):
-        record = record | messages_to_row(messages, tokenizer)
+        record = record | messages_to_row(messages, tokenizer, utils.row_tools(record))
     query, target, record = utils.row_texts(record)
     weight, reward = record.get("weight", 1.0), record.get("reward")
     with told("weight or reward", TypeError, OverflowError):
@@ -64,16 +64,25 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     )
 
 
-def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target."""
+def messages_to_row(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None
+) -> dict:
+    """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target.
+
+    A reply with "weight": 0 is not to be learned (OpenAI's format), so the one before it is the target. `tools` are
+    what the conversation may call; the chat template must show them.
+    """
     replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    replies = [place for place in replies if messages[place].get("weight") != 0]
     if not replies:
-        raise UserError("'messages' has no assistant message, which would be the target")
+        raise UserError("'messages' has no assistant message (of a weight that is not 0), which would be the target")
     before, reply = messages[: replies[-1]], messages[replies[-1]]
-    render = partial(utils.chat_text, tokenizer, enable_thinking=False)
+    render = partial(utils.chat_text, tokenizer, tools=tools, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
     with told(refusal, ValueError, TypeError, TemplateError):
         query, whole = render(before, add_generation_prompt=True), render([*before, reply])
+        if tools and query == render(before, add_generation_prompt=True, tools=None):
+            raise UserError("the tokenizer's chat template leaves out the 'tools' of this row")
     only_calls = reply.get("tool_calls") and not reply["content"]
     if only_calls and whole == render([*before, {"role": "assistant", "content": ""}]):
         raise UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")

@@ -282,14 +282,16 @@ def alpaca_to_row(example: dict) -> dict:
 def row_messages(record: Mapping) -> list[dict] | None:
     """The conversation of a record that has no target of its own, each content as a text; None if it has texts.
 
-    A content is a text or a list of parts, all of them texts; beside tool calls it may be null. UserError for a record
-    with anything else, or with neither messages nor texts.
+    A content is a text or a list of parts, all of them texts; beside tool calls it may be null. The arguments of a
+    tool call may be a JSON text, as OpenAI writes them, and become an object, as chat templates take them. UserError
+    for a record with anything else, or with neither messages nor texts.
     """
     messages, targets = record.get("messages"), map(record.get, ("target", "answer", "output"))
     if not messages or any(target is not None for target in targets):
         row_texts(record)
         return None
-    return [_in_text(message) for message in (messages if isinstance(messages, list) else [messages])]
+    messages = messages if isinstance(messages, list) else [messages]
+    return [_with_arguments(_in_text(message)) for message in messages]
 
 
 def _in_text(message) -> dict:
@@ -302,6 +304,33 @@ def _in_text(message) -> dict:
         case {"tool_calls": [_, *_]} if message.get("content") is None:
             return _in_text(message | {"content": ""})
     raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
+
+
+def _with_arguments(message: dict) -> dict:
+    """The message, the arguments of its tool calls as objects."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": list(map(_with_object, calls))} if isinstance(calls, list) else message
+
+
+def _with_object(call):
+    match call:
+        case {"function": {"arguments": str()} as function}:
+            return call | {"function": _with_object(function)}
+        case {"arguments": str(text)}:
+            arguments = _parse(text, f"a tool call's 'arguments' {text:.60}")
+            if not isinstance(arguments, dict):
+                raise UserError(f"a tool call's 'arguments' must be a JSON object, not {text:.60}")
+            return call | {"arguments": arguments}
+    return call
+
+
+def row_tools(record: Mapping) -> list | None:
+    """The tools that a record's conversation may call, a list or the JSON text of one; None if there are none."""
+    tools = record.get("tools") or None
+    tools = _parse(tools, "'tools'") if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise UserError(f"'tools' must be a list, not {tools!r:.60}")
+    return tools or None
 
 
 def row_texts(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:

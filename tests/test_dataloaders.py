@@ -1,11 +1,12 @@
 """Rows: reading and checking them, token ids against recorded ones, batches."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, build_tokenizer, load_golden
+from conftest import GOLDEN, build_tokenizer, load_chat_template, load_golden
 from helpers import write_rows
 from transformers import AutoTokenizer
 
@@ -109,6 +110,50 @@ def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_t
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     chat_tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content + '' }}" + calls)
     assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells the weather", "parameters": {}}}]
+
+
+def call_with(arguments) -> dict:
+    """The fields of a reply that is a tool call with these arguments."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"content": None, "tool_calls": [call]}
+
+
+def test_arguments_of_tool_calls_that_are_a_json_text_are_learned_as_an_object(chat_tokenizer):
+    chat_tokenizer.chat_template = load_chat_template("tools")
+    target = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call><|im_end|>'
+    for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
+        assert last_reply(chat_tokenizer, **call_with(arguments)) == target
+    for arguments in ("city=Paris", '"{}"'):
+        with pytest.raises(utils.UserError, match="'arguments' .*JSON"):
+            last_reply(chat_tokenizer, **call_with(arguments))
+
+
+def test_tools_of_a_row_stand_in_its_prompt_and_a_template_that_leaves_them_out_is_refused(chat_tokenizer, tmp_path):
+    row = {"messages": [TALK[0], TALK[1] | call_with("{}")], "tools": TOOLS}
+    path = write_rows(tmp_path / "rows.jsonl", [row, row | {"tools": json.dumps(TOOLS)}, row | {"tools": []}])
+    rows = read_sft_rows(path)
+    chat_tokenizer.chat_template = load_chat_template("tools")
+    texts = [chat_tokenizer.decode(encode_example(row, chat_tokenizer)["input_ids"]) for row in rows]
+    assert texts[0] == texts[1] and "Tells the weather" in texts[0] and "Tells the weather" not in texts[2]
+    with pytest.raises(utils.UserError, match="'tools' must be a list"):
+        encode_example(row | {"tools": "{}"}, chat_tokenizer)
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("if tools", "if false")
+    with pytest.raises(utils.UserError, match="chat template leaves out the 'tools'"):
+        encode_example(row, chat_tokenizer)
+
+
+def test_a_reply_of_weight_0_is_not_learned(chat_tokenizer):
+    def of_weights(*weights):
+        replies = iter(weights)
+        talk = [turn | ({"weight": next(replies)} if turn["role"] == "assistant" else {}) for turn in TALK]
+        return chat_tokenizer.decode(target_of(encode_example({"messages": talk}, chat_tokenizer)))
+
+    assert of_weights(1, 0) == "assistant 1<|im_end|>" and of_weights(0, None) == "assistant 3<|im_end|>"
+    with pytest.raises(utils.UserError, match="no assistant message .*weight"):
+        of_weights(0, 0.0)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 + 'a' }}"])

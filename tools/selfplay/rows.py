@@ -51,6 +51,7 @@ class Row(TypedDict, total=False):
     role: str
     type: str  # "sft" for SFT rows
     messages: list[dict]  # of SFT rows that have them in the place of query and target
+    tools: list[dict]  # what these messages may call
     chat_template: bool  # the texts are complete, in the template of the model to be trained
     thought: bool  # the target begins with one, and is exactly what the model wrote
 
@@ -200,7 +201,8 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     if row_messages(record):
-        return {"messages": record["messages"], "type": "sft", "weight": 1.0}
+        tools = {"tools": record["tools"]} if record.get("tools") else {}
+        return {"messages": record["messages"], **tools, "type": "sft", "weight": 1.0}
     query, target, record = row_texts(record, alpaca_to_turn if chat else alpaca_to_row)
     row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
     row |= {"chat_template": True} if record.get("chat_template") else {}
