@@ -64,9 +64,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     )
 
 
-def messages_to_row(
-    messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None
-) -> dict:
+def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> dict:
     """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target.
 
     A reply with "weight": 0 is not to be learned (OpenAI's format), so the one before it is the target. `tools` are

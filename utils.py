@@ -274,9 +274,20 @@ def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
 
 def alpaca_to_row(example: dict) -> dict:
     """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
-    context = f"\n\n### Input: {example['input']}" if example.get("input") else ""
-    prompt = f"### Instruction: {example['instruction']}{context}\n\n### Response: "
-    return {"prompt": prompt, "target": example["output"], "type": "sft"}
+    instruction, given, output = alpaca_texts(example)
+    context = f"\n\n### Input: {given}" if given else ""
+    prompt = f"### Instruction: {instruction}{context}\n\n### Response: "
+    return {"prompt": prompt, "target": output, "type": "sft"}
+
+
+def alpaca_texts(example: Mapping) -> tuple[str, str, str]:
+    """Instruction, input (empty if it is null or missing) and output. UserError for one that is no text."""
+    given = "" if example.get("input") is None else example["input"]
+    texts = {"instruction": example["instruction"], "input": given, "output": example["output"]}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f"Alpaca's {name!r} must be a text, not {text!r:.60}")
+    return texts["instruction"], texts["input"], texts["output"]
 
 
 def row_messages(record: Mapping) -> list[dict] | None:
@@ -345,7 +356,8 @@ def row_texts(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_r
     query = record.get("query", record.get("prompt"))
     target = record.get("target", record.get("answer"))
     if not isinstance(query, str) or not isinstance(target, str):
-        raise UserError("a row needs the texts 'query' and 'target' (or 'prompt' and 'answer', or Alpaca's fields)")
+        forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
+        raise UserError(f"a row needs the texts {forms}; this one has {', '.join(map(repr, record))}")
     return query, target, record
 
 

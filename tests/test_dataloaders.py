@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 import dataloaders
 import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
+from tools.games.chat import ChatTemplate
 from tools.loop.settings import check_sft_data
 from tools.selfplay.rows import read_sft_rows
 
@@ -228,6 +229,40 @@ def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, me
 BAD_REPLIES = [{"from": "gpt", "value": "b"}, {"content": "b"}, "b", {"role": "assistant", "content": None}]
 IMAGE = {"type": "image", "text": "b"}
 BAD_REPLIES += [{"role": "assistant", "content": content} for content in (42, [], ["b"], [IMAGE])]
+ALPACA = {"instruction": "Say hi.", "input": "", "output": "Hi."}
+BAD_ALPACA = [
+    {"instruction": ["Say", "hi."]},
+    {"instruction": 5},
+    {"input": {"name": "Ann"}},
+    {"input": 0},
+    {"output": 3},
+]
+
+
+@pytest.mark.parametrize("changes", BAD_ALPACA)
+def test_alpacas_fields_that_are_no_texts_are_named_in_training_and_rewards(tmp_path, chat_tokenizer, changes):
+    path = write_rows(tmp_path / "alpaca.jsonl", [ALPACA, ALPACA | changes])
+    (field,) = changes
+    for read in (lambda: load_rows([path], chat_tokenizer), lambda: read_sft_rows(path),
+                 lambda: read_sft_rows(path, ChatTemplate(chat_tokenizer, "m"))):  # fmt: skip
+        with pytest.raises(utils.UserError, match=rf"alpaca\.jsonl: row 2: .*{field!r} must be a text"):
+            read()
+
+
+OTHER_FORMS = [
+    {"prompt": "Hi", "completion": "Hello."},
+    {"instruction": "Say hi", "response": "Hi"},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+]
+
+
+@pytest.mark.parametrize("row", OTHER_FORMS)
+def test_a_row_of_another_form_is_told_the_forms_that_are_read(tokenizer, row):
+    with pytest.raises(utils.UserError, match="'query' and 'target'.* 'messages', .*'instruction'") as refused:
+        encode_example(row, tokenizer)
+    assert all(repr(field) in str(refused.value).partition("has ")[2] for field in row)
+
+
 BAD_ROWS = [None, [1], {"query": "a"}, {"messages": "a"}, *({"messages": [reply]} for reply in BAD_REPLIES)]
 
 

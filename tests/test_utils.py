@@ -88,6 +88,7 @@ def test_alpaca_becomes_a_prompt():
     assert target == "3" and row["type"] == "sft"
     row = utils.alpaca_to_row({"instruction": "Hi.", "output": "Hi!"})
     assert row["prompt"] == "### Instruction: Hi.\n\n### Response: "
+    assert row == utils.alpaca_to_row({"instruction": "Hi.", "input": None, "output": "Hi!"})
 
 
 def test_a_models_digest_covers_every_file_that_may_change_it(tiny_model, tmp_path):

@@ -25,6 +25,7 @@ from tools.selfplay.rewards import (
 )
 from utils import (
     UserError,
+    alpaca_texts,
     alpaca_to_row,
     load_tokenizer,
     read_json_or_jsonl,
@@ -211,8 +212,8 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
 
 def alpaca_to_turn(example: Mapping) -> dict:
     """Prompt and target of a raw Alpaca record; the prompt is what a user would send."""
-    parts = filter(None, (example["instruction"], example.get("input")))
-    return {"prompt": "\n\n".join(parts), "target": example["output"]}
+    instruction, given, output = alpaca_texts(example)
+    return {"prompt": "\n\n".join(filter(None, (instruction, given))), "target": output}
 
 
 # The record of a file of rows.
