@@ -17,7 +17,7 @@ from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
 from tools.selfplay.rows import read_sft_rows
-from utils import DAY, UserError, read_json_or_jsonl, write_json, write_records
+from utils import DAY, UserError, files_setting, read_json_or_jsonl, write_json, write_records
 
 SPECIAL = {  # the tokens of a family; the last one ends a reply
     "chatml": ["<|im_start|>", "<|im_end|>"],
@@ -144,6 +144,38 @@ def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows
         assert first["target"] == f"{thoughts[0] if thinking else ''}{TAKEN_OUT}<|im_end|>"
         assert TAKEN_OUT in second["query"] and "<|im_end|>`art`" not in second["target"]
         (tmp_path / "rows_rewards_settings.json").unlink()
+
+
+def prompt_warnings(place: Path, **flags) -> list[str]:
+    """The warnings of assign_rewards about the games of `place`, which were played as their record says."""
+    (place / "rows.json").unlink(missing_ok=True)
+    files = {"input_data_path": place / "games_results.json", "output_data_path": place / "rows.json"}
+    errors = call(assign_rewards.main, *flags_of(files | {"messages": "all"} | flags)).errors
+    return [line for line in errors.splitlines() if "WARNING" in line]
+
+
+def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says_in_what(tmp_path):
+    models = {name: tmp_path / name for name in ("chatml", "turns")}
+    for family, model in models.items():
+        chat_tokenizer(family).save_pretrained(model)
+        write_json(model / "config.json", {})
+    write_records(tmp_path / "games_results.json", [{"history": HISTORY, "target_word": "art", "max_turns": 2}])
+    players = {f"{role}_model_name_or_path": {"path": str(models["chatml"])} for role in GAME.roles}
+    as_played = {"prompt_templates": PROMPTS, "chat_template": True, "tokenizer": models["chatml"]}
+
+    def warnings(**play) -> list[str]:
+        settings = {"prompt_templates": files_setting(PROMPTS), "chat_template": True, "thinking": False}
+        write_json(tmp_path / "games_settings.json", {"settings": players | settings | play})
+        return prompt_warnings(tmp_path, **as_played)
+
+    assert warnings() == []
+    (line,) = warnings(prompt_templates=files_setting(GAME.prompt_file), thinking=True, chat_template=False)
+    assert all(name in line for name in ("--prompt_templates", "--thinking False", "--chat_template True"))
+    assert "imitating other people's games" in line and "self-play" in line
+    (line,) = warnings(**{"player epoch1": {"path": str(models["turns"])}})  # as the record of a match has it
+    assert f"--tokenizer {models['chatml']} (played with that of {models['turns']})" in line
+    (tmp_path / "games_settings.json").unlink()
+    assert prompt_warnings(tmp_path) == []
 
 
 @pytest.mark.parametrize("family", SPECIAL)

@@ -7,19 +7,25 @@ Without --sft_data_path it makes the rows of imitation from a stronger model's g
 OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
+import logging
 import random
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from tools.flags import GameFlags, flag, parse_flags
 from tools.games.game import Game, load_member, member_setting
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
-from utils import UserError, files_setting, read_json_or_jsonl, run_program, special_texts
+from utils import UserError, files_setting, read_json, read_json_or_jsonl, run_program, special_texts
 
 __all__ = ["assign_rewards"]
+FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them
+logger = logging.getLogger(__name__)
 ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
 
 
@@ -55,6 +61,49 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         if self.shape:
             files["shape"] = member_setting(self.shape)
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
+
+
+def warn_of_other_prompts(flags: Flags, settings: Mapping) -> None:
+    """Warn of files of games that were played with other prompts than those of the rows, as their records say."""
+    phrases = []
+    for path in flags.input_data_path:
+        if different := differences_from_play(flags, settings, play_settings(path)):
+            phrases.append(f"{path}: {', '.join(different)}")
+    if phrases:
+        logger.warning(
+            "rows differ from the play of their games; this is right for imitating other people's games, wrong for "
+            "self-play. %s",
+            "; ".join(phrases),
+        )
+
+
+def play_settings(path: str) -> dict:
+    """The settings with which the games of a file were played; {} if play's record does not stand beside it."""
+    file = Path(path)
+    named = FILE_OF_GAMES.fullmatch(file.name)
+    record = file.with_name(f"{named[1]}_settings.json") if named else None
+    return read_json(record)["settings"] if record and record.is_file() else {}
+
+
+def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
+    """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play."""
+    phrases = []
+    then, now = play.get("prompt_templates"), settings["prompt_templates"]
+    if then and then["sha256"] != now["sha256"]:
+        phrases.append(f"--prompt_templates {now['path']} (played with {then['path']})")
+    if play and bool(play.get("thinking")) != flags.thinking:
+        phrases.append(f"--thinking {flags.thinking} (played with {not flags.thinking})")
+    players = [play[name] for name in play if name.startswith("player ") or name.endswith("_model_name_or_path")]
+    players = [player for player in players if isinstance(player, dict)]
+    had_template = play.get("chat_template") or any(player.get("api") == "chat" for player in players)
+    if play and bool(had_template) != flags.chat_template:
+        phrases.append(f"--chat_template {flags.chat_template} (played with {bool(had_template)})")
+    elif flags.chat_template and play.get("chat_template"):
+        models = {player["path"] for player in players if Path(player["path"]).is_dir()}
+        for model in sorted(models - {flags.tokenizer}):
+            if flags.template_of(model, bool(play.get("thinking"))).sha256 != settings["chat_template"]:
+                phrases.append(f"the chat template of --tokenizer {flags.tokenizer} (played with that of {model})")
+    return phrases
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.RowsAndNotes:
@@ -95,6 +144,7 @@ def main() -> None:
     flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()
     settings = flags.settings(game, chat)
+    warn_of_other_prompts(flags, settings)
     rows.write_rows(flags.output_data_path, settings, partial(make_rows, flags, game, templates, chat))
 
 

@@ -71,11 +71,12 @@ class ChatFlags:
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):
             raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
-        if not self.chat_template:
-            return None
+        return self.template_of(self.tokenizer, self.thinking) if self.chat_template else None
+
+    def template_of(self, model: str, thinking: bool) -> "ChatTemplate":
         from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
 
-        return ChatTemplate(load_tokenizer(self.tokenizer), self.tokenizer, self.thinking)
+        return ChatTemplate(load_tokenizer(model), model, thinking)
 
 
 # Rows of games.
