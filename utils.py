@@ -379,14 +379,24 @@ def whole_characters(text: str) -> str:
 
 @functools.cache
 def model_folder(name: str) -> Path:
-    """A model's folder: `name` itself, or a local copy of the hub's model of this name."""
+    """A model's folder: `name` itself, or a local copy of the hub's model of this name.
+
+    UserError if it holds no model, or a model and an adapter.
+    """
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         with told(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
-    if not (folder / "config.json").is_file():
+    has_config, has_adapter = ((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if has_config and has_adapter:  # transformers would add the adapter to weights that may hold it already
+        remedy = "take it out if the weights are merged, or give the folder merged/ of the training"
+        raise UserError(f"{folder}: adapter_config.json lies beside a whole model; {remedy}")
+    if has_adapter:
+        remedy = "give the folder merged/ inside it, which train.py writes with --lora_merge True"
+        raise UserError(f"{folder}: an adapter (adapter_config.json, no config.json), not a model; {remedy}")
+    if not has_config:
         raise UserError(f"{folder}: no config.json; this is not a model folder")
     return folder
 

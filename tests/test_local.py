@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_llama, build_tokenizer
-from helpers import call, copy_model, flags_of
+from helpers import call, copy_model, flags_of, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -161,6 +161,16 @@ def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, 
     code = copy_model(tiny_model, tmp_path / "code", model_type="own", auto_map=own)
     with pytest.raises(UserError, match="code: has code of its own; --trust_remote_code True"):
         load(code)
+
+
+def test_an_adapter_beside_a_whole_model_is_refused_in_play_and_in_training(tiny_model, tmp_path):
+    """Transformers would add it to weights that hold it already, where peft is installed."""
+    folder = copy_model(tiny_model, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json .* take it out .* merged/"):
+        make_players(str(folder), "human")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"query": "q", "target": "t"}])
+    assert "adapter_config.json" in refused_training(folder, tmp_path, train_data_path=rows)
 
 
 FOREIGN = {"qwen9": {"model_type": "qwen9"}, "t5": {"model_type": "t5", "d_model": 32}}

@@ -324,7 +324,9 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    merged, base = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path / "out/merged", tiny_model))
+    with pytest.raises(utils.UserError, match="adapter_config.json.* merged/ .* --lora_merge True"):
+        utils.load_model(tmp_path / "out")
+    merged, base = (utils.load_model(each) for each in (tmp_path / "out/merged", tiny_model))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     with torch.no_grad():
         logits = [model(torch.arange(10, 40).unsqueeze(0)).logits for model in (merged, adapted)]
