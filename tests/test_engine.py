@@ -15,6 +15,7 @@ from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine, can_hold, draw
 from tools.players.player import SAMPLING, TESTING, Sampling
+from utils import UserError
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -295,8 +296,16 @@ def test_a_model_that_attends_twice_in_a_layer_is_refused():
         answer(engine, [(game, f"{RULES} and more") for game in range(2)])
 
 
-def test_logits_with_nan_are_refused():
-    local = llama(sampling(task_type=SAMPLING))
-    local.model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="logits are NaN"):
-        answer(SlotEngine(local, 2), [(0, RULES)])
+@pytest.mark.parametrize("task_type", [TESTING, SAMPLING])
+@pytest.mark.parametrize("engine", [SlotEngine, BatchEngine])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_one_line_with_a_remedy(engine, task_type, value):
+    engine = engine(llama(sampling(task_type=task_type, min_new_tokens=2)), 2)
+    assert answer(engine, [(0, RULES)])  # with tokens that end a reply at -inf
+
+    def spoil(module, args, logits):
+        logits[..., 7] = value
+
+    engine.model.get_output_embeddings().register_forward_hook(spoil)
+    with pytest.raises(UserError, match="NaN or infinite.* --bf16 True"):
+        answer(engine, [(0, RULES)])

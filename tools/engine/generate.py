@@ -4,10 +4,11 @@ from collections import deque
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tools.engine.local import Codec, Engine, LocalModel, Prompt
 from tools.players.player import Reply
+from utils import UserError
 
 
 class BatchEngine(Engine):
@@ -35,10 +36,27 @@ class BatchEngine(Engine):
             pad_sequence(each, batch_first=True, padding_side="left").to(self.model.device) for each in (rows, masks)
         )
         width = input_ids.shape[1]
-        output = self.model.generate(input_ids, attention_mask=attention_mask, generation_config=config).tolist()
-        new_ids = [ids[width : width + limit] for ids, limit in zip(output, limits, strict=True)]
+        output = self.model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([CheckLogits()]),
+        )
+        new_ids = [ids[width : width + limit] for ids, limit in zip(output.tolist(), limits, strict=True)]
         replies = [codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
         return list(zip(requests, replies, strict=True))
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """UserError if a row of (rows, tokens) logits has NaN or +inf, or nothing but -inf."""
+    if not logits.amax(-1).isfinite().all():  # a NaN is the maximum of its row
+        raise UserError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
+
+
+class CheckLogits(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        check_logits(scores)
+        return scores
 
 
 def generation_config(codec: Codec) -> GenerationConfig:

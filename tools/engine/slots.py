@@ -14,6 +14,7 @@ import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step
+from tools.engine.generate import check_logits
 from tools.engine.linear import pack_weights
 from tools.engine.local import Engine, LocalModel, Prompt
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
@@ -97,6 +98,7 @@ class SlotEngine(Engine):
 
     def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
         """A token for each of these slots. `logits`: (slots, vocabulary)."""
+        check_logits(logits)
         sampling = self.codec.sampling
         stop_ids = [token for token in self.codec.stop_ids if token < logits.shape[-1]]
         lengths = [len(slot.request.reply) for slot in slots]
@@ -106,10 +108,7 @@ class SlotEngine(Engine):
             logits[rows[:, None], columns] = -math.inf
         if not sampling.do_sample:
             return logits.argmax(-1).tolist()
-        sampled = draw(self.warp(None, logits).softmax(-1)).tolist()
-        if max(sampled) == logits.shape[-1]:
-            raise RuntimeError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
-        return sampled
+        return draw(self.warp(None, logits).softmax(-1)).tolist()
 
     def _append(self, slot: Slot, token: int) -> tuple[int, Reply] | None:
         """Add a sampled token to a reply. Returns (request, reply) if the reply has ended."""
@@ -123,7 +122,7 @@ class SlotEngine(Engine):
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draw one index for each row of (rows, choices) probabilities. A row with NaN gives `choices`: no valid index.
+    """Draw one index for each row of (rows, choices) probabilities.
 
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
     """
