@@ -1,5 +1,6 @@
 """The engines: the slot engine gives the replies of plain `generate`, in however little memory."""
 
+import copy
 import hashlib
 import random
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from conftest import build_llama, build_tokenizer
 from pretend_gpu import DEVICE, PretendGPU, to_cpu
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, MistralConfig, NemotronConfig, Qwen2Config, Qwen3Config
 
 from tools.engine import memory, scheduler
 from tools.engine.generate import BatchEngine, generation_config
@@ -15,6 +16,8 @@ from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine, can_hold, draw
 from tools.players.player import SAMPLING, TESTING, Sampling
+from tools.selfplay import engines
+from tools.selfplay.flags import PlayFlags
 from utils import UserError
 
 RULES = "The rules, which all prompts begin with. "
@@ -289,11 +292,17 @@ def test_models_that_do_not_attend_to_all_tokens_are_left_to_plain_batches(confi
     assert not can_hold(model, 100)
 
 
-def test_a_model_that_attends_twice_in_a_layer_is_refused():
-    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SHAPE | {"num_key_value_heads": 4})).eval()
-    engine = SlotEngine(LocalModel(model, build_tokenizer(), sampling()), 2)
-    with pytest.raises(RuntimeError, match="attends twice.* --engine generate"):
-        answer(engine, [(game, f"{RULES} and more") for game in range(2)])
+@pytest.mark.parametrize("config", [DiffLlamaConfig, NemotronConfig])
+def test_a_model_whose_attention_is_another_one_is_left_to_plain_batches(config):
+    """DiffLlama attends twice in a layer; Nemotron does not pass our arguments on."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SHAPE | {"num_key_value_heads": 4})).eval()
+    plain = copy.deepcopy(model)
+    local = LocalModel(model, build_tokenizer(), sampling())
+    engine = engines._own_engine(local, PlayFlags(max_length=400, max_new_tokens=10), models=1, limit=4)
+    assert type(engine) is BatchEngine
+    prompts = [(0, RULES), (1, RULES)]
+    assert answer(engine, prompts) == generate(LocalModel(plain, build_tokenizer(), sampling()), prompts)
 
 
 @pytest.mark.parametrize("task_type", [TESTING, SAMPLING])

@@ -137,13 +137,19 @@ def _mask(last: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
 # Attention.
 
 
-def _attend(module, query, key, value, attention_mask, scaling, step: Step, **kwargs):
+class UnknownAttention(RuntimeError):
+    """The model attends in a way that `_attend` does not compute."""
+
+
+def _attend(module, query, key, value, attention_mask, scaling, step: Step | None = None, **kwargs):
     """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size)."""
     layer = module.layer_idx
+    if step is None:
+        raise UnknownAttention("this model does not pass our arguments on to its attention")
     if kwargs.get("s_aux") is not None:
-        raise RuntimeError("this model has attention sinks; use --engine generate")
+        raise UnknownAttention("this model has attention sinks")
     if layer in step.layers_done:
-        raise RuntimeError("this model attends twice in a layer; use --engine generate")
+        raise UnknownAttention("this model attends twice in a layer")
     step.layers_done.add(layer)
     if layer not in step.caches:
         step.caches[layer] = LayerCache(key, step.num_blocks)

@@ -13,7 +13,7 @@ import math
 import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tools.engine.attention import ATTENTION, LayerCache, Step
+from tools.engine.attention import ATTENTION, LayerCache, Step, UnknownAttention
 from tools.engine.generate import check_logits
 from tools.engine.linear import pack_weights
 from tools.engine.local import Engine, LocalModel, Prompt
@@ -89,12 +89,9 @@ class SlotEngine(Engine):
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            output = self.model(
-                input_ids=step.input_ids[None], position_ids=step.positions[None], use_cache=False, step=step
-            )
+            return _compute(self.model, step)[0].float()
         finally:
             handle.remove()
-        return output.logits[0].float()
 
     def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
         """A token for each of these slots. `logits`: (slots, vocabulary)."""
@@ -119,6 +116,11 @@ class SlotEngine(Engine):
             return None
         self.scheduler.finish(slot)
         return request.number, self.codec.decode(request.reply, request.prompt_cut)
+
+
+def _compute(model, step: Step) -> torch.Tensor:
+    """The logits of a step: (1, tokens, vocabulary)."""
+    return model(input_ids=step.input_ids[None], position_ids=step.positions[None], use_cache=False, step=step).logits
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
@@ -162,4 +164,20 @@ def can_hold(model, max_length: int) -> bool:
         and getattr(config, "attn_logit_softcapping", None) is None
         and getattr(config, "v_head_dim", None) is None
         and rope_type not in ("dynamic", "longrope")
+        and _can_attend(model)
     )
+
+
+@torch.inference_mode()
+def _can_attend(model) -> bool:
+    """Whether our attention function computes this model's attention. Tried with a pass over one token."""
+    slot = Slot(token_ids=[0], block_table=[0], num_new_tokens=1)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        _compute(model, Step([slot], prefix_length=0, caches={}, device=model.device))
+    except UnknownAttention:
+        return False
+    finally:
+        model.set_attn_implementation(before)
+    return True
