@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.engine.flags import ModelFlags
 from tools.estimates import MEAN
-from tools.flags import NAMED_MODELS, NamedPath, flag, parse_flags
+from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
 from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
 from tools.reasoning.table import Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
@@ -35,9 +35,16 @@ def benchmark_of(text: str) -> Benchmark:
     return benchmark
 
 
+def named_model(text: str) -> NamedPath:
+    """The `type` of --models: NAME=MODEL. The results of a model are in a folder of its name."""
+    model = named_path(text)
+    file_name(model.name)
+    return model
+
+
 @dataclass(kw_only=True)
 class Flags(ModelFlags):
-    models: list[NamedPath] = flag("all are compared with the first", **NAMED_MODELS)
+    models: list[NamedPath] = flag("all are compared with the first", **NAMED_MODELS | {"type": named_model})
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),

@@ -96,6 +96,13 @@ def check_values(flags) -> None:
             raise UserError(f"{field.name}: one of {value} stands there twice")
 
 
+def file_name(text: str) -> str:
+    """The `type` of a flag whose value is the name of a file or folder, or a part of one: no path."""
+    if "/" in text or text in (".", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} is a path; it names files, so give it without '/' and '..'")
+    return text
+
+
 class NamedPath(NamedTuple):
     name: str
     path: str

@@ -12,7 +12,7 @@ command plays the missing ones. Without a launcher (python -m tools.play_llm_gam
 import json
 from dataclasses import dataclass
 
-from tools.flags import flag, parse_flags
+from tools.flags import file_name, flag, parse_flags
 from tools.players.human import HUMAN
 from tools.selfplay.engines import choose_engine, player_setting
 from tools.selfplay.episodes import EpisodeFiles
@@ -29,8 +29,8 @@ class Flags(PlayFlags):
     defender_model_name_or_path: str = flag("the other role's player; the same model is loaded once")
     data_path: str = flag("file of target words, one a line; one game is played for each")
     output_dir: str = flag("folder of the results, shared by all processes")
-    model_prefix: str = flag("first part of the names of the result files")
-    data_suffix: str = flag("last part of the names of the result files")
+    model_prefix: str = flag("first part of the names of the result files", type=file_name)
+    data_suffix: str = flag("last part of the names of the result files", type=file_name)
     max_games: int | None = flag("play only the first so many words", default=None, at_least=1)
     seed: int = flag("seed of sampling", default=42)
 

@@ -14,6 +14,8 @@ WRONG = [
     ("play", {"data_path": "empty.txt"}, "empty.txt: no words"),
     ("play", {"attacker_model_name_or_path": "."}, "config.json"),
     ("play", {"attacker_model_name_or_path": "./missing/model"}, "./missing/model: no such folder"),
+    ("play", {"model_prefix": "Qwen/Qwen3-4B"}, "--model_prefix: 'Qwen/Qwen3-4B' is a path"),
+    ("play", {"data_suffix": ".."}, "--data_suffix: '..' is a path"),
     ("training", {"train_data_path": "games.jsonl"}, "games.jsonl"),
     ("training", {"lerning_rate": 1e-5}, "--lerning_rate"),
 ]
