@@ -23,6 +23,7 @@ from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Batcher, LocalModel, Prompt, load_local_model, own_device
 from tools.engine.slots import SlotEngine
+from tools.engine.state import TorchState
 from tools.flags import parse_flags
 from tools.games.taboo import Taboo
 from tools.players.human import HumanPlayer
@@ -217,7 +218,7 @@ def ask(engine, *lengths):
             assert (await batcher.submit(engine, Prompt(prompt, number))).text == prompt
 
     async def games():
-        batcher = Batcher()
+        batcher = Batcher(TorchState())
         await asyncio.gather(*(game(batcher, number, length) for number, length in enumerate(lengths)))
 
     asyncio.run(games())
@@ -267,13 +268,18 @@ def test_a_model_is_loaded_once_and_stays_until_another_match(tiny_model, other_
     assert changed["attacker"].engine.codec.sampling.temperature == 0.5
 
 
-def test_torch_is_seeded_by_seed_rank_and_games_left(tiny_model, monkeypatch):
+def test_draws_depend_on_seed_rank_and_games_left_and_not_on_the_caller_s(tiny_model, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    make_players(tiny_model, tiny_model)
-    drawn = torch.rand(3)
+    players, _ = make_players(tiny_model, tiny_model)
+    state = players["attacker"].batcher.state
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)  # by the caller
+        with state.in_use():
+            drawn.append(torch.rand(3))
     torch.manual_seed(random.Random("s/1/3/7").getrandbits(63))
-    assert torch.equal(drawn, torch.rand(3))
+    assert torch.equal(torch.cat(drawn), torch.rand(6))
 
 
 def test_each_model_has_an_engine_that_can_run_it(tiny_model, tokenizer, tmp_path):

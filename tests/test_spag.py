@@ -97,6 +97,31 @@ def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     assert spag.loss(torch.nn.DataParallel(policy), reference, batch)[0] == loss  # wrapped, as on several GPUs
 
 
+@pytest.mark.parametrize("engine", ["slots", "generate"])
+def test_play_leaves_torch_s_seed_precision_and_attention_of_the_caller_as_they_were(engine, tiny_model):
+    how = {"engine": engine, "max_turns": 1, "max_length": 2000, "max_new_tokens": 4}
+    texts = []
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.manual_seed(5)
+        expected = [torch.randperm(9).tolist() for _ in range(3)]
+        torch.manual_seed(5)
+        shuffles = [torch.randperm(9).tolist()]
+        for _ in range(2):
+            (episode,) = spag.play(["apple"], tiny_model, defender, **how)
+            texts.append(episode["history"][0]["content"])
+            shuffles.append(torch.randperm(9).tolist())
+        assert shuffles == expected and texts[0] == texts[1]
+        assert torch.get_float32_matmul_precision() == "medium" and torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # the newer way, which the name above does not describe
+        spag.play(["apple"], tiny_model, defender, **how)
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_a_model_that_was_saved_anew_plays_as_it_is_now(tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tools.engine.flags import EngineFlags
+from tools.engine.state import TorchState
 from tools.games.chat import ChatTemplate
 from tools.players.player import (
     LENGTH,
@@ -125,7 +126,7 @@ class Prompt(NamedTuple):
     text: str
     game_index: int
     limit: int | None = None  # most tokens of the reply; None: --max_new_tokens
-    seed: int = 0  # for vLLM; our own engines draw from torch's global generator
+    seed: int = 0  # for vLLM; our own engines draw from the Batcher's state of torch
 
 
 class Engine(Protocol):
@@ -149,10 +150,12 @@ class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
     An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
-    seed get the same replies. Of two engines, the one with more open requests runs first.
+    seed get the same replies. Of two engines, the one with more open requests runs first. They run with this state of
+    torch, from which our own engines draw.
     """
 
-    def __init__(self):
+    def __init__(self, state: TorchState):
+        self.state = state
         self.open: dict[Engine, dict[int, asyncio.Future]] = {}
         self.requests = 0
         self.runner: asyncio.Task | None = None
@@ -171,7 +174,7 @@ class Batcher:
         try:
             while await self._gather():
                 engine = max(self.open, key=lambda engine: len(self.open[engine]))
-                finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, engine.run)
+                finished = await asyncio.get_running_loop().run_in_executor(ENGINE_THREAD, self._compute, engine)
                 for request, reply in finished:
                     future = self.open[engine].pop(request)
                     if not future.done():
@@ -183,6 +186,10 @@ class Batcher:
             self.open.clear()
         finally:
             self.runner = None
+
+    def _compute(self, engine: Engine) -> list[tuple[int, Reply]]:
+        with self.state.in_use():
+            return engine.run()
 
     async def _gather(self) -> int:
         """Let the games go on until all of them wait for a reply. Returns the number of open requests."""

@@ -34,7 +34,6 @@ class SlotEngine(Engine):
         sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         self.warp = _warpers(sampling)
         limit = max(1, cache_tokens // BLOCK)
         self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=sampling.max_new_tokens)
@@ -47,6 +46,7 @@ class SlotEngine(Engine):
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
         if not self.caches:
             self._compute_prefix()
         while True:

@@ -21,6 +21,7 @@ from utils import UserError, model_folder, model_setting, on_rank_0, rank, world
 
 if TYPE_CHECKING:
     from tools.engine.local import Engine, LocalModel  # brings torch
+    from tools.engine.state import TorchState
 
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
@@ -65,15 +66,15 @@ def make_players(
     limit = 1 if HUMAN in names else flags.concurrent_games
     players, engines = {}, {}
     if folders:
-        import torch
-
         from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
+        from tools.engine.state import TorchState
 
-        torch.set_float32_matmul_precision("high" if flags.tf32 else "highest")
+        precision = "high" if flags.tf32 else "highest"
         to_load = sorted(set(folders.values()))
-        engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf).result()
-        batcher = Batcher()
-        torch.manual_seed(random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63))
+        loading = TorchState(precision=precision)
+        engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf, loading).result()
+        own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)
+        batcher = Batcher(TorchState(own_seed, precision))
     busy = 0  # games that keep all players busy
     for name in dict.fromkeys(names):
         if callable(name):
@@ -94,13 +95,16 @@ def make_players(
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 
-def _start_engines(folders: Sequence[Path], flags: PlayFlags, limit: float) -> dict[Path, "Engine"]:
+def _start_engines(
+    folders: Sequence[Path], flags: PlayFlags, limit: float, state: "TorchState"
+) -> dict[Path, "Engine"]:
     """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
     key = repr(([model_setting(str(folder)) for folder in folders], flags))
-    if key not in _loaded:
-        drop_models()
-        _loaded[key] = {folder: _load(folder, flags, len(folders)) for folder in folders}
-    return {folder: start(limit) for folder, start in _loaded[key].items()}
+    with state.in_use():
+        if key not in _loaded:
+            drop_models()
+            _loaded[key] = {folder: _load(folder, flags, len(folders)) for folder in folders}
+        return {folder: start(limit) for folder, start in _loaded[key].items()}
 
 
 def _load(folder: Path, flags: PlayFlags, models: int) -> Start:
