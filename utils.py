@@ -507,10 +507,26 @@ def files_setting(*paths: StrPath) -> dict[str, str]:
 
 @dataclass
 class Stage:
-    """What `stage` yields: whether there is work to do, and notes that stand in the record beside the settings."""
+    """What `stage` yields: whether there is work to do, and notes that stand in the record beside the settings.
+
+    The notes of an unfinished record are there at the next start of the same work.
+    """
 
     todo: bool
     notes: dict
+    record: Path
+    settings: dict
+    writes: bool  # one process of a launch writes the record
+
+    def note(self, **notes) -> None:
+        """Add notes, and write them into the record at once: they are there after a kill too."""
+        self.notes |= notes
+        self.write(finished=False)
+
+    def write(self, *, finished: bool) -> None:
+        if self.writes:
+            fields = {"settings": self.settings, "finished": finished, "made_by": made_by()}
+            write_json(self.record, fields | self.notes)
 
 
 @contextmanager
@@ -529,11 +545,12 @@ def stage(
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
-        work = Stage(*everywhere(lambda: _begin(record, settings, results, defaults, lock)))
+        todo, notes = everywhere(lambda: _begin(record, settings, results, defaults, lock))
+        work = Stage(todo, notes, record, settings, writes=rank() == 0 or not ranks)
         yield work
         everywhere(lambda: None)  # all ranks have ended their part
-        if work.todo and (rank() == 0 or not ranks):
-            write_json(record, {"settings": settings, "finished": True, "made_by": made_by()} | work.notes)
+        if work.todo:
+            work.write(finished=True)
     finally:
         lock.release()
 
@@ -541,7 +558,7 @@ def stage(
 def _begin(
     record: Path, settings: dict, results: Sequence[str], defaults: Mapping, lock: FileLock
 ) -> tuple[bool, dict]:
-    """Take the lock and compare the settings. Returns the fields of the Stage."""
+    """Take the lock and compare the settings. Returns whether there is work to do, and the notes so far."""
     record.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()
@@ -562,12 +579,12 @@ def _begin(
     then = {name: default for name, default in defaults.items() if name in settings} | stored["settings"]
     if different := differences(then, settings):
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
+    notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
     if stored.get("finished") and any(record.parent.glob(results[0])):
         logger.info("%s: all is there", record)
-        notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
         return False, notes
-    write_json(record, {"settings": settings, "finished": False, "made_by": made_by()})
-    return True, {}
+    write_json(record, {"settings": settings, "finished": False, "made_by": made_by()} | notes)
+    return True, notes
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:

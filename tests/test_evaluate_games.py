@@ -85,6 +85,7 @@ def test_three_players_meet_and_the_files_agree(place, tiny_model, other_model, 
     assert results["settings"]["players"] == list(players)
     assert results["settings"]["player epoch2"]["sha256"] == results["settings"]["player epoch1"]["sha256"]
     assert printed.endswith((tmp_path / "matches.txt").read_text())
+    assert json.loads((tmp_path / "games_settings.json").read_text())["engines"] == [["slots"]]  # one start
 
 
 def test_a_match_does_not_depend_on_those_before_it(place, tiny_model, other_model, third_model, tmp_path):

@@ -284,6 +284,22 @@ def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path
     assert [json.loads(line)["index"] for line in open(tmp_path / f"{STEM}_rank0.jsonl")] == [0, 2, 4, 5, 1, 3]
 
 
+def test_the_record_names_the_engines_of_each_start_also_of_one_that_was_killed(run, tmp_path, monkeypatch):
+    append = EpisodeFiles.append
+
+    def killed(self, episode):
+        append(self, episode)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EpisodeFiles, "append", killed)
+        run(max_games=6)  # --engine auto
+    record = tmp_path / f"{STEM}_settings.json"
+    assert read_json(record)["engines"] == [["slots"]] and not read_json(record)["finished"]
+    run(max_games=6, engine="generate")
+    assert read_json(record)["engines"] == [["slots"], ["generate"]] and read_json(record)["finished"]
+
+
 def test_the_same_seed_plays_the_same_games(run, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(tmp_path / name, seed=seed, max_games=9)

@@ -83,6 +83,19 @@ def test_an_error_leaves_the_work_unfinished_and_frees_the_lock(tmp_path):
     assert utils.read_json(tmp_path / "s.json")["finished"] is False
 
 
+def test_a_note_is_in_the_record_at_once_and_the_next_start_of_the_same_work_finds_it(tmp_path):
+    for starts in (["first"], ["first", "second"]):
+        with pytest.raises(ZeroDivisionError), utils.stage(tmp_path / "s.json", {}, results=["y", "x"]) as stage:
+            (tmp_path / "x").touch()
+            stage.note(starts=[*stage.notes.get("starts", []), starts[-1]])
+            record = utils.read_json(tmp_path / "s.json")
+            assert record["starts"] == starts and record["finished"] is False
+            raise ZeroDivisionError
+    (tmp_path / "x").unlink()  # nothing is left of these starts
+    with utils.stage(tmp_path / "s.json", {}, results=["y", "x"]) as stage:
+        assert stage.notes == {}
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOTSUP, "no"), OSError(errno.EROFS, "no"), NotImplementedError()])
 def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, caplog, error):
     monkeypatch.setattr(utils.FileLock, "acquire", lambda self: (_ for _ in ()).throw(error))

@@ -15,7 +15,7 @@ from pathlib import Path
 from tools.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
 from tools.matches.stats import ALL, Match, pairs
 from tools.matches.text import RESULTS, TABLE, write_results
-from tools.selfplay.engines import choose_engine, player_setting
+from tools.selfplay.engines import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
@@ -71,7 +71,7 @@ def main() -> None:
     results = [TABLE, RESULTS, *files.patterns]
     with stage(files.record_path, settings, results=results, defaults=vars(PlayFlags())) as work:
         if work.todo:
-            missing = files.missing()
+            missing, note_engines = files.missing(), engine_notes(work)
             for number, match in enumerate(matches, start=1):
                 play_words(
                     game,
@@ -82,11 +82,11 @@ def main() -> None:
                     templates=templates,
                     # The seed is made of the players' names too, so a match does not depend on those before it.
                     seed=json.dumps(match),
+                    note_engines=note_engines,
                     labels=dict(zip((*game.roles, "words", "seed"), match, strict=True)),
                     title=f"match {number} of {len(matches)}",
                 )
             files.finish()
-            work.notes["engine"] = flags.engine
             if rank() == 0:
                 write_results(files.folder, files.results_path, settings, game)
     if rank() == 0:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tools.flags import file_name, flag, parse_flags
 from tools.players.human import HUMAN
-from tools.selfplay.engines import choose_engine, player_setting
+from tools.selfplay.engines import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
@@ -52,9 +52,17 @@ def main() -> None:
     }
     with stage(files.record_path, settings, results=files.patterns, defaults=vars(PlayFlags())) as work:
         if work.todo:
-            play_words(game, files.missing(), names, flags, files, templates=templates, seed=flags.seed)
+            play_words(
+                game,
+                files.missing(),
+                names,
+                flags,
+                files,
+                templates=templates,
+                seed=flags.seed,
+                note_engines=engine_notes(work),
+            )
             files.finish()
-            work.notes["engine"] = flags.engine
     if rank() == 0:
         print(json.dumps(read_json(files.summary_path)))
 

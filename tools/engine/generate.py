@@ -6,6 +6,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from tools.engine.flags import GENERATE
 from tools.engine.local import Codec, Engine, LocalModel, Prompt
 from tools.players.player import Reply
 from utils import UserError
@@ -14,6 +15,7 @@ from utils import UserError
 class BatchEngine(Engine):
     """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
 
+    name = GENERATE
     keeps_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):

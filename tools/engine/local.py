@@ -132,6 +132,7 @@ class Prompt(NamedTuple):
 class Engine(Protocol):
     """Computes the replies of one model to the requests of many games."""
 
+    name: ClassVar[str]  # as in --engine
     codec: Codec
     size: int  # requests that it computes at a time
     keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests

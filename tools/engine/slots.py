@@ -14,6 +14,7 @@ import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step, UnknownAttention
+from tools.engine.flags import SLOTS
 from tools.engine.generate import check_logits
 from tools.engine.linear import pack_weights
 from tools.engine.local import Engine, LocalModel, Prompt
@@ -27,6 +28,7 @@ class SlotEngine(Engine):
     Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
     """
 
+    name = SLOTS
     keeps_games = True
 
     def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):

@@ -47,6 +47,7 @@ def claim_gpus(number: int) -> None:
 class VLLMEngine:
     """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process."""
 
+    name = VLLM
     keeps_games = True
 
     def __init__(self, folder: Path, flags: EngineFlags, size: int, models: int):

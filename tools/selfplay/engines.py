@@ -3,7 +3,7 @@
 import gc
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
 from tools.selfplay.flags import PlayFlags
-from utils import UserError, model_folder, model_setting, on_rank_0, rank, world_size
+from utils import Stage, UserError, model_folder, model_setting, on_rank_0, rank, world_size
 
 if TYPE_CHECKING:
     from tools.engine.local import Engine, LocalModel  # brings torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
+NoteEngines = Callable[[Iterable[str]], None]
 # One match's models by folder; the key is the text of models and flags.
 _loaded: dict[str, dict[Path, Start]] = {}
 _ends = ExitStack()  # the `end` of engines that must be ended by hand to leave memory
@@ -54,13 +55,31 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
     return model_setting(name) if is_local(name) else name
 
 
+def engine_notes(work: Stage) -> NoteEngines:
+    """A function that notes the engines of this start in the record of a stage, after those of earlier starts."""
+    earlier, names = work.notes.get("engines", []), set()
+
+    def note_engines(more: Iterable[str]) -> None:
+        names.update(more)
+        work.note(engines=[*earlier, sorted(names)])
+
+    return note_engines
+
+
 def make_players(
-    names: Sequence[str | Choose], game: Game, flags: PlayFlags, *, seed: int | str, games_left: int
+    names: Sequence[str | Choose],
+    game: Game,
+    flags: PlayFlags,
+    *,
+    seed: int | str,
+    games_left: int,
+    note_engines: NoteEngines = lambda names: None,
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
     The models of an earlier match leave memory. `games_left` is part of the seed, so a continued run does not draw the
-    same again; vLLM's draws depend on game and message alone.
+    same again; vLLM's draws depend on game and message alone. `note_engines` is given the names of engines once they
+    have started.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
@@ -73,6 +92,7 @@ def make_players(
         to_load = sorted(set(folders.values()))
         loading = TorchState(precision=precision)
         engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf, loading).result()
+        note_engines(engine.name for engine in engines.values())
         own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)
         batcher = Batcher(TorchState(own_seed, precision))
     busy = 0  # games that keep all players busy

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, thought_without
-from tools.selfplay.engines import make_players
+from tools.selfplay.engines import NoteEngines, make_players
 from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens, thought_is_open
 from tools.selfplay.flags import PlayFlags
 from utils import UserError, printable, rank, without, world_size
@@ -123,6 +123,7 @@ def play_words(
     *,
     templates: prompts.Templates,
     seed: int | str,
+    note_engines: NoteEngines = lambda names: None,
     labels: Mapping = {},
     title: str = "games",
 ) -> None:
@@ -133,7 +134,9 @@ def play_words(
     """
     if not tasks:
         return
-    players, games_at_once = make_players(names, game, flags, seed=seed, games_left=len(tasks))
+    players, games_at_once = make_players(
+        names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
+    )
     at_terminal = any(player.at_terminal for player in players.values())
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
 
