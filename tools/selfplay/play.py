@@ -15,10 +15,11 @@ from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, thought_without
 from tools.selfplay.engines import NoteEngines, make_players
-from tools.selfplay.episodes import Episode, EpisodeFiles, new_tokens, thought_is_open
+from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens, thought_is_open
 from tools.selfplay.flags import PlayFlags
 from utils import UserError, printable, rank, without, world_size
 
+INTERRUPTED = 130  # exit status of a program that Ctrl-C has ended
 logger = logging.getLogger(__name__)
 OnEpisode = Callable[[Episode], None]  # called with each game that has ended
 
@@ -158,11 +159,11 @@ def play_words(
     try:
         with closing(bar):
             asyncio.run(games)
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt) as left:  # by Ctrl-D, by Ctrl-C
         if not at_terminal:
             raise
         print("\nYou have left. The same command plays the games that are missing.")
-        sys.exit(0)
+        sys.exit(UNFINISHED if isinstance(left, EOFError) else INTERRUPTED)
 
 
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
