@@ -240,6 +240,21 @@ def test_typed_parts_are_joined_and_a_thought_is_dropped_or_with_the_flag_kept_a
     assert ask(content, thinking=True, **message) == Reply("One.", STOP, 5, thought=thought)
 
 
+def test_a_chat_model_that_thinks_only_sometimes_keeps_its_messages_without_a_thought(ask):
+    assert ask("It purrs.", thinking=True) == Reply("It purrs.", STOP, 5)
+    for tag in ("<think>", "</think>"):  # of a thought that has begun
+        assert ask(f"It purrs.{tag}", thinking=True).text == ""
+    assert ask("Hm", api="completions", thinking=True) == Reply("", STOP, 5, thought="Hm")  # begun in the prompt
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_that_is_no_text_is_no_reply(name, ask):
+    for reasoning in ({"content": "A secret."}, ["A secret."], 5):
+        with pytest.raises(ReplyUnavailable, match="its reasoning is no text"):
+            ask("One.", thinking=True, **{name: reasoning})
+        assert ask("One.", **{name: reasoning}) == Reply("One.", STOP, 5)  # thoughts are dropped without the flag
+
+
 def test_a_thought_without_an_end_leaves_an_empty_message_with_the_flag_and_else_no_reply(ask):
     assert ask(None, "length", thinking=True, reasoning_content="Hm") == Reply("", LENGTH, 5, thought="<think>Hm")
     assert ask("Hm", "length", thinking=True) == Reply("", LENGTH, 5, thought="Hm")

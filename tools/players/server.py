@@ -127,6 +127,8 @@ class ServerPlayer(Player):
             raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
         message = choice["message"] if self.chat else {"content": choice["text"]}
         thought = message.get("reasoning_content") or message.get("reasoning") or _join(message["content"], "thinking")
+        if self.flags.thinking and not isinstance(thought, str):
+            raise ValueError("its reasoning is no text")
         text = _join(message["content"], "text")
         if self.flags.thinking and thought:  # the server has taken the tags away
             text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
@@ -135,7 +137,11 @@ class ServerPlayer(Player):
         text = whole_characters(text)
         if self.chat and not text.strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
-        thought, text = split_thought(text) if self.flags.thinking else ("", text)
+        if self.flags.thinking:
+            # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
+            thought, text = split_thought(text, needs_tag=self.chat and reason not in CUTS)
+        else:
+            thought = ""
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         tokens = tokens if isinstance(tokens, int) else None
         return Reply(text, LENGTH if reason in CUTS else STOP, tokens, thought=thought or None)
