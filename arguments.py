@@ -48,6 +48,8 @@ COMPARED = (
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
 
+GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
+
 
 def _help(text: str, *, default=None, **metadata):
     return field(default=default, metadata={"help": text, **metadata})
@@ -180,11 +182,21 @@ def _check(args: SPAGArguments, method_arguments: dict) -> None:
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
         raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
-    if args.deepspeed and "scheduler" in utils.read_json(args.deepspeed):
-        raise utils.UserError(f"{args.deepspeed}: 'scheduler' would overrule --lr_scheduler_type; take it out")
+    if args.deepspeed:
+        _check_deepspeed_file(args.deepspeed)
     for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):
         if wanted:
             utils.require(package, package)
+
+
+def _check_deepspeed_file(path: str) -> None:
+    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights."""
+    config = utils.read_json(path)
+    if "scheduler" in config:
+        raise utils.UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and not zero.get(GATHER):
+        raise utils.UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:

@@ -49,7 +49,7 @@ def run(trainer: SPAGTrainer) -> None:
     trainer.check_finite()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
-    utils.on_rank_0(lambda: utils.share_weights(args.output_dir))
+    utils.on_rank_0(lambda: share_saved_weights(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
@@ -60,6 +60,16 @@ def run(trainer: SPAGTrainer) -> None:
         Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     trainer.save_metrics("train", result.metrics)
+
+
+def share_saved_weights(folder: str) -> None:
+    """Let others read the weights of the model or the adapters. UserError if none were saved."""
+    if not any(Path(folder).glob("*.safetensors")):
+        raise utils.UserError(
+            f"{folder}: no *.safetensors was saved, so this training does not count as finished; if DeepSpeed "
+            "left zero_to_fp32.py there, that script makes the weights"
+        )
+    utils.share_weights(folder)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:

@@ -74,11 +74,13 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--num_train_epochs 0", "no step would be made"),
         ("SFT", "--bf16 True --fp16 True", "the Trainer's flags: At most one of fp16 and bf16"),
         ("SFT", "--deepspeed own.json", "own.json: 'scheduler' would overrule --lr_scheduler_type"),
+        ("SFT", "--deepspeed zero3.json", "zero3.json: .*stage3_gather_16bit_weights_on_model_save"),
     ],
 )
 def test_what_would_train_something_else_is_an_error(given, method, flags, message, tmp_path):
     utils.write_json(tmp_path / "own.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}})
-    words = given(flags.replace("own.json", str(tmp_path / "own.json")))
+    utils.write_json(tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}})
+    words = given(re.sub(r"\w+\.json", lambda name: str(tmp_path / name[0]), flags))
     with pytest.raises(utils.UserError, match=message):
         parse_arguments(minimal(given, *words, method=method))
 
