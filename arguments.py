@@ -110,7 +110,6 @@ class SPAGArguments(TrainingArguments):
         if self.warmup_ratio is not None:  # as in transformers 4
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
             self.warmup_ratio = None
-        self.resume_from_checkpoint = None  # train.py sets it
         # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:

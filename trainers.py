@@ -251,7 +251,16 @@ class MetricSums:
 
 
 def last_checkpoint(args: SPAGArguments) -> str | None:
-    """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none."""
+    """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
+
+    With --resume_from_checkpoint False there must be no checkpoints: they would mix with those of the new run.
+    """
+    there = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
+    if there and str(args.resume_from_checkpoint).lower() == "false":
+        raise utils.UserError(
+            f"--resume_from_checkpoint False: {args.output_dir} holds checkpoints; leave the flag out to continue, or "
+            f"delete there: {' '.join(there)}"
+        )
     state = "optimizer*"
     if args.deepspeed:
         state = f"global_step*/{'zero_pp' if is_deepspeed_zero3_enabled() else 'mp'}_rank_*_model_states.pt"

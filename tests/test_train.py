@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import TORCHRUN, call, copy_model, finish, flags_of, reset_process, start, write_rows
+from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -295,14 +295,16 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     output, settings = stopped
     second, last = output / "checkpoint-2", output / "checkpoint-4"
 
+    start = {"output_dir": output, "resume_from_checkpoint": None}
+
     def continued() -> str | None:
-        return trainers.last_checkpoint(SimpleNamespace(output_dir=output, deepspeed=None))
+        return trainers.last_checkpoint(SimpleNamespace(**start, deepspeed=None))
 
     assert continued() == str(last) and (last / "complete").read_bytes() == b""
     (last / "optimizer.pt").unlink()  # as with --save_only_model
     assert continued() == str(second)
     with pytest.raises(utils.UserError, match="another --deepspeed"):
-        trainers.last_checkpoint(SimpleNamespace(output_dir=output, deepspeed="zero2.json"))
+        trainers.last_checkpoint(SimpleNamespace(**start, deepspeed="zero2.json"))
     shutil.rmtree(last)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # stopped while it writes it again
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
@@ -314,6 +316,17 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
+
+
+def test_a_start_that_shall_not_continue_is_refused_where_there_are_checkpoints(stopped, plain_runs, tiny_model):
+    output, settings = stopped
+    before = contents(output)
+    refused(output, settings, "delete there: checkpoint-2 checkpoint-4$", resume_from_checkpoint=False)
+    assert contents(output) == before
+    shutil.rmtree(output / "checkpoint-4")
+    (output / "checkpoint-2").rename(output / "kept-2")
+    steps = run(output, settings, resume_from_checkpoint=False)
+    assert_same_curve(steps, plain_runs[tiny_model][0])
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
