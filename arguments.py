@@ -48,6 +48,7 @@ COMPARED = (
     *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
 )
 
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
@@ -99,7 +100,9 @@ class SPAGArguments(TrainingArguments):
 
     def __post_init__(self):
         method_arguments = METHOD_ARGUMENTS[self.train_method] | (LORA_ARGUMENTS if self.lora_rank else {})
-        _check(self, method_arguments)
+        _check_method(self, method_arguments)
+        _check_run(self)
+        _check_precision(self)
         for name, default in method_arguments.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -165,8 +168,8 @@ class SPAGArguments(TrainingArguments):
         return device
 
 
-def _check(args: SPAGArguments, method_arguments: dict) -> None:
-    """Raise UserError for flags that the method does not use, and for flags that would be overruled."""
+def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
+    """Raise UserError for flags that the method does not use, and for a reference that is missing or not used."""
     unused = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()
     for name in sorted(unused):
         if getattr(args, name):
@@ -177,6 +180,10 @@ def _check(args: SPAGArguments, method_arguments: dict) -> None:
         raise utils.UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
     if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
         raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
+
+
+def _check_run(args: SPAGArguments) -> None:
+    """Raise UserError for flags that would be overruled or make no step, and for packages that they need."""
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
@@ -186,6 +193,17 @@ def _check(args: SPAGArguments, method_arguments: dict) -> None:
     for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):
         if wanted:
             utils.require(package, package)
+
+
+def _check_precision(args: SPAGArguments) -> None:
+    """Raise UserError if `accelerate launch` asks for a precision that the flags do not say."""
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    if (of_accelerate := os.environ.get(PRECISION_VARIABLE, "no")) not in ("no", precision):
+        remedy = f"give --{of_accelerate} True, or " if of_accelerate in ("bf16", "fp16") else ""
+        raise utils.UserError(
+            f"{PRECISION_VARIABLE} is {of_accelerate}, which the flags do not say: {remedy}start without accelerate's "
+            "mixed precision (accelerate launch --mixed_precision no)"
+        )
 
 
 def _check_deepspeed_file(path: str) -> None:

@@ -85,6 +85,20 @@ def test_what_would_train_something_else_is_an_error(given, method, flags, messa
         parse_arguments(minimal(given, *words, method=method))
 
 
+def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, monkeypatch):
+    for of_accelerate, flags, named in (
+        ("bf16", [], "--bf16 True"),
+        ("fp16", ["--bf16", "True"], "--fp16 True"),
+        ("fp8", [], "--mixed_precision no"),
+    ):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
+        with pytest.raises(utils.UserError, match=f"ACCELERATE_MIXED_PRECISION is {of_accelerate}.*{named}"):
+            parse_arguments(minimal(given, *flags))
+    for of_accelerate, flags in (("no", []), ("no", ["--bf16", "True"]), ("bf16", ["--bf16", "True"])):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
+        parse_arguments(minimal(given, *flags, "--use_cpu", "True"))
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(given, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(utils.UserError, match="peft is missing: pip install peft"):
