@@ -113,6 +113,8 @@ class SPAGArguments(TrainingArguments):
         if self.warmup_ratio is not None:  # as in transformers 4
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
             self.warmup_ratio = None
+        if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
+            os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
         # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import fields
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT
@@ -121,6 +122,12 @@ def test_what_makes_a_run_another_one(given, flags, different):
     now = parse_arguments(minimal(given, *flags.split(), method="OfflinePO")).run_settings
     assert [phrase.split(":")[0] for phrase in differences(then, now)] == different
     assert differences(then, then | {"eval_data_path": "x"}) and differences(then | {"eval_data_path": "x"}, then)
+
+
+def test_a_token_of_the_hub_goes_to_the_environment_and_no_other_flag_holds_one(given):
+    args = parse_arguments(minimal(given, "--hub_token", "hf_mine"))
+    assert args.hub_token is None and huggingface_hub.get_token() == "hf_mine"
+    assert [each.name for each in fields(SPAGArguments) if each.name.endswith("_token")] == ["hub_token"]
 
 
 def test_weights_are_whole_without_deepspeed_and_lora(given):

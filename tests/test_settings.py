@@ -93,6 +93,8 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("EVAL_WORDS=all=/dev/null", "--words all=..."),
         ("EVAL_TASKS=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
         *((f"{stage}_ARGS=--typo 1", "arguments: --typo") for stage in (*loop.STAGES, "TRAIN")),
+        ("TRAIN_ARGS=--push_to_hub True --hub_token hf_mine", "TRAIN_ARGS: --hub_token would stand in records"),
+        ("IMITATION_ARGS=--hub-token=hf_mine", "--hub-token would stand in records and logs; export HF_TOKEN=..."),
         ("PROMPTS=/dev/null", "/dev/null: not JSON"),
         ("LOSERS=0.5", "DETACH_KL=True"),
         ("BASELINE=role", "DETACH_KL=True"),

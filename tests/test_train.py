@@ -410,6 +410,13 @@ def test_a_training_that_saved_no_weights_is_not_finished(tmp_path, mixed_rows, 
     run(tmp_path / "out", settings)
 
 
+def test_no_file_and_no_log_of_a_training_holds_a_token_of_the_hub(tmp_path, mixed_rows, tiny_model):
+    settings = sft(mixed_rows, tiny_model, max_steps=1, save_strategy="epoch", hub_token="hf_mine")
+    printed = call(train.main, *flags(tmp_path / "out", settings))
+    assert "hf_mine" not in printed.output + printed.errors
+    assert not [path for path, text in contents(tmp_path / "out").items() if b"hf_mine" in text]
+
+
 @pytest.fixture
 def gemma(tmp_path) -> Path:
     """A multimodal model."""

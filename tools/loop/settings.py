@@ -176,6 +176,7 @@ def check(settings: Settings) -> list[str]:
         for name in names.split():
             if not re.fullmatch(pattern, settings[name]):
                 raise UserError(f"{name}={settings[name]}: expected {pattern}")
+    check_no_token(settings)
     flags = {prefix: stage_flags(settings, prefix, kind) for prefix, kind in STAGES.items()}
     if words := values(settings, "IMITATION_ARGS") + values(settings, "TRAIN_ARGS"):
         check_train_flags(words)
@@ -196,6 +197,15 @@ def check(settings: Settings) -> list[str]:
     for path in word_lists:
         utils.read_words(path, game.check_task)
     return utils.read_words(settings["WORDS"], game.check_task)
+
+
+def check_no_token(settings: Settings) -> None:
+    """Raise UserError for a token among further flags: OUTPUT/settings.json and the logs would hold it."""
+    for name in settings:
+        words = values(settings, name) if name.endswith("_ARGS") else []
+        for flag in (word.partition("=")[0] for word in words):
+            if re.fullmatch(r"--[\w-]+[_-]token", flag):
+                raise UserError(f"{name}: {flag} would stand in records and logs; export HF_TOKEN=... instead")
 
 
 def stage_flags(settings: Settings, prefix: str, kind: type):
