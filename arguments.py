@@ -9,6 +9,7 @@ from argparse import SUPPRESS
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 
+import numpy as np
 import torch
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
@@ -185,11 +186,15 @@ def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
 
 
 def _check_run(args: SPAGArguments) -> None:
-    """Raise UserError for flags that would be overruled or make no step, and for packages that they need."""
+    """Raise UserError for flags that make no step, for seeds out of range, and for packages that are missing."""
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
         raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
+    with utils.told(f"--seed {args.seed}", ValueError):
+        np.random.RandomState(args.seed)
+    with utils.told(f"--data_seed {args.data_seed}", ValueError):
+        torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args.deepspeed)
     for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):

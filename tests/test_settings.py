@@ -72,6 +72,7 @@ def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shel
         ("epocs=2", "unknown settings: epocs; "),
         ("EVAL_SEEDS=0 true", "wrong.sh: 'true' is not NAME=VALUE; a value with blanks needs quotes"),
         ("MODEL=", "MODEL=... is missing"),
+        ("SEED=4294967293", "SEED=4294967293: "),  # 3 epochs
         ("EPOCHS=two", "EPOCHS=two: expected "),
         ("CONTROL=coin", "CONTROL=coin: expected"),
         ("CONTROL=silent", "CONTROL=silent needs LIKE"),

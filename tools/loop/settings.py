@@ -172,10 +172,7 @@ def check(settings: Settings) -> list[str]:
 
     The parsers of the stages end the program with their own message. The stages check the rest.
     """
-    for pattern, names in PATTERNS.items():
-        for name in names.split():
-            if not re.fullmatch(pattern, settings[name]):
-                raise UserError(f"{name}={settings[name]}: expected {pattern}")
+    check_values(settings)
     check_no_token(settings)
     flags = {prefix: stage_flags(settings, prefix, kind) for prefix, kind in STAGES.items()}
     if words := values(settings, "IMITATION_ARGS") + values(settings, "TRAIN_ARGS"):
@@ -197,6 +194,16 @@ def check(settings: Settings) -> list[str]:
     for path in word_lists:
         utils.read_words(path, game.check_task)
     return utils.read_words(settings["WORDS"], game.check_task)
+
+
+def check_values(settings: Settings) -> None:
+    """Raise UserError for a value of another kind, and for seeds that training would refuse after play."""
+    for pattern, names in PATTERNS.items():
+        for name in names.split():
+            if not re.fullmatch(pattern, settings[name]):
+                raise UserError(f"{name}={settings[name]}: expected {pattern}")
+    if int(settings["SEED"]) + int(settings["EPOCHS"]) >= 2**32:
+        raise UserError(f"SEED={settings['SEED']}: SEED + EPOCHS, the last epoch's seed, must be below {2**32}")
 
 
 def check_no_token(settings: Settings) -> None:
