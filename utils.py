@@ -37,6 +37,10 @@ SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples,
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
 RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
+# Encoders that transformers loads as causal language models too. They read ahead unless `is_decoder` is true.
+ENCODERS = {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}
+ENCODERS |= {"rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"}
+ENCODERS |= {"xmod"}
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
@@ -414,14 +418,37 @@ def from_folder(auto, name: StrPath, **options):
 
 
 def load_model(name: StrPath, **options):
-    """A causal language model in eval mode, from safetensors. UserError if it cannot be loaded or lacks weights."""
+    """A causal language model in eval mode, from safetensors.
+
+    UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
+    """
     from transformers import AutoModelForCausalLM
 
     options |= {"use_safetensors": True, "output_loading_info": True}
     model, report = from_folder(AutoModelForCausalLM, name, **options)
     if report["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
+    if reads_ahead(model.config):
+        kind = f"by its config.json this {model.config.model_type} reads what follows a token"
+        raise UserError(f"{name}: {kind}; take a causal language model")
     return model
+
+
+def reads_ahead(config) -> bool:
+    """Whether tokens attend to later tokens in a model of this configuration."""
+    config = config.get_text_config()
+    if not getattr(config, "is_causal", True):  # transformers' masks obey it in any model
+        return True
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # Gemma; "vision" is for images alone
+        return True
+    match config.model_type:
+        case "cpmant":
+            return True
+        case "xlm":
+            return not config.causal
+        case "xlnet":
+            return config.attn_type == "bi"
+    return config.model_type in ENCODERS and not config.is_decoder
 
 
 def share_weights(folder: StrPath) -> None:

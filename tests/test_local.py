@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from conftest import build_llama, build_tokenizer
 from helpers import call, copy_model, flags_of, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 import train
 from tools import evaluate_games
@@ -31,7 +32,7 @@ from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer
 from tools.players.server import ServerPlayer
 from tools.selfplay import engines
 from tools.selfplay.flags import PlayFlags, words_setting
-from utils import ROOT, UserError, files_setting, model_setting
+from utils import ROOT, UserError, files_setting, load_model, model_setting
 
 GREEDY = EngineFlags(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = EngineFlags(max_length=64, max_new_tokens=8)
@@ -183,6 +184,29 @@ def test_a_model_that_transformers_cannot_load_is_refused_in_its_words(tiny_mode
     folder = copy_model(tiny_model, tmp_path / kind, **FOREIGN[kind])
     with pytest.raises(UserError, match=rf"^{folder}: "):
         load(folder)
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"vocab_size": 260}
+GEMMA = TINY | {"num_key_value_heads": 2, "head_dim": 16}
+OWN_CONFIG = {
+    "bert": (BertConfig(**TINY), True),
+    "bert as a decoder": (BertConfig(**TINY, is_decoder=True), False),
+    "llama with is_causal false": (LlamaConfig(**TINY, is_causal=False), True),
+    "gemma3 in both directions": (Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True), True),
+    "gemma3": (Gemma3TextConfig(**GEMMA), False),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_CONFIG)
+def test_a_model_that_reads_what_follows_is_refused(kind, tmp_path):
+    config, reads_ahead = OWN_CONFIG[kind]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    first, second = (model(torch.tensor([[5, 6, last]])).logits[0, :2] for last in (7, 8))
+    assert torch.allclose(first, second, atol=1e-6) != reads_ahead
+    with pytest.raises(UserError, match="model: .* reads what follows") if reads_ahead else nullcontext():
+        load_model(tmp_path / "model")
 
 
 def test_a_token_that_the_model_lacks_ends_play(tiny_model):
