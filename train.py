@@ -87,6 +87,10 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     check_rows(train_rows, args)
     eval_rows = read_rows(args.eval_data_path, args, tokenizer, size) if args.eval_data_path else None
     model = load_model(args.model_name_or_path, args)
+    positions = utils.Positions(model)
+    for rows, files in ((train_rows, args.train_data_path), (eval_rows, args.eval_data_path)):
+        if rows:
+            positions.check(f"{', '.join(files)}: the longest row", int(rows.lengths.max()))
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:

@@ -451,6 +451,31 @@ def reads_ahead(config) -> bool:
     return config.model_type in ENCODERS and not config.is_decoder
 
 
+class Positions:
+    """How many positions a model has, by its configuration, and whether a table holds them: none lies behind it."""
+
+    def __init__(self, model):
+        self.most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.in_table = any(self._is_table(name, module) for name, module in model.named_modules())
+        self.warned = False
+
+    def _is_table(self, name: str, module) -> bool:
+        """Whether this is the embedding of the text's positions: OPT's and BART's tables have two rows more."""
+        name, rows = name.rpartition(".")[2], getattr(module, "num_embeddings", None)
+        is_named_so = "position" in name or name == "wpe"
+        return is_named_so and self.most is not None and rows in range(self.most, self.most + 3)
+
+    def check(self, what: str, tokens: int) -> None:
+        """UserError for more tokens than a table of positions holds. A warning, once, for rotary positions."""
+        if self.most is None or tokens <= self.most or self.warned:
+            return
+        if self.in_table:
+            remedy = f"--max_length {self.most} cuts what is longer"
+            raise UserError(f"{what}: {tokens} tokens, and the model has {self.most} positions; {remedy}")
+        self.warned = True
+        warn_on_rank_0("%s: %d tokens, and the model's config.json says %d positions", what, tokens, self.most)
+
+
 def share_weights(folder: StrPath) -> None:
     """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
     mask = os.umask(0)

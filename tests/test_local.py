@@ -16,7 +16,7 @@ import torch
 from conftest import build_llama, build_tokenizer
 from helpers import call, copy_model, flags_of, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
 
 import train
 from tools import evaluate_games
@@ -215,6 +215,20 @@ def test_a_token_that_the_model_lacks_ends_play(tiny_model):
     assert generate(model, ["x"])
     with pytest.raises(UserError, match=r"the model has 260 tokens, not token 260 \(<\|x\|>\)"):
         generate(model, ["x<|x|>"])
+
+
+def test_a_prompt_and_a_reply_beyond_the_positions_are_refused_with_a_table_and_else_warned_of(caplog):
+    tokenizer, flags = build_tokenizer(), EngineFlags(max_length=128, max_new_tokens=8, task_type="testing")
+    gpt2 = GPT2Config(vocab_size=260, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    table = LocalModel(AutoModelForCausalLM.from_config(gpt2).eval(), tokenizer, flags)
+    assert generate(table, ["x" * 55])  # with BOS and the reply 64 tokens
+    with pytest.raises(UserError, match="65 tokens.* 64 positions; --max_length 64"):
+        generate(table, ["x" * 56])
+    rotary = LocalModel(build_llama(0, 260, max_position_embeddings=64).eval(), tokenizer, flags)
+    for prompts in (["x" * 55], ["x" * 56, "x" * 90]):
+        assert generate(rotary, prompts)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "utils"]
+    assert re.search("65 tokens.* 64 positions", warning)
 
 
 class EchoEngine:

@@ -30,7 +30,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import check_gpus, check_token, load_model, load_tokenizer, special_texts, whole_characters
+from utils import Positions, check_gpus, check_token, load_model, load_tokenizer, special_texts, whole_characters
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -50,8 +50,9 @@ class Codec:
         sampling: Sampling,
         generation: GenerationConfig | None = None,
         vocab_size: float = math.inf,
+        positions: Positions | None = None,
     ):
-        self.tokenizer, self.sampling, self.vocab_size = tokenizer, sampling, vocab_size
+        self.tokenizer, self.sampling, self.vocab_size, self.positions = tokenizer, sampling, vocab_size, positions
         ends = generation.eos_token_id if generation else None
         ends = ends if isinstance(ends, list) else [ends]
         self.stop_ids: list[int] = sorted({tokenizer.eos_token_id, *ends} - {None})  # each ends a reply
@@ -64,12 +65,14 @@ class Codec:
     def encode(self, prompt: str) -> tuple[list[int], bool]:
         """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning.
 
-        UserError for a token that the model has no embedding of.
+        UserError for a token that the model has no embedding of, and for more tokens than it has positions.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(whole_characters(prompt), add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         check_token(max(ids, default=0), self.tokenizer, self.vocab_size)
+        if self.positions:
+            self.positions.check("a prompt and its reply", min(len(ids), limit) + self.sampling.max_new_tokens)
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
@@ -92,7 +95,8 @@ class Codec:
 class LocalModel:
     def __init__(self, model, tokenizer, sampling: Sampling):
         vocab_size = len(model.get_input_embeddings().weight)
-        self.model, self.codec = model, Codec(tokenizer, sampling, model.generation_config, vocab_size)
+        self.model = model
+        self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size, Positions(model))
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
 
