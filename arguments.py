@@ -87,7 +87,10 @@ class SPAGArguments(TrainingArguments):
 
     # Data.
     output_dir: str = _help("Folder for the trained model, checkpoints and the run's settings.", default=MISSING)
-    train_data_path: list[str] = _help("JSON or JSONL files of rows; data/README.md has the format.", default=MISSING)
+    train_data_path: list[str] = _help(
+        "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME of the hub; data/README.md has the format.",
+        default=MISSING,
+    )
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Maximum number of tokens in a row.", default=2048)
     allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
@@ -146,7 +149,7 @@ class SPAGArguments(TrainingArguments):
             settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
             if paths := getattr(self, name):
-                settings[name] = utils.files_setting(*paths)
+                settings[name] = utils.rows_setting(*paths)
         for name in ("model_name_or_path", REFERENCE_NAME):
             if model := getattr(self, name):
                 settings[name] = utils.model_setting(model)

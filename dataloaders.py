@@ -1,26 +1,30 @@
-"""Training rows: read from JSON and JSONL files, encoded as token ids, padded to batches.
+"""Training rows: read from files or the hub, encoded as token ids in a `datasets.Dataset`, padded to batches.
 
-    files -> load_rows -> RowDataset -> SPAGCollator -> batch
+    files -> load_rows -> Dataset -> SPAGCollator -> batch
 
 data/README.md describes the rows field by field.
 """
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 import utils
-from utils import UserError, told
+from utils import StrPath, UserError, told
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
@@ -100,14 +104,15 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
     token of the tokenizer.
     """
-    ((row, _),) = encode([normalize_row(example, tokenizer)], tokenizer)
-    return row | {name: row[name].tolist() for name in ("input_ids", "labels")}
+    (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
+    numbers = {name: row[name] for name in ("weight", "reward", "is_sft")}
+    return {name: row[name].tolist() for name in ("input_ids", "labels")} | numbers
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[dict, bool]]:
-    """`encode_example` of many rows, for which a fast tokenizer uses all cores, and whether each row was cut.
+def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
 
-    Ids and labels are int32 arrays.
+    Besides, `length` is the number of tokens, and `is_cut` tells whether there were more.
     """
     options = {"add_special_tokens": False, "verbose": False}
     queries = tokenizer([row.query for row in rows], **options)["input_ids"]
@@ -131,82 +136,115 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[di
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
         reward = 1.0 if row.reward is None else row.reward
         numbers = {"weight": row.weight, "reward": reward, "is_sft": row.is_sft}
-        is_cut = len(query) + len(target) > limit
-        encoded.append(({"input_ids": ids, "labels": labels} | numbers, is_cut))
+        lengths = {"length": len(ids), "is_cut": len(query) + len(target) > limit}
+        encoded.append({"input_ids": ids, "labels": labels} | numbers | lengths)
     return encoded
 
 
-class RowDataset(torch.utils.data.Dataset):
-    """Encoded rows, each with its log-probability under the reference: 0 until it is computed.
-
-    `game_types` are the types, as text, of rows that are no SFT rows, apart from those without a type.
-    """
-
-    def __init__(self, rows: list[dict], game_types: Collection[str] = ()):
-        self.rows, self.game_types = rows, sorted(set(game_types))
-        self.lengths = np.array([len(row["input_ids"]) for row in rows])
-        self.is_sft = np.array([row["is_sft"] for row in rows])
-        self.rewards = np.array([row["reward"] for row in rows])
-        self.weights = np.array([row["weight"] for row in rows])
-        self.ref_logprobs = np.zeros(len(rows), dtype=np.float32)  # nats per token
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.rows[index] | {"ref_logprob": float(self.ref_logprobs[index])}
+COLUMNS = Features(
+    {
+        "index": Value("int64"),  # of the row among all rows, which a batch keeps
+        "input_ids": List(Value("int32")),
+        "labels": List(Value("int32")),
+        "length": Value("int32"),  # tokens, as the Trainer's sampling strategies by length read it
+        "weight": Value("float64"),
+        "reward": Value("float64"),
+        "is_sft": Value("bool"),
+    }
+)
 
 
 def load_rows(
     paths: list[str],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: float = math.inf,
+    *,
+    file: StrPath | None = None,
     check: Callable[[Row], None] = lambda row: None,
-) -> RowDataset:
-    """Read and encode JSON and JSONL files.
+    first_index: int = 0,
+) -> Dataset:
+    """The encoded rows of files, or of data sets of the hub, in these COLUMNS.
 
     UserError names a row that is bad, one that `check` refuses by UserError, one whose target is cut off whole, and
     one with a token of `vocab_size` or above.
+
+    Without `file` the rows lie in memory. Otherwise they are written to this Arrow file and read from there, so it
+    must stay as long as the Dataset is used. All ranks of a launch then call this together: the first process of each
+    machine encodes and writes, the others read. Nothing of an earlier call is used again. (The cache of `datasets`
+    knows a file by its path and a function by its name, and would give the rows that they once gave.)
     """
+    batches = encoded_batches(paths, tokenizer, vocab_size, check, first_index)
+    if file is None:
+        return concatenate_datasets([Dataset.from_dict(batch, features=COLUMNS) for batch in batches])
+    utils.on_each_machine(lambda: write_arrow(file, batches))
+    return Dataset.from_file(str(file))
+
+
+def write_arrow(file: StrPath, batches: Iterable[dict]) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    with ArrowWriter(path=str(file), features=COLUMNS) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.finalize()
+
+
+def encoded_batches(
+    paths: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: float,
+    check: Callable[[Row], None],
+    first_index: int,
+) -> Iterator[dict[str, list]]:
+    """Batches of encoded rows, as columns. In the end it logs their number, and warns of rows that were cut."""
 
     def read(record: dict) -> Row:
         row = normalize_row(record, tokenizer)
         check(row)
         return row
 
-    rows, places = [], []
+    eos, count = tokenizer.eos_token, Counter()
     for path in paths:
-        of_file = utils.read_json_or_jsonl(path, read)
-        places += [f"{path}: row {number}" for number in range(1, len(of_file) + 1)]
-        rows += of_file
-    chunks = (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE))
-    encoded = [pair for chunk in chunks for pair in encode(chunk, tokenizer)]
-    game_types = [str(row.type) for row in rows if not row.is_sft and row.type is not None]
-    dataset = RowDataset([row for row, _ in encoded], game_types)
-    for place, row in zip(places, dataset.rows, strict=True):
-        with told(place, UserError):
-            # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
-            if (row["labels"][1:] == IGNORE_INDEX).all():
-                remedy = "use --truncation_side left or a larger --max_length"
-                raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
-            utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
-    files = ", ".join(paths)
-    logger.info("%s: %d rows, %d of them SFT", files, len(rows), dataset.is_sft.sum())
-    warn_of_texts(files, rows, sum(is_cut for _, is_cut in encoded), tokenizer)
-    return dataset
-
-
-def warn_of_texts(files: str, rows: list[Row], num_cut: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn, once for all rows, of those that were cut, and of targets that bring an EOS of their own."""
-    if num_cut:
+        rows = utils.read_records(path, read)
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            chunk = rows[start : start + ROWS_AT_ONCE]
+            encoded = encode(chunk, tokenizer)
+            for number, row in enumerate(encoded, start=start + 1):
+                with told(f"{path}: row {number}", UserError):
+                    check_encoded(row, tokenizer, vocab_size)
+            batch = {name: [row[name] for row in encoded] for name in encoded[0] if name in COLUMNS}
+            first = first_index + count["rows"]
+            yield batch | {"index": list(range(first, first + len(chunk)))}
+            count.update(
+                rows=len(chunk),
+                sft=sum(batch["is_sft"]),
+                cut=sum(row["is_cut"] for row in encoded),
+                eos=sum(row.target.rstrip().endswith(eos) for row in chunk if not row.chat_template),
+            )
+    files, limit = ", ".join(paths), tokenizer.model_max_length
+    logger.info("%s: %d rows, %d of them SFT", files, count["rows"], count["sft"])
+    if count["cut"]:
         lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
         utils.warn_on_rank_0(
             "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length keeps them whole",
-            *(files, num_cut, len(rows), tokenizer.model_max_length, lost),
+            *(files, count["cut"], count["rows"], limit, lost),
         )
-    eos = tokenizer.eos_token
-    if twice := sum(row.target.rstrip().endswith(eos) for row in rows if not row.chat_template):
-        utils.warn_on_rank_0("%d targets end in the text of %s, which training adds to every target", twice, eos)
+    if count["eos"]:
+        line = "%d targets end in the text of %s, which training adds to every target"
+        utils.warn_on_rank_0(line, count["eos"], eos)
+
+
+def check_encoded(row: Mapping, tokenizer: PreTrainedTokenizerBase, vocab_size: float) -> None:
+    """Raise UserError for a row without a label, and for one with a token that the model lacks."""
+    # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
+    if (row["labels"][1:] == IGNORE_INDEX).all():
+        remedy = "use --truncation_side left or a larger --max_length"
+        raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
+    utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
+
+
+def column(rows: Dataset, name: str) -> np.ndarray:
+    """The numbers of all rows in this column: (rows,)."""
+    return rows.select_columns(name).with_format("numpy")[:][name]
 
 
 class SPAGCollator:
@@ -214,8 +252,8 @@ class SPAGCollator:
 
     It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
 
-    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards, sft_mask
-    and, if the rows have them, ref_logprobs, float32 of shape (batch,); and scored_places, (scored tokens,).
+    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
+    sft_mask, float32 of shape (batch,); scored_places, (scored tokens,); and, if the rows have one, index, (batch,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):
@@ -224,7 +262,7 @@ class SPAGCollator:
         self.pad_left = tokenizer.padding_side == "left"
 
     def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
-        def column(name: str) -> Tensor:
+        def numbers(name: str) -> Tensor:
             return torch.tensor([example[name] for example in examples], dtype=torch.float32)
 
         input_ids = [example["input_ids"] for example in examples]
@@ -234,12 +272,12 @@ class SPAGCollator:
             "labels": labels,
             "scored_places": scored_places(labels),  # on the CPU, since on a GPU nonzero() would wait for its result
             "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
-            "weights": column("weight"),
-            "rewards": column("reward"),
-            "sft_mask": column("is_sft"),
+            "weights": numbers("weight"),
+            "rewards": numbers("reward"),
+            "sft_mask": numbers("is_sft"),
         }
-        if all("ref_logprob" in example for example in examples):
-            batch["ref_logprobs"] = column("ref_logprob")
+        if all("index" in example for example in examples):
+            batch["index"] = torch.tensor([example["index"] for example in examples])
         return batch
 
     def _pad(self, sequences: list[list[int]], value: int) -> Tensor:

@@ -9,18 +9,23 @@ settings are refused: utils.stage compares `run_settings` (arguments.py) with th
 """
 
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
 from arguments import SPAGArguments, parse_arguments
-from dataloaders import Row, RowDataset, SPAGCollator, load_rows
+from dataloaders import Row, SPAGCollator, column, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
+SCRATCH = ".rows"  # in OUTPUT_DIR: the encoded rows of this start
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
@@ -36,11 +41,24 @@ def train() -> None:
     with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
         if work.todo:
             args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
-            trainer = set_up(args)
-            run(trainer)
+            with scratch(args):
+                trainer = set_up(args)
+                run(trainer)
             work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
     if trainer and trainer.is_world_process_zero():
         print(summary(trainer))
+
+
+@contextmanager
+def scratch(args: SPAGArguments) -> Iterator[None]:
+    """Delete OUTPUT_DIR's folder of encoded rows, which a killed start may have left, before and after the block."""
+    folder = Path(args.output_dir, SCRATCH)
+    utils.on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+    try:
+        yield
+    finally:
+        if utils.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(trainer: SPAGTrainer) -> None:
@@ -85,12 +103,14 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     size = vocabulary_size(args)
     train_rows = read_rows(args.train_data_path, args, tokenizer, size)
     check_rows(train_rows, args)
-    eval_rows = read_rows(args.eval_data_path, args, tokenizer, size) if args.eval_data_path else None
+    eval_rows = None
+    if args.eval_data_path:
+        eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
     model = load_model(args.model_name_or_path, args)
     positions = utils.Positions(model)
     for rows, files in ((train_rows, args.train_data_path), (eval_rows, args.eval_data_path)):
         if rows:
-            positions.check(f"{', '.join(files)}: the longest row", int(rows.lengths.max()))
+            positions.check(f"{', '.join(files)}: the longest row", int(column(rows, "length").max()))
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
@@ -106,57 +126,69 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     )
 
 
-def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int) -> RowDataset:
-    """The rows of these files that the method learns from, or that it is evaluated on."""
+def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
+    """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`."""
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
-    rows = load_rows(paths, tokenizer, vocab_size, check_game_row if learns_from_games else lambda row: None)
+    types: set[str] = set()
+
+    def check(row: Row) -> None:
+        if learns_from_games and not row.is_sft:
+            check_game_row(row)
+            types.update([] if row.type is None else [str(row.type)])
+
+    file = scratch_folder(args) / f"rows_from_{first_index}.arrow"
+    rows = load_rows(paths, tokenizer, vocab_size, file=file, check=check, first_index=first_index)
     files = ", ".join(paths)
-    if learns_from_games and rows.game_types:
+    if types:
         line = "%s: rows of these types are trained as rows of games: %s"
-        utils.warn_on_rank_0(line, files, ", ".join(rows.game_types))
-    if args.train_method == "SFT":
-        rows = leave_out_weight_0(rows, files)
-    return rows
+        utils.warn_on_rank_0(line, files, ", ".join(sorted(types)))
+    return leave_out_weight_0(rows, files) if args.train_method == "SFT" else rows
+
+
+def scratch_folder(args: SPAGArguments) -> Path:
+    """The folder of this machine's encoded rows. It goes when training ends; one of a killed start goes first."""
+    machine = os.environ.get("GROUP_RANK", "0")  # torchrun's number of it
+    return Path(args.output_dir, SCRATCH, machine)
 
 
 def check_game_row(row: Row) -> None:
     """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
-    if row.is_sft:
-        return
     if str(row.type).strip().lower() == "sft":
         raise utils.UserError(f"'type' is {row.type!r}; an SFT row has \"type\": \"sft\"")
     if row.reward is None:
         raise utils.UserError("no 'reward'; under OfflinePO a row has the reward of a game, or \"type\": \"sft\"")
 
 
-def leave_out_weight_0(rows: RowDataset, files: str) -> RowDataset:
+def leave_out_weight_0(rows: Dataset, files: str) -> Dataset:
     """The rows of a weight above 0. SFT uses no other weights, so they are a warning."""
-    if (rows.weights == 1).all():
+    weights = column(rows, "weight")
+    if (weights == 1).all():
         return rows
-    kept = RowDataset([row for row in rows.rows if row["weight"]])
-    if not kept:
+    kept = np.flatnonzero(weights)
+    if not kept.size:
         raise utils.UserError(f"{files}: all rows have weight 0")
-    counts = (files, (rows.weights != 1).sum(), len(rows) - len(kept))
+    counts = (files, (weights != 1).sum(), len(rows) - kept.size)
     line = "%s: SFT uses no weights, but %d rows have one other than 1: those of weight 0 (%d rows) are left out, and "
     utils.warn_on_rank_0(line + "the others count as 1; --train_method SFTwithKL uses weights", *counts)
-    return kept
+    return rows.select(kept)
 
 
-def check_rows(rows: RowDataset, args: SPAGArguments) -> None:
+def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
     files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
         raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
-    if learns_from_games and rows.is_sft.all() and not args.allow_no_game_rows:
+    is_sft, rewards = column(rows, "is_sft"), column(rows, "reward")
+    if learns_from_games and is_sft.all() and not args.allow_no_game_rows:
         raise utils.UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
     if args.detach_kl or args.allow_negative_rewards:
         return
-    trained_with_reward = ~rows.is_sft if learns_from_games else np.ones(len(rows), dtype=bool)
-    if negative := ((rows.rewards < 0) & trained_with_reward).sum():
+    trained_with_reward = ~is_sft if learns_from_games else np.ones(len(rows), dtype=bool)
+    if negative := ((rewards < 0) & trained_with_reward).sum():
         why = (
             "Without --detach_kl True their log-ratio runs away and replies degenerate"
             if learns_from_games

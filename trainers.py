@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -27,7 +28,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import utils
 from arguments import SPAGArguments
-from dataloaders import IGNORE_INDEX, RowDataset, scored_places
+from dataloaders import IGNORE_INDEX, column, scored_places
 
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
@@ -291,6 +292,10 @@ class SPAGTrainer(Trainer, TrainerCallback):
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
         self.load_reference = load_reference
+        # Of each row by its index, in nats per token; 0 until it is computed. A column that is added to the rows later
+        # would not reach the data loader, which exists when the first step begins.
+        most = max(column(rows, "index").max() for rows in (self.train_dataset, self.eval_dataset) if rows)
+        self.ref_logprobs = torch.zeros(int(most) + 1, device=args.device)
         self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
         self.add_callback(self)  # for on_train_begin and on_epoch_begin
@@ -323,6 +328,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
         logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
+        if self.args.ref_model_name_or_path:
+            inputs = inputs | {"ref_logprobs": self.ref_logprobs[inputs["index"]]}
         denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
         loss, metrics = self.method_loss(logprob, inputs, denominators)
         if self.module.training:
@@ -371,10 +378,10 @@ class SPAGTrainer(Trainer, TrainerCallback):
 
     def prepare_reference(self) -> None:
         """Compute the reference's log-probabilities. A run that continues reads those it stored."""
-        path = Path(self.args.output_dir, REFERENCE_FILE)
+        path, in_training = Path(self.args.output_dir, REFERENCE_FILE), len(self.train_dataset)
         todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
         if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
-            self.train_dataset.ref_logprobs = np.load(path)
+            self.ref_logprobs[:in_training] = torch.from_numpy(np.load(path))
             todo.remove(self.train_dataset)
         if compared := [dataset for dataset in todo if len(self._compared(dataset))]:
             with self._reference_model() as (model, module):
@@ -382,31 +389,32 @@ class SPAGTrainer(Trainer, TrainerCallback):
                     self._reference_pass(dataset, model, module)
         if todo and utils.rank() == 0:
             with utils.replacing(path) as file:
-                np.save(file, self.train_dataset.ref_logprobs)
+                np.save(file, self.ref_logprobs[:in_training].cpu().numpy())
 
-    def _compared(self, dataset: RowDataset) -> np.ndarray:
-        """The indices of the rows that the loss compares with the reference."""
-        return np.flatnonzero(~dataset.is_sft) if self.learns_from_games else np.arange(len(dataset))
+    def _compared(self, dataset: Dataset) -> np.ndarray:
+        """The positions of the rows that the loss compares with the reference."""
+        return np.flatnonzero(~column(dataset, "is_sft")) if self.learns_from_games else np.arange(len(dataset))
 
-    def _reference_pass(self, dataset: RowDataset, model: nn.Module, module: PreTrainedModel) -> None:
+    def _reference_pass(self, dataset: Dataset, model: nn.Module, module: PreTrainedModel) -> None:
         """Compute the log-probabilities of the compared rows under the reference; those of other rows stay 0.
 
         The rows, longest first, are cut into chunks of one batch for each rank. Repeated rows fill up the last chunk.
         """
-        indices = self._compared(dataset)
-        indices = indices[np.argsort(-dataset.lengths[indices], kind="stable")]
+        rows = self._compared(dataset)
+        rows = rows[np.argsort(-column(dataset, "length")[rows], kind="stable")]
         batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
-        chunks = math.ceil(len(indices) / (batch_size * ranks))
-        shares = np.resize(indices, (chunks, ranks, batch_size))
+        chunks = math.ceil(len(rows) / (batch_size * ranks))
+        shares = np.resize(rows, (chunks, ranks, batch_size))
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
         logprobs = []
         for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
-            batch = self._prepare_inputs(self.data_collator([dataset[index] for index in share]))
+            batch = self._prepare_inputs(self.data_collator(dataset.select(share).to_list()))
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
                 logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
         gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
         in_gathered_order = shares.swapaxes(0, 1).reshape(-1)
-        dataset.ref_logprobs[in_gathered_order] = gathered.cpu().numpy().reshape(-1)
+        indices = torch.from_numpy(column(dataset, "index")[in_gathered_order])
+        self.ref_logprobs[indices.to(self.ref_logprobs.device)] = gathered.reshape(-1)
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:

@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ ENCODERS |= {"xmod"}
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
+READ_BY_DATASETS = {".gz": "json", ".parquet": "parquet"}  # what `datasets` calls the format of these files
+DATA_FILES = (".json", ".jsonl", ".csv", *READ_BY_DATASETS)  # a name that ends so is a file, not a data set of the hub
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -176,6 +179,20 @@ def on_rank_0(make: Callable[[], T]) -> T:
     return answer["value"]
 
 
+def barrier() -> None:
+    """Wait until all ranks have come here."""
+    on_rank_0(lambda: None)  # rank 0 goes on when all have called it
+    on_rank_0(lambda: None)  # and lets the others go on
+
+
+def on_each_machine(make: Callable[[], object]) -> None:
+    """Call `make` in the first process of each machine; all ranks wait, and raise a UserError of rank 0's."""
+    if rank() > 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        make()
+    on_rank_0(lambda: make() and None)
+    barrier()
+
+
 # Files and what stands in them.
 
 
@@ -203,15 +220,59 @@ def read_json_or_jsonl(path: StrPath, make: Callable[[dict], T] = dict) -> list[
     else:  # not splitlines: a reply may hold U+2028
         lines = enumerate(text.split("\n"), start=1)
         records = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not records:
-        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
+    return _made(path, records, make)
+
+
+def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T]:
+    """`make` of each record. UserError names a row that is no object, and one of which `make` raises a UserError."""
     made = []
     for number, record in enumerate(records, start=1):
         with told(f"{path}: row {number}", UserError):
             if not isinstance(record, dict):
                 raise UserError("not a JSON object")
             made.append(make(record))
+    if not made:
+        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
     return made
+
+
+def read_records(name: StrPath, make: Callable[[dict], T] = dict) -> list[T]:
+    """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
+
+    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read.
+    """
+    path = Path(name)
+    if not path.exists():
+        source = {"path": str(data_folder(str(name)))}
+    elif path.suffix in READ_BY_DATASETS:
+        source = {"path": READ_BY_DATASETS[path.suffix], "data_files": str(name)}
+    else:
+        return read_json_or_jsonl(name, make)
+    import datasets
+
+    datasets.disable_progress_bars()
+    # Its copy of the data would stand for whatever lies at this path later, so it does not outlive this call.
+    with tempfile.TemporaryDirectory() as cache, told(name, OSError, ValueError, datasets.exceptions.DatasetsError):
+        records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+        return _made(name, (_without_nulls(record) for record in records), make)
+
+
+@functools.cache
+def data_folder(name: str) -> Path:
+    """A local copy of the hub's data set OWNER/NAME, in the cache of huggingface_hub. UserError if there is none."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).suffix in DATA_FILES:
+        raise UserError(f"{name}: no such file")
+    from huggingface_hub import snapshot_download
+
+    with told(f"{name}: no such file, and no such data set on the hub or in its cache", OSError, ValueError):
+        return Path(snapshot_download(name, repo_type="dataset"))
+
+
+def _without_nulls(value):
+    """A value of an Arrow table without the fields that are null: all rows have all fields that any row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _parse(text: str, where: StrPath):
@@ -555,6 +616,16 @@ def files_setting(*paths: StrPath) -> dict[str, str]:
     for path in paths:
         digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
     return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
+
+
+def rows_setting(*names: StrPath) -> dict[str, str]:
+    """Files of rows, and data sets of the hub, as a setting of a stage: compared by content, or by commit."""
+    on_hub = [name for name in names if not Path(name).exists()]
+    if not on_hub:
+        return files_setting(*names)
+    commits = {str(name): data_folder(str(name)).name for name in on_hub}
+    parts = [commits.get(str(name)) or files_setting(name)["sha256"] for name in names]
+    return {"path": " ".join(map(str, names)), "sha256": " ".join(parts), "commits": commits}
 
 
 @dataclass

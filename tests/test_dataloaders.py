@@ -1,13 +1,18 @@
 """Rows: reading and checking them, token ids against recorded ones, batches."""
 
+import gzip
 import json
 import math
+import os
+import shutil
+from pathlib import Path
 
-import numpy as np
+import huggingface_hub
 import pytest
 import torch
 from conftest import GOLDEN, build_tokenizer, load_chat_template, load_golden
-from helpers import write_rows
+from datasets import Dataset
+from helpers import contents, write_rows
 from transformers import AutoTokenizer
 
 import dataloaders
@@ -44,7 +49,7 @@ def test_batches_equal_the_recorded_ones(case):
     batch = SPAGCollator(tokenizer)([encode_example(item, tokenizer) for item in items])
     for name in ("input_ids", "labels", "attention_mask", "weights", "rewards", "sft_mask"):
         assert batch[name].tolist() == [case[name][row] for row in kept], name
-    assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32 and "ref_logprobs" not in batch
+    assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32 and "index" not in batch
 
 
 def test_a_tokenizer_without_bos_gets_none():
@@ -181,12 +186,80 @@ def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
 def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, monkeypatch, at_once):
     monkeypatch.setattr(dataloaders, "ROWS_AT_ONCE", at_once)
     paths = [write_rows(tmp_path / "a.json", ROWS), write_rows(tmp_path / "b.jsonl", ROWS)]
-    dataset = load_rows(paths, tokenizer)
-    for row, expected in zip(dataset.rows, [encode_example(row, tokenizer) for row in ROWS * 2], strict=True):
-        assert row | {name: row[name].tolist() for name in ("input_ids", "labels")} == expected
-    dataset.ref_logprobs = -np.arange(6)
-    batch = SPAGCollator(tokenizer)([dataset[index] for index in (1, 5)])
-    assert batch["ref_logprobs"].tolist() == [-1, -5] and batch["rewards"].tolist() == [1, -1]
+    expected = [encode_example(row, tokenizer) for row in ROWS * 2]
+    for file in (None, tmp_path / "rows.arrow"):
+        dataset = load_rows(paths, tokenizer, file=file, first_index=10)
+        for index, (row, encoded) in enumerate(zip(dataset, expected, strict=True), start=10):
+            assert row == encoded | {"index": index, "length": len(encoded["input_ids"])}
+        batch = SPAGCollator(tokenizer)([dataset[index] for index in (1, 5)])
+        assert batch["index"].tolist() == [11, 15] and batch["rewards"].tolist() == [1, -1]
+
+
+def test_an_edited_file_an_edited_check_and_another_tokenizer_give_other_rows(tmp_path, tokenizer):
+    """`datasets` would know the file by its path, and the function by its name, and give the older rows."""
+    path, file = str(tmp_path / "rows.jsonl"), tmp_path / "rows.arrow"
+    other_tokenizer = build_tokenizer()
+    other_tokenizer.add_tokens("two")
+    for target, its_tokenizer in (("one", tokenizer), ("two", tokenizer), ("two", other_tokenizer)):
+        row = {"query": "q", "target": target}
+        write_rows(path, [row])  # always of the same size
+        (encoded,) = load_rows([path], its_tokenizer, file=file)
+        assert encoded["labels"] == encode_example(row, its_tokenizer)["labels"]
+
+    def check(row):
+        raise utils.UserError("edited")
+
+    with pytest.raises(utils.UserError, match="row 1: edited"):
+        load_rows([path], tokenizer, file=file, check=check)
+
+
+@pytest.fixture
+def on_hub(tmp_path, monkeypatch) -> Path:
+    """The folder of the data set me/rows in a pretended cache of the hub, at the commit abc."""
+    folder = tmp_path / "hub/datasets--me--rows"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("abc")
+    (folder / "snapshots/abc").mkdir(parents=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    utils.data_folder.cache_clear()
+    return folder / "snapshots/abc"
+
+
+def test_rows_are_read_from_parquet_gzip_and_the_hub_as_from_json(tmp_path, on_hub, chat_tokenizer):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+    rows = [{"query": "q", "target": "t", "reward": 0.5}, {"messages": TALK}, {"messages": [TALK[0], calls, *TALK]}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+    Dataset.from_json(path, cache_dir=str(tmp_path / "cache")).to_parquet(tmp_path / "rows.parquet")
+    shutil.copy(tmp_path / "rows.parquet", on_hub / "train.parquet")
+    expected = list(load_rows([path], chat_tokenizer))
+    home = contents(Path(os.environ["HF_HOME"]))
+    for name in (tmp_path / "rows.jsonl.gz", tmp_path / "rows.parquet", "me/rows"):
+        assert list(load_rows([str(name)], chat_tokenizer)) == expected, name
+        made, of_json = (read_sft_rows(str(each)) for each in (name, path))
+        assert [encode_example(row, chat_tokenizer) for row in made] == [
+            encode_example(row, chat_tokenizer) for row in of_json
+        ]
+    assert contents(Path(os.environ["HF_HOME"])) == home
+    assert utils.rows_setting("me/rows")["sha256"] == "abc"
+    both = utils.rows_setting(path, "me/rows")
+    assert both["sha256"] == f"{utils.files_setting(path)['sha256']} abc" and both["commits"] == {"me/rows": "abc"}
+
+
+MISSING = ["rows", "a/b/c", "no/such.json", "no/such.jsonl.gz", "no/such.parquet", "no/such.csv"]
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_file_is_not_looked_for_on_the_hub(name, tokenizer):
+    with pytest.raises(utils.UserError, match=f"{name}: no such file$"):
+        load_rows([name], tokenizer)
+
+
+def test_a_data_set_that_is_nowhere_and_a_file_that_is_none_are_named(tmp_path, on_hub, tokenizer):
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    for name, message in (("no/rows", "no such data set on the hub"), (tmp_path / "bad.parquet", "bad.parquet: ")):
+        with pytest.raises(utils.UserError, match=message):
+            load_rows([str(name)], tokenizer)
 
 
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):

@@ -1,8 +1,10 @@
 """The house: which room may import which, read from the import statements."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -62,6 +64,22 @@ def test_no_room_is_called_like_a_package_or_a_program():
     rooms = {path.parent.name for path in ROOT.glob("tools/*/*.py")}
     assert not rooms & {path.stem for path in ROOT.glob("tools/*.py")}
     assert [room for room in sorted(rooms) if importlib.util.find_spec(room)] == []
+
+
+REQUIREMENT = re.compile(r"^(# )?([\w-]+)[><=]", re.MULTILINE)
+# What the product uses without an import of its own: as a plugin, as a file, or as a program.
+NOT_IMPORTED = {"tensorboard", "textblob", "wandb", "gguf", "lm-eval"}
+
+
+def test_requirements_name_what_the_product_imports():
+    """Lines in comments are optional packages."""
+    product = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")]
+    modules = {module.partition(".")[0] for path in product for module in imports(path)}
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"tools"}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {distributions.get(module, [module])[0].lower() for module in modules - ours - sys.stdlib_module_names}
+    named = {name.lower() for _, name in REQUIREMENT.findall((ROOT / "requirements.txt").read_text())}
+    assert imported - named == set() and named - imported == NOT_IMPORTED
 
 
 def test_neither_a_test_nor_what_it_starts_sees_a_gpu():

@@ -186,7 +186,7 @@ def test_any_reply_survives_play_the_merge_and_becomes_the_target_that_is_traine
     call(assign_rewards.main, *flags_of({"input_data_path": files.results_path, "output_data_path": rows, "ties": 1}))
     targets = [row["target"] for row in read_json_or_jsonl(rows)]
     assert targets == [text for text in REPLIES for _ in GAME.roles]
-    for text, row in zip(targets, load_rows([str(rows)], tokenizer).rows, strict=True):
+    for text, row in zip(targets, load_rows([str(rows)], tokenizer), strict=True):
         trained = tokenizer.decode(row["labels"][row["labels"] != -100][:-1])  # without EOS
         assert trained == re.sub("[\ud800-\udfff]", "\ufffd", text)
 

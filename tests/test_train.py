@@ -278,8 +278,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
     with pytest.raises(KeyboardInterrupt):
         run(other, settings | {"max_length": 40})
     shutil.rmtree(output / "checkpoint-4")
+    (output / train.SCRATCH / "0").mkdir(parents=True)
+    (output / train.SCRATCH / "0/rows_from_0.arrow").write_text("half a file, of a killed start")
     assert_same_curve(run(output, settings), plain_runs[tiny_model][0])
-    assert not list(output.glob("*.npy"))
+    assert not list(output.glob("*.npy")) and not (output / train.SCRATCH).exists()
 
 
 def test_a_run_continued_without_its_reference_numbers_computes_them_from_the_reference(
@@ -514,8 +516,9 @@ def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows_and_names_unknow
     talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "t"}]}
     alpaca = {"instruction": "q", "output": "t"}
     path = write_rows(tmp_path / "rows.jsonl", [talk, alpaca, GAME | {"type": "debate"}, GAME])
-    rows = train.read_rows([path], SimpleNamespace(train_method="OfflinePO"), tokenizer, len(tokenizer))
-    assert rows.is_sft.tolist() == [True, True, False, False]
+    args = SimpleNamespace(train_method="OfflinePO", output_dir=tmp_path)
+    rows = train.read_rows([path], args, tokenizer, len(tokenizer))
+    assert rows["is_sft"][:] == [True, True, False, False]
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.getMessage().endswith("trained as rows of games: debate")
 

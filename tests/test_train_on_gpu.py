@@ -1,6 +1,5 @@
 """Training on a pretend GPU: the numbers of the CPU, and no mixing of devices."""
 
-import numpy as np
 import pytest
 import torch
 from helpers import reset_process, write_rows
@@ -22,7 +21,7 @@ def one_step(words: list[str], gpu: PretendGPU | None) -> tuple:
     rows, collate = trainer.train_dataset, SPAGCollator(trainer.processing_class)
     if trainer.args.ref_model_name_or_path:
         with trainer._reference_model() as (model, module):
-            rows.ref_logprobs = np.zeros(len(rows), dtype=np.float32)
+            trainer.ref_logprobs = torch.zeros(len(rows), device=trainer.args.device)
             trainer._reference_pass(rows, model, module)
     trainer.state.max_steps = 1
     batches = iter([collate([rows[start + index] for index in range(4)]) for start in (0, 4)])

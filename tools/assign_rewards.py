@@ -21,7 +21,7 @@ from tools.games.game import Game, load_member, member_setting
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
-from utils import UserError, files_setting, read_json, read_json_or_jsonl, run_program, special_texts
+from utils import UserError, files_setting, read_json, read_json_or_jsonl, rows_setting, run_program, special_texts
 
 __all__ = ["assign_rewards"]
 FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them
@@ -33,7 +33,10 @@ ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are 
 class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
     output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
-    sft_data_path: str | None = flag("file of SFT examples; their rows are appended", default=None)
+    sft_data_path: str | None = flag(
+        "file of SFT examples (also Parquet or .jsonl.gz), or OWNER/NAME of the hub; their rows are appended",
+        default=None,
+    )
     permute_outcomes: bool = flag(
         "True: permute rewards among games of equal length, a control of self-play", default=False
     )
@@ -57,7 +60,7 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         flags = {name: value for name, value in vars(self).items() if name not in ELSEWHERE}
         files = {"input_data_path": files_setting(*self.input_data_path)}
         if self.sft_data_path:
-            files["sft_data_path"] = files_setting(self.sft_data_path)
+            files["sft_data_path"] = rows_setting(self.sft_data_path)
         if self.shape:
             files["shape"] = member_setting(self.shape)
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tools.flags import flag, parse_command
 from tools.selfplay.rows import ChatFlags, read_sft_rows, write_rows
-from utils import UserError, files_setting, read_json_or_jsonl, run_program
+from utils import UserError, read_json_or_jsonl, rows_setting, run_program
 
 
 def is_sft(row: dict) -> bool:
@@ -106,7 +106,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(control).items() if name not in ("output", "tokenizer")}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256
-    settings |= {name: files_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
+    settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
     write_rows(control.output, settings, lambda: (control.make(read_json_or_jsonl(control.rows)), {}))
 

@@ -277,7 +277,7 @@ def check_sft_data(settings: Settings) -> None:
     What a template says of a single row, training finds.
     """
     path, model = settings["SFT_DATA"], settings["MODEL"]
-    conversations = utils.read_json_or_jsonl(path, utils.row_messages) if path else []
+    conversations = utils.read_records(path, utils.row_messages) if path else []
     if any(conversations) and not utils.load_tokenizer(model).chat_template:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 

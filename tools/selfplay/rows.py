@@ -28,7 +28,7 @@ from utils import (
     alpaca_texts,
     alpaca_to_row,
     load_tokenizer,
-    read_json_or_jsonl,
+    read_records,
     row_messages,
     row_texts,
     stage,
@@ -198,7 +198,7 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
     With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
     do messages, which training writes in the template of its model.
     """
-    return read_json_or_jsonl(path, partial(sft_row, chat=chat))
+    return read_records(path, partial(sft_row, chat=chat))
 
 
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
