@@ -30,7 +30,8 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
 def main() -> None:
-    utils.run_program(train, ranks=True)
+    kept = "complete checkpoints are kept, and the same command continues from the last one"
+    utils.run_program(train, ranks=True, kept=kept)
     leave()
 
 

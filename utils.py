@@ -26,6 +26,7 @@ from typing import IO, NoReturn, TypeVar
 from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parent
+INTERRUPTED = 130  # exit status after Ctrl-C
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
@@ -78,8 +79,13 @@ def told(where: object, *types: type[BaseException]) -> Iterator[None]:
         raise UserError(f"{where}: {first_line or type(error).__name__}") from error
 
 
-def run_program(main: Callable[[], T], *, ranks: bool = False) -> T:
-    """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2."""
+def run_program(
+    main: Callable[[], T], *, ranks: bool = False, kept: str = "nothing is half done; the same command begins again"
+) -> T:
+    """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2.
+
+    Ctrl-C ends it with one line and status 130. `kept` says there what is kept and what the same command does next.
+    """
     set_up_logging(ranks=ranks)
     if isinstance(sys.stdout, io.TextIOWrapper):  # not a test's or a notebook's
         sys.stdout.reconfigure(errors="replace")
@@ -87,6 +93,10 @@ def run_program(main: Callable[[], T], *, ranks: bool = False) -> T:
         return main()
     except (UserError, OSError) as error:
         end_with_error(str(error))
+    except KeyboardInterrupt:
+        if not ranks or rank() == 0:
+            sys.stderr.write(f"\n{Path(sys.argv[0]).name}: stopped; {kept}\n")
+        sys.exit(INTERRUPTED)
 
 
 def end_with_error(message: str) -> NoReturn:

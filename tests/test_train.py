@@ -252,15 +252,19 @@ def test_a_reference_equal_to_the_start_is_never_loaded_and_none_has_dropout(tmp
     assert loaded[1:] == [tiny_model, str(copy)]
 
 
+class Stopped(BaseException):
+    """The end of a run by a kill, as far as this process can have one."""
+
+
 def stop(*_, **__):
-    raise KeyboardInterrupt
+    raise Stopped
 
 
 @pytest.fixture
 def stopped(tmp_path, mixed_rows, tiny_model, monkeypatch) -> tuple[Path, dict]:
     """A run with two checkpoints that was stopped before its end, and its settings."""
     settings = offline_po(mixed_rows, tiny_model, tiny_model, save_strategy="steps", save_steps=2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(trainers.SPAGTrainer, "save_state", stop)
         run(tmp_path / "stopped", settings)
     return tmp_path / "stopped", settings
@@ -275,7 +279,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
     monkeypatch.setattr(trainers.SPAGTrainer, "_reference_pass", stop)
     assert np.load(output / "ref_logprobs.npy").shape == (64,)
     other = shutil.copytree(output, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint-*", "*.safetensors"))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         run(other, settings | {"max_length": 40})
     shutil.rmtree(output / "checkpoint-4")
     (output / train.SCRATCH / "0").mkdir(parents=True)
@@ -308,7 +312,7 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     with pytest.raises(utils.UserError, match="another --deepspeed"):
         trainers.last_checkpoint(SimpleNamespace(**start, deepspeed="zero2.json"))
     shutil.rmtree(last)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # stopped while it writes it again
+    with monkeypatch.context() as patch, pytest.raises(Stopped):  # stopped while it writes it again
         patch.setattr(trainers.SPAGTrainer, "_save_optimizer_and_scheduler", stop)
         run(output, settings)
     assert last.is_dir() and continued() == str(second)
@@ -398,7 +402,7 @@ def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training
 def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, mixed_rows, tiny_model, monkeypatch):
     monkeypatch.setattr(transformers.GenerationConfig, "save_pretrained", stop)
     monkeypatch.setattr(trainers.SPAGTrainer, "training_step", None)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         run(tmp_path / "out", sft(mixed_rows, tiny_model))
 
 

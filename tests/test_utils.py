@@ -145,6 +145,14 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_keeps_its_traceback():
         call(lambda: raise_(KeyError("key")))
 
 
+def test_ctrl_c_is_one_line_that_says_what_the_same_command_does():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    called = call(interrupted, status=130)
+    assert called.errors.splitlines()[-1] == "test_utils: stopped; nothing is half done; the same command begins again"
+
+
 def test_output_that_cannot_be_encoded_is_replaced():
     code = "import utils; utils.run_program(lambda: print('n\u00e9'))"
     shown = subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"})

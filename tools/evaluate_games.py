@@ -94,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, ranks=True)
+    run_program(main, ranks=True, kept="finished games are kept, and the same command plays the others")

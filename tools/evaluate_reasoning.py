@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, kept="finished results are kept, and the same command asks the others")

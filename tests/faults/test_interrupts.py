@@ -1,0 +1,50 @@
+"""Ctrl-C ends a program with one line that says what is kept, and with status 130."""
+
+import os
+import signal
+import sys
+
+import pytest
+from helpers import ROOT, TORCHRUN, finish, flags_of, start, wait_for
+from programs import program_flags, write_inputs
+
+GAMES = "the same command plays the others"
+# Program, its file, what tells that it is at work (in its output folder), what the line must say, and whether torchrun
+# starts it.
+PROGRAMS = [
+    ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, False),
+    ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, True),
+    ("matches", "tools/evaluate_games.py", "*_rank0.jsonl", GAMES, False),
+    ("training", "train.py", "checkpoint-*/complete", "the same command continues", False),
+    ("training", "train.py", "checkpoint-*/complete", "the same command continues", True),
+]
+LONGER = {"play": {}, "matches": {"games_per_word": 50}, "training": {"num_train_epochs": 50}}
+
+
+@pytest.mark.parametrize("name, file, at_work, kept, by_torchrun", PROGRAMS)
+def test_ctrl_c_is_one_line_and_no_traceback(
+    tmp_path, tiny_model, other_model, name, file, at_work, kept, by_torchrun
+):
+    folder = write_inputs(tmp_path, games=1)
+    (folder / "words.txt").write_text("\n".join(f"word{number}" for number in range(2000)))
+    flags = program_flags(folder, tiny_model, other_model)[name] | {"output_dir": folder / "out"} | LONGER[name]
+    launch = [*TORCHRUN, "--nproc_per_node=2"] if by_torchrun else [sys.executable]
+    process = start([*launch, file, *flags_of(flags)])
+    assert wait_for(lambda: any((folder / "out").glob(at_work)), process)
+    os.killpg(process.pid, signal.SIGINT)
+    printed = finish(process, status=1 if by_torchrun else 130)
+    ours = [line for line in printed.splitlines() if ": stopped; " in line]
+    assert len(ours) == 1 and kept in ours[0]
+    tracebacks = printed.partition("Traceback")[2]  # torchrun writes one of its own
+    assert str(ROOT) not in tracebacks and (by_torchrun or not tracebacks)
+
+
+def test_ctrl_c_ends_a_program_that_begins_again(tmp_path, tiny_model, other_model):
+    flags = program_flags(write_inputs(tmp_path, games=100_000), tiny_model, other_model)["rewards"]
+    flags |= {"output_data_path": tmp_path / "r.json"}
+    process = start([sys.executable, "tools/assign_rewards.py", *flags_of(flags)])
+    assert wait_for((tmp_path / "r_rewards_settings.json").is_file, process)
+    os.killpg(process.pid, signal.SIGINT)
+    printed = finish(process, status=130)
+    assert printed.splitlines()[-1].endswith("stopped; nothing is half done; the same command begins again")
+    assert "Traceback" not in printed and not (tmp_path / "r.json").exists()
