@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
@@ -72,7 +73,7 @@ def run(trainer: SPAGTrainer) -> None:
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
-    trainer.create_model_card(tags=["spag", args.train_method])
+    trainer.create_model_card()
     if args.lora_merge:
         utils.on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
     if trainer.is_world_process_zero():
@@ -276,6 +277,9 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
     adapted.merge_and_unload().save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
+    card = ModelCard.load(Path(args.output_dir, "README.md"))
+    card.data.library_name, card.data.tags = "transformers", ["spag", args.train_method]
+    card.save(folder / "README.md")
     utils.share_weights(folder)
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -27,9 +28,21 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 
 import utils
-from arguments import SPAGArguments
+from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SPAGArguments
 from dataloaders import IGNORE_INDEX, column, scored_places
 
+ABOUT = """A language model trained by self-play of an adversarial language game, or for it, with an implementation of
+SPAG ([Cheng et al., 2024](https://arxiv.org/abs/2404.10642)) that is independent of its authors.
+"""
+CITATION = """
+```bibtex
+@inproceedings{cheng2024spag,
+  title = {Self-playing Adversarial Language Game Enhances {LLM} Reasoning},
+  author = {Cheng, Pengyu and Hu, Tianhao and Xu, Han and Zhang, Zhisong and Dai, Yong and Han, Lei and Du, Nan},
+  booktitle = {Advances in Neural Information Processing Systems}, year = {2024}, note = {arXiv:2404.10642}
+}
+```
+"""
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
 
@@ -275,6 +288,17 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
     return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
+def games_of(paths: list[str]) -> list[str]:
+    """The games of which files of rows were made, and how many, as far as assign_rewards' records beside them tell."""
+    games = []
+    for file in map(Path, paths):
+        record = file.with_name(f"{file.stem}_rewards_settings.json")
+        stored = utils.read_json(record) if record.is_file() else {}
+        if played := stored.get("games"):
+            games.append(f"{played['episodes']:,} of {stored['settings']['game']['name']}")
+    return games
+
+
 class SPAGTrainer(Trainer, TrainerCallback):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
@@ -473,6 +497,50 @@ class SPAGTrainer(Trainer, TrainerCallback):
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
             raise utils.UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
+
+    def _save(self, output_dir=None, state_dict=None):
+        """The Trainer's. Adapters then name their base model as the user did, not by a folder of this machine."""
+        super()._save(output_dir, state_dict)
+        path = Path(output_dir or self.args.output_dir, "adapter_config.json")
+        if path.is_file():
+            base = utils.public_name(self.args.model_name_or_path)
+            utils.write_json(path, utils.read_json(path) | {"base_model_name_or_path": base})
+
+    def create_model_card(self, **_) -> None:
+        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know in the place of its guesses."""
+        if not self.is_world_process_zero():
+            return
+        base = utils.public_name(self.args.model_name_or_path)
+        super().create_model_card(finetuned_from=base, dataset=self.args.train_data_path)
+        path = Path(self.args.output_dir, "README.md")
+        card = ModelCard.load(path)
+        head, hyperparameters = card.text.partition("\n# ")[0], card.text.partition("## Training procedure")[2]
+        title = f"# {Path(self.args.output_dir).absolute().name}"
+        card.text = f"{head}\n{title}\n\n{self.description()}\n## Training procedure{hyperparameters}"
+        card.data.base_model = None if Path(self.args.model_name_or_path).is_dir() else base  # a name on the hub
+        card.data.datasets = [name for name in self.args.train_data_path if not Path(name).exists()] or None
+        of_others = {tag for tag in card.data.tags if not tag.startswith("base_model:")}  # peft's names a folder
+        card.data.tags = sorted(of_others | {"spag", self.args.train_method})
+        card.data.model_index = None
+        card.save(path)
+
+    def description(self) -> str:
+        """What a model card says about this training, in Markdown."""
+        args, is_sft = self.args, column(self.train_dataset, "is_sft")
+        coefficients = {name: getattr(args, name) for name in METHOD_ARGUMENTS[args.train_method]}
+        reference = coefficients.pop(REFERENCE_NAME, None)
+        values = [f"{name} {value}" for name, value in coefficients.items() if not name.startswith("allow_")]
+        files = [f"`{utils.public_name(name)}`" for name in args.train_data_path]
+        lines = {
+            "Base model": f"`{utils.public_name(args.model_name_or_path)}`",
+            "Method": f"{args.train_method} ({', '.join(values)})" if values else args.train_method,
+            "Adapters": f"LoRA of rank {args.lora_rank}" if args.lora_rank else None,
+            "Reference model": f"`{utils.public_name(reference)}`" if reference else None,
+            "Data": f"{', '.join(files)}: {(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows",
+            "Games": ", ".join(games_of(args.train_data_path)) or None,
+        }
+        listed = "\n".join(f"- {name}: {text}" for name, text in lines.items() if text)
+        return f"{ABOUT}\n{listed}\n{CITATION}"
 
     def log(self, logs, start_time=None):
         """Log these numbers and, beside a loss, our metrics since the last log."""

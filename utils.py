@@ -119,7 +119,8 @@ def set_up_logging(*, ranks: bool) -> None:
     """Log to standard error: everything from rank 0, warnings from the others."""
     who = f"rank {rank()} " if ranks and world_size() > 1 else ""
     level = logging.WARNING if ranks and rank() > 0 else logging.INFO
-    logging.basicConfig(level=level, format=f"%(asctime)s {who}%(levelname)s %(message)s", datefmt="%X", force=True)
+    form = f"%(asctime)s {who}%(levelname)s %(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%Y-%m-%d %X", force=True)
     for library in ("openai", "httpx", "httpx2"):  # they log each request
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -474,6 +475,11 @@ def model_folder(name: str) -> Path:
     if not has_config:
         raise UserError(f"{folder}: no config.json; this is not a model folder")
     return folder
+
+
+def public_name(name: str) -> str:
+    """What to call a model or a file in what leaves this machine: as the user did, but for the folders above it."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def from_folder(auto, name: StrPath, **options):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import peft
 import pytest
@@ -397,6 +398,48 @@ def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training
     utils.write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2})
     run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+@pytest.fixture
+def hub_model(tmp_path, tiny_model, monkeypatch) -> str:
+    """The name of the tiny model in a pretended cache of the hub."""
+    folder = tmp_path / "hub/models--me--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("0123")
+    shutil.copytree(tiny_model, folder / "snapshots/0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "me/tiny"
+
+
+CARD = ["base_model: me/tiny\n", "Base model: `me/tiny`", "Method: OfflinePO (", "lm_kl_coeff 0.2", "clip_range 0.2"]
+CARD += ["Reference model: `me/tiny`", "`rows.json`: 4 rows of games, 4 SFT rows", "1,544 of taboo", "2404.10642"]
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(tmp_path, hub_model, lora_rank):
+    rows = write_rows(tmp_path / "rows.json", [GAME, {"query": "q", "target": "t", "type": "sft"}] * 4)
+    played = {"settings": {"game": {"name": "taboo"}}, "games": {"episodes": 1544}}
+    utils.write_json(tmp_path / "rows_rewards_settings.json", played)
+    reference = None if lora_rank else hub_model
+    lora = {"lora_rank": lora_rank, "lora_merge": True if lora_rank else None}
+    run(tmp_path / "out", offline_po(rows, hub_model, reference, max_steps=1, learning_rate=0.0, **lora))
+    cards = [path.read_text() for path in (tmp_path / "out").rglob("README.md")]
+    assert len(cards) == (2 if lora_rank else 1)  # of the adapters and of the merged model
+    for card in cards:
+        for text in CARD:
+            assert text in card, text
+        assert "from scratch" not in card and "unknown dataset" not in card and str(tmp_path) not in card
+    if lora_rank:
+        adapter = utils.read_json(tmp_path / "out/adapter_config.json")
+        assert adapter["base_model_name_or_path"] == hub_model
+
+
+def test_a_card_of_a_model_from_a_folder_calls_it_by_its_name_alone(tmp_path, tiny_model):
+    rows = write_rows(tmp_path / "rows.json", [{"query": "q", "target": "t"}] * 8)
+    run(tmp_path / "out", sft(rows, tiny_model, max_steps=1))
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"Base model: `{Path(tiny_model).name}`" in card and "base_model:" not in card and "Method: SFT\n" in card
+    assert str(Path(tiny_model).parent) not in card and "huggingface.co/" not in card
 
 
 def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, mixed_rows, tiny_model, monkeypatch):
