@@ -5,13 +5,16 @@ use two flags of older transformers, which keep their meaning: --evaluation_stra
 """
 
 import os
-from argparse import SUPPRESS
+import sys
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 import torch
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
 import utils
@@ -231,14 +234,67 @@ def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
     return SPAGArguments(**vars(build_parser().parse_args(argv)))
 
 
-def build_parser() -> HfArgumentParser:
-    """The parser of train.py. Its help shows the flags of this project first, then those of the Trainer."""
+class Parser(HfArgumentParser):
+    """transformers' parser, in which every boolean flag may stand alone, for True, as in all programs here."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        booleans = [action for action in self._actions if action.type is string_to_bool]
+        names = [name for action in booleans for name in action.option_strings]
+        return super().parse_known_args(utils.with_values(sys.argv[1:] if args is None else args, names), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        utils.end_with_error(f"{message} (--help lists the flags)")
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Shows a default only where there is one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def build_parser() -> Parser:
+    """The parser of train.py. Its help begins with the required flags, then this project's, then the Trainer's."""
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
-    parser = HfArgumentParser(SPAGArguments, allow_abbrev=False, usage=usage, description=__doc__)
+    how = {"usage": usage, "description": __doc__, "formatter_class": HelpFormatter}
+    parser = Parser(SPAGArguments, allow_abbrev=False, **how)
     parser.add_argument("--evaluation_strategy", dest="eval_strategy", default=SUPPRESS, help="--eval_strategy")
-    parser.error = lambda message: utils.end_with_error(f"{message} (--help lists the flags)")
-    flags = parser._optionals
-    flags.title = "flags of this project, then those of transformers' Trainer"
-    of_the_trainer = {each.name for each in fields(TrainingArguments)}
-    flags._group_actions.sort(key=lambda action: action.dest in of_the_trainer)
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for action in [action for action in parser._optionals._group_actions if action.dest != "help"]:
+        group = groups[_group_of(action)]
+        parser._optionals._group_actions.remove(action)
+        group._group_actions.append(action)
+        action.help = f"{action.help}{_default_of(action)}"
     return parser
+
+
+def _default_of(action: Action) -> str:
+    """What --help says of a default that depends on the method, or on --lora_rank."""
+    by_method = {method: names[action.dest] for method, names in METHOD_ARGUMENTS.items() if action.dest in names}
+    if action.dest == REFERENCE_NAME:
+        return f" (needed by {' and '.join(by_method)}, unless there is a --lora_rank)"
+    if by_method:
+        return f" (default: {', '.join(f'{method} {default}' for method, default in by_method.items())})"
+    default = LORA_ARGUMENTS.get(action.dest)
+    return "" if default is None else f" (default: {default})"
+
+
+GROUPS = REQUIRED, OF_METHODS, OF_LORA, OF_THIS_PROJECT, OF_THE_TRAINER = (
+    "required",
+    "of the methods that are named with the default; the other methods refuse the flag",
+    "LoRA",
+    "models, data and output",
+    "of transformers' Trainer",
+)
+
+
+def _group_of(action: Action) -> str:
+    """The title under which --help shows a flag."""
+    if action.required:
+        return REQUIRED
+    if any(action.dest in names for names in METHOD_ARGUMENTS.values()):
+        return OF_METHODS
+    if action.dest.startswith("lora_"):
+        return OF_LORA
+    own = {each.name for each in fields(SPAGArguments)} - {each.name for each in fields(TrainingArguments)}
+    return OF_THIS_PROJECT if action.dest in own else OF_THE_TRAINER

@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import IO, NoReturn, TypeVar
 from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parent
+BOOLEANS = ("true", "false")
 INTERRUPTED = 130  # exit status after Ctrl-C
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
@@ -128,6 +130,24 @@ def set_up_logging(*, ranks: bool) -> None:
 def warn_on_rank_0(message: str, *values) -> None:
     if rank() == 0:
         logger.warning(message, *values)
+
+
+def with_values(words: Iterable[str], booleans: Collection[str]) -> list[str]:
+    """A command line in which each of these flags that stands without True or False has the value True.
+
+    So `--x` means `--x True`, and `--x FOLDER` leaves the folder to the program.
+    """
+    words, filled = list(words), []
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        filled += [word, "True"] if word in booleans and following.lower() not in BOOLEANS else [word]
+    return filled
+
+
+def parse_bool(text: str) -> bool:
+    """The `type` of boolean flags."""
+    if text.lower() not in BOOLEANS:
+        raise ArgumentTypeError(f"expected True or False, got {text!r}")
+    return text.lower() == "true"
 
 
 def run_python(*words) -> None:

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 
 import utils
-from arguments import METHOD_ARGUMENTS, SPAGArguments, parse_arguments
+from arguments import METHOD_ARGUMENTS, SPAGArguments, build_parser, parse_arguments
 from trainers import TRAIN_METHODS
 from utils import differences
 
@@ -51,6 +51,22 @@ def test_the_published_command_lines_are_accepted_and_mean_what_they_meant(given
     assert args.detach_kl is False
     args = parse_arguments(minimal(given, "--use_cpu", "True", "--tf32", "True"))
     assert args.tf32 is None and args.use_cpu
+
+
+def test_help_tells_the_defaults_of_each_method_and_begins_with_the_required_flags():
+    text = " ".join(build_parser().format_help().split())
+    for line in ("(default: SFTwithKL 0.1, OfflinePO 0.2)", "(default: OfflinePO 0.5)", "(default: OfflinePO False)"):
+        assert line in text
+    assert "default: None" not in text
+    required = text.partition(" required: ")[2].partition("methods that")[0]
+    assert all(f"--{name} " in required for name in ("train_method", "model_name_or_path", "output_dir"))
+
+
+@pytest.mark.parametrize("words", ["--detach_kl", "--detach_kl true", "--detach_kl False"])
+def test_a_boolean_flag_may_stand_alone(given, words):
+    value = not words.endswith("False")
+    args = parse_arguments(minimal(given, *words.split(), "--bf16", "--use_cpu", method="OfflinePO"))
+    assert (args.detach_kl, args.bf16, args.use_cpu) == (value, True, True)
 
 
 def test_flags_of_older_transformers_keep_their_meaning(given):

@@ -2,17 +2,31 @@
 
 import asyncio
 
+import pytest
 from scripted import messages
 
+from tools.flags import Parser, add_flags, parse_flags
 from tools.games.game import load_member
 from tools.games.taboo import Taboo
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
+from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_game
 from tools.tiny.players import load_lexicon
 
 GAME = Taboo()
 FIRST = Turn(GAME, "attacker", (), 3, 7, {"target_word": "art"})
 SECOND = Turn(GAME, "defender", messages(GAME, "Hm."), 3, 7, {})
+
+
+def test_in_all_programs_a_boolean_flag_may_stand_alone_and_leaves_other_words_alone():
+    assert parse_flags(PlayFlags, ["--bf16", "--chat_template", "False"], description="").dtype == "bfloat16"
+    parser = Parser()
+    add_flags(parser, PlayFlags)
+    parser.add_argument("folder")
+    read = parser.parse_args(["--thinking", "FOLDER", "--tf32", "true"])
+    assert (read.thinking, read.folder, read.tf32) == (True, "FOLDER", True)
+    with pytest.raises(SystemExit):
+        parse_flags(PlayFlags, ["--thinking", "yes"], description="")
 
 
 def test_a_seed_belongs_to_a_game_and_a_message():

@@ -6,21 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ge, gt, le
-from typing import NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
-from utils import UserError, end_with_error, files_setting
+from utils import UserError, end_with_error, files_setting, parse_bool, with_values
 
 T = TypeVar("T")
 BOUNDS = {"at_least": ge, "above": gt, "at_most": le}  # of a flag's value
 by_name = attrgetter("name")
-
-
-def parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
-    return text.lower() == "true"
 
 
 def flag(
@@ -43,10 +37,33 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser without abbreviations, which keeps the lines of its description. A boolean flag needs no value.
+
+    A wrong flag ends the program with one line.
+    """
+
+    def __init__(self, **settings):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"allow_abbrev": False, "formatter_class": form} | settings)
+
+    def parse_known_args(self, args=None, namespace=None):
+        booleans = [name for action in self._actions if action.type is parse_bool for name in action.option_strings]
+        return super().parse_known_args(with_values(sys.argv[1:] if args is None else args, booleans), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        end_with_error(f"{message} (--help lists the flags)")
+
+
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the `flag` fields of a dataclass to a parser. A list takes several values, a bool True or False."""
-    hints = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
+    """Add the `flag` fields of a dataclass to a parser. A list takes several values, a bool True or False.
+
+    In the help, required flags come first, then a group for each dataclass that `kind` is made of.
+    """
+    hints, groups = get_type_hints(kind), {}
+    for field in sorted(dataclasses.fields(kind), key=lambda field: not _is_required(field)):
+        title = "required" if _is_required(field) else _group(kind, field.name)
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         hint = hints[field.name]
         several = get_origin(hint) is list
         plain = next(part for part in (*get_args(hint), hint) if part is not type(None))  # int of list[int]
@@ -56,16 +73,23 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
-        settings |= {"required": default is dataclasses.MISSING, "default": default, "help": line.replace("%", "%%")}
-        parser.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
+        settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
+        group.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _group(kind: type, name: str) -> str:
+    """The title of the flags of the class that defines this field; those of the program itself have none."""
+    (owner, *_) = (part for part in kind.__mro__ if name in vars(part).get("__annotations__", {}))
+    return vars(owner).get("group", "this program")
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
     """Read the command line into a dataclass of `flag` fields. A wrong flag ends the program with a one-line error."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = lambda message: end_with_error(f"{message} (--help lists the flags)")
+    parser = Parser(prog=prog, description=description)
     add_flags(parser, kind)
     flags = kind(**vars(parser.parse_args(argv)))
     check_values(flags)
@@ -120,6 +144,8 @@ NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name} 
 
 @dataclass(kw_only=True)
 class GameFlags:
+    group = "the game"
+
     game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
     game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
     prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")

@@ -25,7 +25,9 @@ from utils import rank, read_json, read_words, run_program, stage
 class Flags(PlayFlags):
     """The flags of this program; attacker and defender stand for the first and the second role of any game."""
 
-    attacker_model_name_or_path: str = flag(f"model folder, hub name, openai:MODEL, or {HUMAN} for you")
+    attacker_model_name_or_path: str = flag(
+        f"model folder, hub name, openai:MODEL, scripted:FILE.py:FUNCTION, or {HUMAN} for you"
+    )
     defender_model_name_or_path: str = flag("the other role's player; the same model is loaded once")
     data_path: str = flag("file of target words, one a line; one game is played for each")
     output_dir: str = flag("folder of the results, shared by all processes")

@@ -16,6 +16,8 @@ DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
 class ModelFlags:
     """`dtype` is the type of the models' numbers; None: the one in each model's config."""
 
+    group = "models in this process"
+
     dtype: str | None = flag(
         "type of the models' numbers; unset: the one in each model's config", default=None, choices=DTYPES
     )
@@ -34,6 +36,8 @@ class ModelFlags:
 @dataclass(kw_only=True)
 class EngineFlags(ModelFlags, Sampling):
     """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes."""
+
+    group = "the engine of models in this process"
 
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
 

@@ -53,6 +53,8 @@ class Turn:
 class Sampling:
     """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens."""
 
+    group = "prompts and replies"
+
     task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
     max_new_tokens: int = flag("largest number of tokens of a reply", default=256, at_least=1)

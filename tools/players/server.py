@@ -36,6 +36,8 @@ PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 @dataclass(kw_only=True)
 class ServerFlags(Sampling):
+    group = "players behind a server"
+
     openai_api: str = flag("endpoint of players openai:MODEL", default="completions", choices=("completions", "chat"))
     openai_base_url: str | None = flag(
         "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None

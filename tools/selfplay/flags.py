@@ -14,6 +14,8 @@ from tools.players.server import ServerFlags
 
 @dataclass(kw_only=True)
 class PlayFlags(GameFlags, EngineFlags, ServerFlags):
+    group = "play"
+
     max_turns: int | None = flag(
         "turns of a game, each of one message per player; unset: the game's default",
         default=None,

@@ -17,6 +17,8 @@ PAPER, NONE, ROLE = "paper", "none", "role"  # values of --role_weights and --ba
 
 @dataclass(kw_only=True)
 class RewardFlags:
+    group = "rewards"
+
     decay_weight: float = flag(
         "reward decay gamma, applied backwards from the last message", default=0.8, above=0, at_most=1
     )

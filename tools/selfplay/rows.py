@@ -64,6 +64,8 @@ Shape = Callable[[Row, Mapping, str], float]  # (row, episode, outcome) -> the r
 
 @dataclass(kw_only=True)
 class ChatFlags:
+    group = "chat templates"
+
     chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
     thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
