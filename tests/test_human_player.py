@@ -103,10 +103,10 @@ def test_a_person_defends_and_guesses_right(flags, terminal, tmp_path):
     screen.type("Is it large?\n")
     assert "turn 2 of 2" in screen.read_until("you, defender> ")
     screen.type("I know the word! It is `piano`!\n")
-    screen.read_until("--- defender wins; the target word was `piano` ---")
+    screen.read_until("--- defender wins; the secret was `piano` ---")
     assert "game 2: you are the defender" in screen.read_until("you, defender> ")
     screen.type("It is a violin, I think.\n")
-    screen.read_until("--- attacker wins; the target word was `violin` ---")
+    screen.read_until("--- attacker wins; the secret was `violin` ---")
     assert "game/s" not in screen.read_all()  # no bar between the lines
     first, second = read_json_or_jsonl(tmp_path / "out" / f"{STEM}_results.json")
     said = [message["content"] for message in first["history"][1::2]]

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from tools.games.game import History
+from tools.games.game import Game, History
 from tools.players.player import STOP, Player, Reply, Turn
 from utils import UserError, printable, world_size
 
@@ -18,10 +18,10 @@ HUMAN = "human"
 class HumanPlayer(Player):
     at_terminal = True
 
-    def __init__(self):
+    def __init__(self, game: Game):
         if world_size() > 1 or not sys.stdin.isatty():
             raise UserError(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
-        self.role = ""
+        self.game, self.role = game, ""
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt."""
@@ -36,7 +36,9 @@ class HumanPlayer(Player):
 
     def game_over(self, episode: Mapping) -> None:
         show_answers(episode["history"], self.role)
-        print(f"\n--- {episode['outcome']}; the target word was `{printable(episode['target_word'])}` ---")
+        task = episode["target_word"]
+        secret = f"; the secret was `{printable(task)}`" if self.game.answer(task) else ""
+        print(f"\n--- {episode['outcome']}{secret} ---")
 
 
 def show_answers(history: History, role: str) -> None:

@@ -100,7 +100,7 @@ def make_players(
         if callable(name):
             players[name] = ScriptedPlayer(name, flags.thinking)
         elif name == HUMAN:
-            players[name] = HumanPlayer()
+            players[name] = HumanPlayer(game)
         elif name.startswith(SCRIPTED):
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
