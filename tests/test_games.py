@@ -51,6 +51,18 @@ def test_an_edited_file_of_the_same_size_and_second_is_the_new_game(tmp_path):
     assert "game_file" not in PlayFlags().settings(load_game())
 
 
+def test_a_file_runs_once_and_can_import_the_modules_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "rules_beside.py").write_text('TITLE = "Beside"')
+    (tmp_path / "mine.py").write_text(f"{MINE}    from rules_beside import TITLE as title\nprint('runs')\n")
+    ran = []
+    monkeypatch.setattr("builtins.print", ran.append)
+    game = load_game(f"{tmp_path}/mine.py:Mine")
+    monkeypatch.chdir(tmp_path)
+    assert game.title == "Beside" and type(load_game("mine.py:Mine")) is type(game)
+    assert PlayFlags(game="mine.py:Mine").settings(game)["game_file"]["path"] == "mine.py"
+    assert ran == ["runs"]
+
+
 @pytest.mark.parametrize(
     "name, options, message",
     [

@@ -22,6 +22,8 @@ CLASSES = {  # of this project's games
     "textarena": "tools.games.textarena:TextArena",
 }
 
+_sources: dict[str, bytes] = {}  # by name of the module: the content of a person's file when it ran
+
 History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 
@@ -169,16 +171,14 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 def load_member(path: str) -> Any:
     """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path.
 
-    UserError if there is none. An error of the module itself, while it is imported, is raised as it is.
+    A file can import the modules beside it. UserError if there is no such member. An error of the module itself, while
+    it is imported, is raised as it is.
     """
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
-        module = sys.modules[place] = ModuleType(place)
-        module.__file__ = place
-        # Not as an import: Python takes an edited file of the same size and second for the one that it has compiled.
-        exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
+        module = _run_file(place)
     else:
-        sys.path.append("")
+        _import_from("")
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -187,6 +187,29 @@ def load_member(path: str) -> Any:
             raise UserError(f"{path}: {error}") from None
     with told(path, AttributeError):
         return getattr(module, name)
+
+
+def _run_file(place: str) -> ModuleType:
+    """The module of a Python file, which runs once in this process, and again when its content has changed.
+
+    Not an import: Python takes an edited file of the same size and second for the one that it has compiled.
+    """
+    name, source = str(Path(place).resolve()), Path(place).read_bytes()
+    if _sources.get(name) != source:
+        _import_from(str(Path(name).parent))
+        module = sys.modules[name] = ModuleType(name)
+        module.__file__ = place
+        exec(compile(source, place, "exec"), vars(module))
+        _sources[name] = source
+    module = sys.modules[name]
+    module.__file__ = place  # as it is named now; the current folder may be another one
+    return module
+
+
+def _import_from(folder: str) -> None:
+    """Let imports find the modules of a folder, after those that are installed."""
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def member_setting(path: str) -> dict[str, str]:
