@@ -169,6 +169,8 @@ def test_each_epoch_starts_from_the_model_before_and_all_are_measured(loop):
 
 def test_settings_reach_the_stages(loop):
     settings = {"imitation_data": "", "save_steps": "0.0", "game_options": "match=word", "play_batch": 7}
+    prompts = ROOT / "configs/prompts/thinking.json"
+    settings["prompts"] = prompts
     settings |= {"losers": 0.5, "ties": 0.2, "baseline": "role", "role_weights": "none", "detach_kl": "True"}
     settings |= {"chat_template": "True", "thinking": "True", "lora_rank": 4}
     settings["eval_args"] = "--max_words 3 \n --openai_base_url *"
@@ -177,13 +179,13 @@ def test_settings_reach_the_stages(loop):
     settings["eval_words"] = f"'{words}' own={words.with_name('words.txt')}"
     commands, model = loop.commands(**settings), loop.settings["model"]
     for stage, flags in {
-        "epoch1_play": f"--attacker_model_name_or_path {model} .*--game_options match=word .*--chat_template True "
-        "--thinking True .*--per_device_eval_batch_size 7 ",
+        "epoch1_play": f"--attacker_model_name_or_path {model} .*--game_options match=word "
+        f"--prompt_templates {prompts} .*--chat_template True --thinking True .*--per_device_eval_batch_size 7 ",
         "epoch1_rewards": "--losers 0.5 --ties 0.2 --baseline role --role_weights none .*--chat_template True "
         f"--thinking True --tokenizer {model} --training_prompt play ",
         "epoch1_train": "--save_strategy no .*--lora_rank 4 --lora_merge True .*--learning_rate 1e-4 ",
         "epoch1_eval": f"epoch1={loop.output}/epoch1/model/merged .*--max_words 3 --openai_base_url [*] ",
-        "report": "--game taboo --game_options match=word ",
+        "report": "--game taboo --game_options match=word $",  # no prompt is on its page
     }.items():
         assert re.search(flags, " ".join(commands[stage]) + " "), commands[stage]
     assert "imitation" not in commands and str(words) in commands["epoch1_eval"]

@@ -143,15 +143,24 @@ NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name} 
 
 
 @dataclass(kw_only=True)
-class GameFlags:
+class GameChoice:
     group = "the game"
 
     game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
     game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
-    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_game(self) -> Game:
         return load_game(self.game, **self._options())
+
+    def _options(self) -> dict[str, str]:
+        return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}
+
+
+@dataclass(kw_only=True)
+class GameFlags(GameChoice):
+    group = "the game"
+
+    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
 
     def load_templates(self, game: Game) -> prompts.Templates:
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
@@ -162,6 +171,3 @@ class GameFlags:
         if ":" in self.game:  # of the user, who may have changed it since
             settings["game_file"] = member_setting(self.game)
         return settings
-
-    def _options(self) -> dict[str, str]:
-        return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}

@@ -6,7 +6,7 @@ python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which
 import argparse
 from pathlib import Path
 
-from tools.flags import GameFlags, add_flags
+from tools.flags import GameChoice, add_flags
 from tools.pages.contents import read_folder
 from tools.pages.page import page_html
 from utils import printable, run_program, write_text
@@ -15,10 +15,10 @@ from utils import printable, run_program, write_text
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="OUTPUT of the loop, or one folder of games, training or results")
-    add_flags(parser, GameFlags)
+    add_flags(parser, GameChoice)
     flags = vars(parser.parse_args())
     folder = flags.pop("folder")
-    report = read_folder(folder, GameFlags(**flags).load_game())
+    report = read_folder(folder, GameChoice(**flags).load_game())
     output = folder / "report.html"
     write_text(output, page_html(report))
     print(printable(f"{output}: {len(report.games):,} games to read"))

@@ -34,7 +34,7 @@ main() {
     player=epoch$epoch models+=("epoch$epoch=$model")
     [ -z "$EVAL_WORDS" ] || [ $((epoch % EVAL_EVERY)) -gt 0 ] || match
     [ -z "$BELIEF_GAMES" ] || on_machine_0 belief
-    [ "$REPORT" = False ] || on_machine_0 run report "$PYTHON" "$root/tools/report.py" "$OUTPUT" "${game[@]}"
+    [ "$REPORT" = False ] || on_machine_0 run report "$PYTHON" "$root/tools/report.py" "$OUTPUT" "${game_name[@]}"
   done
   [ -z "$EVAL_TASKS" ] || on_machine_0 run reasoning "$PYTHON" "$root/tools/evaluate_reasoning.py" \
     --models "${models[@]}" --tasks "${EVAL_TASKS[@]}" --output_dir "$OUTPUT/reasoning" --dtype "$dtype" \
@@ -127,7 +127,8 @@ set_flags() { # flags that several stages share
   esac
   lora_rate=${LORA_RANK:+1e-4} # merging adapters into bf16 weights loses smaller updates
   [ "$DEEPSPEED" != none ] || DEEPSPEED=''
-  game=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"} ${PROMPTS:+--prompt_templates "$PROMPTS"})
+  game_name=(--game "$GAME" ${GAME_OPTIONS:+--game_options "${GAME_OPTIONS[@]}"}) # all that the report needs
+  game=("${game_name[@]}" ${PROMPTS:+--prompt_templates "$PROMPTS"})
   sampling=(--task_type sampling ${MAX_TURNS:+--max_turns "$MAX_TURNS"} --chat_template "$CHAT_TEMPLATE"
     --thinking "$THINKING" --max_length "$MAX_LENGTH" --max_new_tokens "$MAX_NEW_TOKENS"
     --temperature "$TEMPERATURE" --top_k "$TOP_K" --dtype "$dtype" "${tf32[@]}" --engine "$ENGINE"
