@@ -70,6 +70,8 @@ def test_flags_of_play_count_for_functions_too(tmp_path):
     (episode,) = spag.play(["art"], lambda turn: seen.append(turn.prompt()) or "A start.", defender, **flags)
     assert seen[0].startswith("Rules of 5 turns.")
     assert episode["outcome"] == "attacker wins"  # "art" in "start" breaks no rule by whole words
+    with pytest.raises(UserError, match="human plays with python -m tools.play_llm_game"):
+        spag.play(["art"], "human", defender)
     with pytest.raises(TypeError, match="nonsense"):
         spag.play(["art"], attacker, defender, nonsense=1)
     with pytest.raises(UserError, match="baseline is None; it must be "):

@@ -29,11 +29,13 @@ from pathlib import Path
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
 from tools.games.prompts import Templates
+from tools.players.human import HUMAN
 from tools.players.player import Choose
 from tools.selfplay.engines import make_players
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import Row, Shape, assign_rewards
+from utils import UserError
 
 # A model (folder or hub name), openai:MODEL, or a function.
 Speaker = str | Path | Choose
@@ -60,6 +62,8 @@ def play(
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
     speakers = [str(player) if isinstance(player, Path) else player for player in (first, second)]
+    if HUMAN in speakers:
+        raise UserError(f"{HUMAN} plays with python -m tools.play_llm_game; here give a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     episodes: list[dict] = []
     games = play_games(
