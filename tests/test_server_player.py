@@ -14,7 +14,7 @@ from tools import play_llm_game
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Turn
-from tools.players.server import MOST_REFUSED, ServerFlags, ServerPlayer
+from tools.players.server import MOST_REFUSED, ServerFlags, ServerPlayer, connect
 from utils import read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
@@ -189,6 +189,20 @@ def test_the_url_may_come_from_the_environment_and_the_other_side_be_a_model_her
     run(max_games=6, attacker_model_name_or_path=tiny_model)
     for game in read_json_or_jsonl(tmp_path / f"{STEM}_results.json"):
         assert [message["content"] == "Hello." for message in game["history"]] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "gpu7/v1", "ftp://gpu7/v1", "http:///v1", "http://[gpu7/v1"])
+def test_a_url_that_is_none_is_refused_at_once(url, run, monkeypatch):
+    assert f"--openai_base_url {url}: " in run(url, status=2)
+    monkeypatch.setenv("OPENAI_BASE_URL", url)
+    assert f"--openai_base_url {url}: " in run(status=2)
+
+
+def test_an_empty_url_in_the_environment_counts_as_unset(monkeypatch, run):
+    monkeypatch.setenv("OPENAI_BASE_URL", " ")
+    assert str(connect(ServerFlags()).base_url) == "https://api.openai.com/v1/"
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    assert "needs OPENAI_API_KEY" in run(status=2)
 
 
 # Answers.

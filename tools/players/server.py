@@ -21,6 +21,7 @@ from tools.players.player import (
 from utils import UserError, printable, require, told, warn_on_rank_0, whole_characters
 
 SERVER = "openai:"  # begins the name of a player behind a server
+OPENAI_URL = "https://api.openai.com/v1"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0}  # values that need not be sent
 OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own server refuses them
@@ -46,17 +47,27 @@ class ServerFlags(Sampling):
     openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0)
 
 
+def server_url(flags: ServerFlags) -> str:
+    """The URL of the server; "" if there is none. UserError if it does not begin with http:// or https://."""
+    url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL", "").strip()
+    with told(f"--openai_base_url {url}", ValueError):
+        parts = urlsplit(url)
+    if url and not (parts.scheme in ("http", "https") and parts.hostname):
+        raise UserError(f"--openai_base_url {url}: not a URL of a server, such as http://localhost:8000/v1")
+    return url
+
+
 def connect(flags: ServerFlags):
-    """An openai.AsyncOpenAI for one event loop. UserError if there is no key, or if the proxy cannot be used."""
+    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used."""
     require("openai", "openai>=3.54,<4")
     import openai
 
-    url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL")
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    url, key = server_url(flags), os.environ.get("OPENAI_API_KEY", "").strip()
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
+    url = url or OPENAI_URL
     with told("HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY", ImportError, ValueError):
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=urlsplit(url or "").hostname not in LOCAL_HOSTS)
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=urlsplit(url).hostname not in LOCAL_HOSTS)
     settings = {"base_url": url, "max_retries": flags.openai_retries, "http_client": http_client}
     settings["timeout"] = openai.Timeout(flags.openai_timeout, connect=5)
     # A server without keys takes any key, and the client insists on one.
