@@ -205,6 +205,13 @@ def test_an_empty_url_in_the_environment_counts_as_unset(monkeypatch, run):
     assert "needs OPENAI_API_KEY" in run(status=2)
 
 
+@pytest.mark.parametrize("key", ["# my key\nsk-hush", "sk-hush\rx", "\u201csk-hush\u201d", "sk-hush\x7f"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key, stub, monkeypatch, run):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    errors = run(stub().url, status=2)
+    assert "error: OPENAI_API_KEY: " in errors and "hush" not in errors and "my key" not in errors
+
+
 # Answers.
 
 

@@ -57,12 +57,21 @@ def server_url(flags: ServerFlags) -> str:
     return url
 
 
+def api_key() -> str:
+    """OPENAI_API_KEY without blanks around it; "" if unset. UserError, without the key, if no header can hold it."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # no HTTP header can hold it
+        wrong = "it holds a line end, a curly quote or another character that no key has"
+        raise UserError(f"OPENAI_API_KEY: {wrong}; set it to the key alone")
+    return key
+
+
 def connect(flags: ServerFlags):
     """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used."""
     require("openai", "openai>=3.54,<4")
     import openai
 
-    url, key = server_url(flags), os.environ.get("OPENAI_API_KEY", "").strip()
+    url, key = server_url(flags), api_key()
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
     url = url or OPENAI_URL
