@@ -4,6 +4,9 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
+import ssl
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -210,6 +213,25 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key, stub, monke
     monkeypatch.setenv("OPENAI_API_KEY", key)
     errors = run(stub().url, status=2)
     assert "error: OPENAI_API_KEY: " in errors and "hush" not in errors and "my key" not in errors
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate by the command openssl")
+def test_a_local_server_may_have_a_certificate_of_its_own(stub, tmp_path, monkeypatch, run):
+    pem, names = str(tmp_path / "own.pem"), "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-addext", names, "-keyout", pem, "-out", f"{pem}.crt"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(f"{pem}.crt", pem)
+    server = stub()
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # not for a server here
+    for host in ("localhost", "127.0.0.1"):
+        url = f"https://{host}:{server.server_port}/v1"
+        with monkeypatch.context() as patch:
+            patch.setenv("SSL_CERT_FILE", f"{pem}.crt")
+            run(url, max_games=1, output_dir=tmp_path / host)
+        errors = run(url, max_games=1, openai_retries=0, output_dir=tmp_path / f"{host} untrusted", status=2)
+        assert "CERTIFICATE_VERIFY_FAILED" in errors
 
 
 # Answers.

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -75,8 +76,12 @@ def connect(flags: ServerFlags):
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
     url = url or OPENAI_URL
+    options = {}
+    if urlsplit(url).hostname in LOCAL_HOSTS:
+        # No proxies. The context reads SSL_CERT_FILE and SSL_CERT_DIR, which the client leaves out with the proxies.
+        options = {"trust_env": False, "verify": ssl.create_default_context()}
     with told("HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY", ImportError, ValueError):
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=urlsplit(url).hostname not in LOCAL_HOSTS)
+        http_client = openai.DefaultAsyncHttpxClient(**options)
     settings = {"base_url": url, "max_retries": flags.openai_retries, "http_client": http_client}
     settings["timeout"] = openai.Timeout(flags.openai_timeout, connect=5)
     # A server without keys takes any key, and the client insists on one.
