@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, build_llama, build_tokenizer, load_chat_template
-from helpers import call, flags_of
+from helpers import call, flags_of, write_rows
 from scripted import messages
 
 from dataloaders import encode_example
-from tools import assign_rewards, spag
+from tools import assign_rewards, controls, spag
 from tools.engine.local import Codec
 from tools.games import prompts
 from tools.games.chat import EMPTY, ChatTemplate, chat_messages
@@ -17,7 +17,7 @@ from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
 from tools.selfplay.rows import read_sft_rows
-from utils import DAY, UserError, files_setting, read_json_or_jsonl, write_json, write_records
+from utils import DAY, UserError, files_setting, read_json, read_json_or_jsonl, write_json, write_records
 
 SPECIAL = {  # the tokens of a family; the last one ends a reply
     "chatml": ["<|im_start|>", "<|im_end|>"],
@@ -176,6 +176,35 @@ def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says
     assert f"--tokenizer {models['chatml']} (played with that of {models['turns']})" in line
     (tmp_path / "games_settings.json").unlink()
     assert prompt_warnings(tmp_path) == []
+
+
+OWN_TOKENIZER = """from transformers import PreTrainedTokenizerFast
+
+
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_tokenizer_with_code_of_its_own_makes_rows_where_the_flag_allows_it(tmp_path):
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "own")
+    config = read_json(tmp_path / "own" / "tokenizer_config.json")
+    own_code = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    write_json(tmp_path / "own" / "tokenizer_config.json", config | own_code)
+    write_json(tmp_path / "own" / "config.json", {"model_type": "own"})
+    (tmp_path / "own" / "own.py").write_text(OWN_TOKENIZER)
+    write_records(tmp_path / "games.json", [{"history": HISTORY, "target_word": "art", "max_turns": 2}])
+    flags = {"tokenizer": tmp_path / "own", "output_data_path": tmp_path / "own.json", "chat_template": True}
+    flags |= {"input_data_path": tmp_path / "games.json", "messages": "all"}
+    refused = call(assign_rewards.main, *flags_of(flags), status=2)
+    assert "--trust_remote_code True" in refused.errors
+    call(assign_rewards.main, *flags_of(flags | {"trust_remote_code": True}))
+    assert len(read_json_or_jsonl(tmp_path / "own.json")) == 3
+    sft = write_rows(tmp_path / "sft.json", [{"query": "Q", "target": "T"}])
+    flags = {"rows": tmp_path / "own.json", "output": tmp_path / "c.json", "sft_data_path": sft, "chat_template": True}
+    flags |= {"tokenizer": tmp_path / "own", "trust_remote_code": True}
+    call(controls.main, "sft", *flags_of(flags))
+    assert len(read_json_or_jsonl(tmp_path / "c.json")) == 3
 
 
 @pytest.mark.parametrize("family", SPECIAL)

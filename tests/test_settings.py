@@ -109,6 +109,13 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
     assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_with_code_of_its_own_is_allowed_for_rows_as_for_play(start):
+    code = "--trust_remote_code True"
+    errors = start(f"PLAY_ARGS={code}", "CHAT_TEMPLATE=True", status=2)
+    assert f'REWARD_ARGS="{code}"' in errors and len(errors.splitlines()) == 1
+    assert start(f"PLAY_ARGS={code}", f"REWARD_ARGS={code}", "CHAT_TEMPLATE=True")["CHAT_TEMPLATE"] == "True"
+
+
 def test_values_reach_the_shell_as_they_are(needed):
     needed |= {"OUTPUT": f"{needed['OUTPUT']} $(touch x) 'y'"}
     needed["REWARD_ARGS"] = "--input_data_path 'b \"c' '' $(x) * 'd\ne'"

@@ -26,7 +26,8 @@ from utils import UserError, files_setting, read_json, read_json_or_jsonl, rows_
 __all__ = ["assign_rewards"]
 FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them
 logger = logging.getLogger(__name__)
-ELSEWHERE = ("output_data_path", "game_options", "tokenizer")  # flags that are no setting, or part of another one
+# Flags that are no setting, or part of another one.
+ELSEWHERE = ("output_data_path", "game_options", "tokenizer", "trust_remote_code")
 
 
 @dataclass(kw_only=True)

@@ -103,7 +103,8 @@ class Repeat(Control):
 
 def main() -> None:
     control = parse_command(Sft, Silent, Cloning, Repeat, description=__doc__)
-    settings = {name: value for name, value in vars(control).items() if name not in ("output", "tokenizer")}
+    elsewhere = ("output", "tokenizer", "trust_remote_code")
+    settings = {name: value for name, value in vars(control).items() if name not in elsewhere}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256
     settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}

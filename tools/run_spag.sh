@@ -136,6 +136,7 @@ set_flags() { # flags that several stages share
   play_processes=$((NPROC / TENSOR_PARALLEL_SIZE))
   chat=(--chat_template "$CHAT_TEMPLATE" --thinking "$THINKING")
   [ "$CHAT_TEMPLATE" = False ] || chat+=(--tokenizer "$MODEL")
+  case ${REWARD_ARGS[*]} in *'--trust_remote_code True'*) chat+=(--trust_remote_code True) ;; esac # for controls too
 }
 
 launch() { # launch STAGE PROCESSES PROGRAM FLAGS...: run a stage in so many processes on each machine

@@ -181,15 +181,14 @@ def check(settings: Settings) -> list[str]:
     check_files(settings, word_lists)
     game, rewards = flags["PLAY"].load_game(), flags["REWARD"]
     rewards.check_rewards(game)
-    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
-    if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
-        raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
+    check_row_flags(settings, flags["PLAY"], rewards)
     if settings["THINKING"] == "True" and settings["BELIEF_GAMES"]:
         raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
     if settings["CONTROL"] == "sft" and not settings["SFT_DATA"]:
         raise UserError("CONTROL=sft needs SFT_DATA, the only rows that it trains on")
     if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
         raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
+    check_sft_data(settings, flags["PLAY"].trust_remote_code)
     check_layout(settings, flags["PLAY"], game)
     for path in word_lists:
         utils.read_words(path, game.check_task)
@@ -213,6 +212,16 @@ def check_no_token(settings: Settings) -> None:
         for flag in (word.partition("=")[0] for word in words):
             if re.fullmatch(r"--[\w-]+[_-]token", flag):
                 raise UserError(f"{name}: {flag} would stand in records and logs; export HF_TOKEN=... instead")
+
+
+def check_row_flags(settings: Settings, play: PlayFlags, rewards: assign_rewards.Flags) -> None:
+    """Raise UserError for flags of rows that do not fit those of play or of training."""
+    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
+    if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
+        raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
+    if play.trust_remote_code and settings["CHAT_TEMPLATE"] == "True" and not rewards.trust_remote_code:
+        remedy = 'rows load the tokenizer too: REWARD_ARGS="--trust_remote_code True"'
+        raise UserError(f"PLAY_ARGS has --trust_remote_code True; {remedy}")
 
 
 def stage_flags(settings: Settings, prefix: str, kind: type):
@@ -271,14 +280,16 @@ def check_sizes(settings: Settings) -> None:
             raise UserError(f"EVAL_WORDS: the two models of a match have {sizes}; EVAL_WORDS= leaves matches out")
 
 
-def check_sft_data(settings: Settings) -> None:
+def check_sft_data(settings: Settings, trust_remote_code: bool = False) -> None:
     """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
 
     What a template says of a single row, training finds.
     """
     path, model = settings["SFT_DATA"], settings["MODEL"]
     conversations = utils.read_records(path, utils.row_messages) if path else []
-    if any(conversations) and not utils.load_tokenizer(model).chat_template:
+    if not any(conversations):
+        return
+    if not utils.load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 
@@ -375,7 +386,6 @@ def main() -> None:
     words = check(settings)
     fill(settings)
     check_sizes(settings)
-    check_sft_data(settings)
     if is_first:
         played = words[: int(settings["GAMES"] or len(words))]
         record(settings, played * int(settings["GAMES_PER_WORD"]))

@@ -69,6 +69,7 @@ class ChatFlags:
     chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
     tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
     thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
+    trust_remote_code: bool = flag("True: run the code that comes with a tokenizer", default=False)
 
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):
@@ -78,7 +79,8 @@ class ChatFlags:
     def template_of(self, model: str, thinking: bool) -> "ChatTemplate":
         from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
 
-        return ChatTemplate(load_tokenizer(model), model, thinking)
+        tokenizer = load_tokenizer(model, trust_remote_code=self.trust_remote_code)
+        return ChatTemplate(tokenizer, model, thinking)
 
 
 # Rows of games.
