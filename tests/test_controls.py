@@ -84,6 +84,7 @@ def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path
 
 def test_repeat_refuses_rows_without_games(run, tmp_path):
     write_records(tmp_path / "sft_rows.json", SFT_ROWS)
+    assert "number is -1" in run("repeat", status=2, number=-1)
     assert "no rows of games to repeat" in run("repeat", status=2, number=5, rows=tmp_path / "sft_rows.json")
 
 

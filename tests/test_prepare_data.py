@@ -1,7 +1,7 @@
 """Word lists, words that are held out, the rows of our own games, and the files of the English world."""
 
 from conftest import ROOT
-from helpers import call, flags_of
+from helpers import call, flags_of, write_rows
 
 from tools import prepare_data
 from tools.games import load_game
@@ -28,6 +28,8 @@ def test_a_list_is_split_into_words_of_training_and_held_out_ones_which_have_non
     assert [train, held_out] == [sorted(each, key=first.index) for each in (train, held_out)]
     assert split(seed=0) == [train, held_out] != split(seed=1)
     assert "smaller --number" in prepare("split", **paths, number=43, status=2).errors
+    for number in (0, -1):
+        assert "number is" in prepare("split", **paths, number=number, status=2).errors
 
 
 def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
@@ -35,6 +37,8 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
     words = {split: (tmp_path / f"{split}.txt").read_text().split() for split in ("played", "tuning", "held_out")}
     assert all(words.values())
     assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
+    games = write_rows(tmp_path / "own.jsonl", [{"target_word": "cat", "split": "played"}, {"target_word": "dog"}])
+    assert "own.jsonl: row 2: 'split'" in prepare("imitation", games=games, output_dir=tmp_path, status=2).errors
 
 
 RELEASE = '''

@@ -94,7 +94,7 @@ class Cloning(Control):
 class Repeat(Control):
     """The same rows, those of games repeated or left out until there are so many."""
 
-    number: int = flag("rows of games")
+    number: int = flag("rows of games", at_least=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
         games = repeated([row for row in rows if not is_sft(row)], self.number, random.Random(self.seed))

@@ -72,7 +72,7 @@ class Split:
     input: str = flag("word list, one word a line")
     output: str = flag("file to write for the remaining words")
     held_out: str = flag("file to write for the held-out words")
-    number: int = flag("number of held-out words", default=500)
+    number: int = flag("number of held-out words", default=500, at_least=1)
     seed: int = flag("seed of the draw", default=0)
 
     def run(self) -> None:
@@ -86,6 +86,12 @@ class Split:
         write_words(self.output, [word for word in words.values() if word not in drawn])
 
 
+def with_split(game: dict) -> dict:
+    if absent := [name for name in ("target_word", "split") if game.get(name) is None]:
+        raise UserError(f"{absent[0]!r} is missing; a game to imitate has 'target_word' and 'split'")
+    return game
+
+
 @dataclass(kw_only=True)
 class Imitation:
     """Divide the games that come with this project by their split: the words of each part, and games to imitate."""
@@ -94,7 +100,7 @@ class Imitation:
     games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
 
     def run(self) -> None:
-        folder, games = Path(self.output_dir), read_json_or_jsonl(self.games)
+        folder, games = Path(self.output_dir), read_json_or_jsonl(self.games, with_split)
         listed = games + read_json_or_jsonl(GAMES)
         for split in ("played", "tuning", "held_out"):
             words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
