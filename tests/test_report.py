@@ -131,6 +131,16 @@ def test_a_stored_outcome_counts_and_a_released_game_without_one_is_judged(tmp_p
     assert [(game["outcome"], game["length"]) for game in contents.games] == [(outcome, 2), (DEFENDER_WINS, 2)]
 
 
+@pytest.mark.parametrize("own", [{"outcome": "attacker_wins", "length": 1}, {"outcome": TIED}, {"outcome": None}])
+def test_games_of_others_with_an_outcome_of_their_own_or_without_a_length_are_judged(tmp_path, own):
+    game = {"history": messages(TABOO, "Hm?", "I know the word! It is art!"), "target_word": "art", "max_turns": 1}
+    write_json(tmp_path / "other_results.json", [game | own])
+    contents = read_folder(tmp_path, TABOO)
+    assert [(game["outcome"], game["length"]) for game in contents.games] == [(DEFENDER_WINS, 2)]
+    (summary,) = contents.plays.values()
+    assert sum(summary["outcomes"].values()) == summary["games"] == 1
+
+
 def test_the_target_word_and_guesses_are_marked():
     assert marked(TABOO, "art", "") == []
     assert marked(TABOO, "city", "Many cities.") == [["", "Many "], ["secret", "cities"], ["", "."]]

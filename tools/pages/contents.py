@@ -50,11 +50,12 @@ class Report:
 
 
 def read_episodes(path: Path, game: Game) -> list[dict]:
-    """The games of a file. Those without an outcome, as the released ones, are judged."""
+    """The games of a file. Those of other people, without an outcome of this game or a length, are judged."""
     episodes = read_json_or_jsonl(path)
     check_episodes(game, episodes, f"{path}: game", 1)
+    outcomes = [outcome.name for outcome in game.outcomes]
     for episode in episodes:
-        if "outcome" not in episode:
+        if episode.get("outcome") not in outcomes or not isinstance(episode.get("length"), int):
             verdict = game.judge(episode["history"], episode["target_word"], episode["max_turns"])
             episode.update(verdict._asdict())
     return episodes
