@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import uuid
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
 ENCODERS = {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}
 ENCODERS |= {"rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"}
 ENCODERS |= {"xmod"}
+JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
@@ -316,17 +318,27 @@ def _parse(text: str, where: StrPath):
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
     """The words of a file, one a line, without blanks and invisible characters (a byte order mark) at their ends.
 
-    UserError names the line of a word that `check` refuses by ValueError.
+    UserError names the line of a word that holds an invisible character, with which no said word would be equal, or
+    that `check` refuses by ValueError.
     """
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if word := line.strip(AROUND_WORDS):
             with told(f"{path}:{number}", ValueError, UserError):
+                _check_visible(line, word)
                 check(word)
             words.append(word)
     if not words:
         raise UserError(f"{path}: no words; expected one a line")
     return words
+
+
+def _check_visible(line: str, word: str) -> None:
+    """Raise UserError for a format character inside a word, such as U+200B; it names its place in the line."""
+    start = line.index(word)
+    for place, each in enumerate(word, start=start + 1):
+        if unicodedata.category(each) == "Cf" and each not in JOINERS:
+            raise UserError(f"character {place} is the invisible U+{ord(each):04X}, which nobody says; delete it")
 
 
 @contextmanager

@@ -53,11 +53,15 @@ def test_words_lose_blanks_and_invisible_characters_at_their_ends(tmp_path):
     assert utils.read_words(path) == ["cat", "cloud", "dog", "ice cream", "État"]
 
 
+INVISIBLE = (0x200B, 0x2060, 0xFEFF, 0xAD, 0x200E, 0x200F, 0x202E, 0x2066)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("cat\n\ndog\n", ":3: no dogs"),
         ("\n\n", ": no words"),
+        *((f"cat\n te{chr(code)}st\n", rf":2: character 4 .*U\+{code:04X}") for code in INVISIBLE),
     ],
 )
 def test_a_word_that_cannot_be_played_is_named_by_its_line(tmp_path, text, message):
@@ -68,6 +72,12 @@ def test_a_word_that_cannot_be_played_is_named_by_its_line(tmp_path, text, messa
     (tmp_path / "words.txt").write_text(text, encoding="utf-8")
     with pytest.raises(utils.UserError, match=rf"words\.txt{message}"):
         utils.read_words(tmp_path / "words.txt", check)
+
+
+def test_joiners_belong_to_words_of_some_languages(tmp_path):
+    words = ["می\u200cخواهم", "क्\u200dष", "👩\u200d🚀"]
+    utils.write_words(tmp_path / "words.txt", words)
+    assert utils.read_words(tmp_path / "words.txt") == words
 
 
 def test_readers_see_the_old_file_or_the_whole_new_one(tmp_path):
