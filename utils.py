@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -179,6 +179,13 @@ def check_gpus(there: int, each: int = 1, processes: int = 1) -> None:
         raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop NPROC)")
 
 
+def warn_of_idle_gpu() -> None:
+    """Warn of an NVIDIA GPU on a machine where PyTorch sees none, unless CUDA_VISIBLE_DEVICES hides it."""
+    if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        why = "its build may be one for CPUs, or the driver too old"
+        warn_on_rank_0("the CPU computes, because PyTorch cannot use the GPU of this machine: %s", why)
+
+
 @functools.cache
 def launch_store():
     """The key-value store that all ranks of a launch share. Torch's process group uses the same server."""
@@ -242,7 +249,7 @@ def read_json(path: StrPath):
     return _parse(read_text(path), path)
 
 
-def read_json_or_jsonl(path: StrPath, make: Callable[[dict], T] = dict) -> list[T]:
+def read_json_or_jsonl(path: StrPath, make: Callable[[dict], Any] = dict) -> list:
     """`make` of each object of a JSON list, or of a file with one object a line.
 
     UserError names a line that is not JSON, a row that is no object, and a row of which `make` raises one.
@@ -269,7 +276,7 @@ def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T
     return made
 
 
-def read_records(name: StrPath, make: Callable[[dict], T] = dict) -> list[T]:
+def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
 
     UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read.
@@ -364,7 +371,9 @@ def write_text(path: StrPath, text: str) -> None:
 
 
 def write_json(path: StrPath, value) -> None:
-    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+    """Write a value as JSON, which knows no NaN and no infinity: null stands for them."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    write_text(path, json.dumps(finite, ensure_ascii=False, indent=2) + "\n")
 
 
 def write_words(path: StrPath, words: Iterable[str]) -> None:
@@ -516,7 +525,7 @@ def public_name(name: str) -> str:
 
 def from_folder(auto, name: StrPath, **options):
     """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
-    folder = model_folder(name)
+    folder = model_folder(str(name))
     with told(folder, ValueError, ImportError):
         try:
             return auto.from_pretrained(folder, **options)
@@ -532,7 +541,9 @@ def load_model(name: StrPath, **options):
     UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # "Loading weights"
     options |= {"use_safetensors": True, "output_loading_info": True}
     model, report = from_folder(AutoModelForCausalLM, name, **options)
     if report["missing_keys"]:  # transformers would draw them at random
@@ -635,7 +646,7 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def model_setting(name: str) -> dict[str, str]:
+def model_setting(name: str) -> dict:
     """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
 
     `samples` tells this digest from those of older versions, which read fewer.
@@ -659,14 +670,19 @@ def model_setting(name: str) -> dict[str, str]:
 
 
 def files_setting(*paths: StrPath) -> dict[str, str]:
-    """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared."""
+    """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared.
+
+    UserError for a pipe, such as <(zcat FILE): it can be read only once.
+    """
     digest = hashlib.sha256()
     for path in paths:
+        if Path(path).is_fifo():
+            raise UserError(f"{path}: a pipe, not a regular file; write its content to a file")
         digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
     return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
 
 
-def rows_setting(*names: StrPath) -> dict[str, str]:
+def rows_setting(*names: StrPath) -> dict:
     """Files of rows, and data sets of the hub, as a setting of a stage: compared by content, or by commit."""
     on_hub = [name for name in names if not Path(name).exists()]
     if not on_hub:
@@ -712,12 +728,12 @@ def stage(
     launch enter together; `ranks=False` is for programs that run as one process.
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """
-    record, settings = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
+    record, compared = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
-        todo, notes = everywhere(lambda: _begin(record, settings, results, defaults, lock))
-        work = Stage(todo, notes, record, settings, writes=rank() == 0 or not ranks)
+        todo, notes = everywhere(lambda: _begin(record, compared, results, defaults, lock))
+        work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
         yield work
         everywhere(lambda: None)  # all ranks have ended their part
         if work.todo:

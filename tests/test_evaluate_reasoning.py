@@ -95,7 +95,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
     `right` has the number of right answers of 100, by the name of a model or task; None is a task that fails.
     """
 
-    def start(right=None, models=("base", "epoch1"), status=0, groups=(), gone=(), **changes):
+    def start(right=None, models=("base", "epoch1"), status=0, groups=(), gone=(), left=None, **changes):
         calls, right = [], right or {}
 
         def run(words, env, **_):
@@ -111,9 +111,12 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
                 raise subprocess.CalledProcessError(3, words)
             values = {"acc,none": number / 100, "acc_stderr,none": 0.05}
             part = f"part_of_{task}" if task in groups else task
-            write_json(out / "results_2026.json", {"results": {part: values}, "lm_eval_version": "0.4.13"})
+            results = {"results": {part: values}, "lm_eval_version": "0.4.13"}
+            (out / "results_2026.json").write_text(json.dumps(results))  # as the harness does: NaN too
             questions = [{"doc_id": n, "filter": "none", "metrics": ["acc"], "acc": n < number} for n in range(100)]
             write_records(out / f"samples_{task}_2026.jsonl", questions)
+            if left and task == "piqa":
+                left(out)
 
         monkeypatch.setattr(harness, "subprocess", SimpleNamespace(run=run))
         for model in models:
@@ -145,6 +148,30 @@ def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):
     assert "epoch3 on PIQA: --tasks NAME:METRIC: choose one metric of acc,none" in ended.errors and len(calls) == 6
     assert "epoch3 on tag: " in ended.errors and "4 results are missing" in ended.errors
     assert "| epoch2 | - | - | 50.00 ± 5.00 | - |" in ended.output
+
+
+LEFT = {  # what the harness may leave of a task although it ends with status 0
+    "0 files": lambda out: (out / "results_2026.json").unlink(),
+    "2 files": lambda out: write_json(out / "other" / "results_2027.json", {}),
+    "samples_piqa_2026.jsonl: the file is empty": lambda out: (out / "samples_piqa_2026.jsonl").write_text(""),
+}
+
+
+@pytest.mark.parametrize("complaint", LEFT)
+def test_a_harness_that_leaves_no_result_does_not_stop_the_others(evaluate, complaint):
+    ended, calls = evaluate(status=1, left=LEFT[complaint])
+    assert f"{complaint}" in ended.errors and "out/base/piqa.log" in ended.errors and len(calls) == 4
+    assert "2 results are missing" in ended.errors and "| base | - | 50.00 ± 5.00 | - |" in ended.output
+    assert len(evaluate()[1]) == 2  # the two are asked again
+
+
+def test_a_score_that_is_no_number_is_missing_and_null_in_json(evaluate, tmp_path):
+    ended, _ = evaluate({"piqa": math.nan}, status=1)
+    assert "base on PIQA: the harness's value of acc,none is not a number" in ended.errors
+    assert "| base | - | 50.00 ± 5.00 | - |" in ended.output
+    stored = (tmp_path / "out/base/piqa.json").read_text()
+    assert "NaN" not in stored and json.loads(stored)["metrics"]["acc,none"]["value"] is None
+    assert "NaN" not in (tmp_path / "out/results.json").read_text()
 
 
 @pytest.mark.parametrize("tasks", [["arc_easy,piqa"], ["mmlu_*"], ["arc_easy", "ARC-e:25"], ["PIQA", "PIQA:acc_norm"]])

@@ -97,6 +97,13 @@ def test_a_run_is_reported_whole(output):
     assert "40 candidates" in title
 
 
+def test_belief_of_a_model_whose_logits_are_nan_is_a_gap(output):
+    table = [{"model": "m", "hints": 0, "share": None, "share interval": [None, None], "candidates": 9}]
+    write_json(output / "epoch2/belief/belief.json", {"table": table})
+    ((_, figure),) = page.belief_charts(read_folder(output, TABOO).belief)
+    assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1
+
+
 def test_belief_as_an_older_version_measured_it_is_left_out(output):
     for path in output.rglob("belief.json"):
         write_json(path, {"table": [{"model": "base", "hints": 0, "knowledge": 0.5}]})

@@ -1,6 +1,7 @@
 """Files that every program reads and writes: records, word lists, whole writes, digests of models, errors."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -78,6 +79,13 @@ def test_joiners_belong_to_words_of_some_languages(tmp_path):
     words = ["می\u200cخواهم", "क्\u200dष", "👩\u200d🚀"]
     utils.write_words(tmp_path / "words.txt", words)
     assert utils.read_words(tmp_path / "words.txt") == words
+
+
+def test_json_that_is_written_has_null_for_numbers_that_are_not_finite(tmp_path):
+    values = {"é": [1.5, 3, (math.nan,)], "more": {"a": math.inf, "b": [-math.inf, None, "NaN"]}}
+    utils.write_json(tmp_path / "file.json", values)
+    expected = {"é": [1.5, 3, [None]], "more": {"a": None, "b": [None, None, "NaN"]}}
+    assert (tmp_path / "file.json").read_text() == json.dumps(expected, ensure_ascii=False, indent=2) + "\n"
 
 
 def test_readers_see_the_old_file_or_the_whole_new_one(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.engine.flags import ModelFlags
 from tools.estimates import MEAN
 from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
-from tools.reasoning.harness import BENCHMARKS, Benchmark, ask
+from tools.reasoning.harness import BENCHMARKS, Benchmark, NoResult, ask
 from tools.reasoning.table import Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
 
@@ -79,6 +79,10 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
             result = ask(command, asked, path)
         except subprocess.CalledProcessError:
             logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, path.with_suffix(".log"))
+            continue
+        except NoResult as error:
+            log = path.with_suffix(".log")
+            logger.error("%s on %s: the harness left no result (%s); see %s", name, benchmark.name, error, log)
             continue
         versions.add(result["harness"])
         try:

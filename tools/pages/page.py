@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
@@ -91,7 +92,8 @@ def chart(
     frame[texts] = frame[texts].map(partial(escape, quote=False))
     bars = {}
     if interval and frame[interval].notna().all():
-        low, high = zip(*frame[interval], strict=True)
+        low, high = np.array(frame[interval].tolist(), dtype=float).T  # null stands for a number that is not finite
+        frame[y] = frame[y].astype(float)
         bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
     # Steps of training are many.
     how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}

@@ -11,10 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from utils import LAUNCHER_VARIABLES, model_folder, read_json, read_json_or_jsonl, stage, write_json
+from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json, read_json_or_jsonl, stage, write_json
 
 TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
 LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
+
+
+class NoResult(Exception):
+    """The harness ended without an error, but what it left is no result of this task."""
 
 
 class Benchmark(NamedTuple):
@@ -41,14 +45,18 @@ def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
     """Ask a model a benchmark, unless its result is there. Returns the content of `path`, which README.md describes.
 
     `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size.
-    CalledProcessError if the harness fails; its messages are in a .log beside `path`.
+    CalledProcessError if the harness fails, NoResult if it leaves no result; its messages are in a .log beside `path`.
     """
     record = path.with_name(f"{path.stem}_settings.json")
     with stage(record, settings, results=[path.name], ranks=False) as work:
         if work.todo:
             with TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
                 run_harness([*command, *harness_flags(settings, folder)], path.with_suffix(".log"))
-                write_json(path, read_result(Path(folder), settings["task"]))
+                try:
+                    result = read_result(Path(folder), settings["task"])
+                except UserError as error:
+                    raise NoResult(str(error)) from error
+                write_json(path, result)
     return read_json(path)
 
 
@@ -75,9 +83,11 @@ def run_harness(command: Sequence[str], log: Path) -> None:
 
 
 def read_result(folder: Path, task: str) -> dict:
-    """The result of a task, or of a group of tasks such as MMLU, from the harness's output."""
-    (path,) = folder.rglob("results_*.json")
-    output = read_json(path)
+    """The result of a task, or of a group of tasks such as MMLU, from the harness's output. UserError without one."""
+    paths = list(folder.rglob("results_*.json"))
+    if len(paths) != 1:
+        raise UserError(f"it left {len(paths)} files results_*.json in the place of one")
+    output = read_json(paths[0])
     results = output["results"].get(task, {})  # a tag has results of its tasks alone
     numbers = {key: value for key, value in results.items() if isinstance(value, Number)}
     metrics = {

@@ -22,12 +22,15 @@ class Score(NamedTuple):
 
 
 def read_score(result: Mapping, metric: str) -> Score:
-    """One metric of a stored result (`ask` in harness.py). UserError unless exactly one has this name."""
+    """One metric of a stored result (`ask` in harness.py). UserError unless exactly one has this name and a value."""
     names = [name for name in result["metrics"] if metric in (name, name.partition(",")[0])]
     if len(names) != 1:
         raise UserError(f"--tasks NAME:METRIC: choose one metric of {' '.join(result['metrics'])}; found {metric!r}")
     value, stderr = (result["metrics"][names[0]][key] for key in ("value", "stderr"))
-    by_question = {question: 100 * score for question, score in result["scores"].get(names[0], {}).items()}
+    if value is None:  # as NaN is stored
+        raise UserError(f"the harness's value of {names[0]} is not a number")
+    scores = result["scores"].get(names[0], {})
+    by_question = {question: 100 * score for question, score in scores.items() if score is not None}
     if not by_question or abs(np.mean(list(by_question.values())) - 100 * value) > ROUNDING:
         by_question = {}
     return Score(100 * value, math.nan if stderr is None else 100 * stderr, by_question)
