@@ -191,6 +191,14 @@ def test_forms_of_a_word_are_one_candidate_and_the_right_one_is_always_among_the
         assert not any(belief._are_forms(GAME, secret, other) for other in candidates[1:])
 
 
+def test_a_secret_that_is_a_form_of_several_candidates_leaves_all_games_fewer():
+    words, secrets = ["arts", "artist", "pear", "fig"], ["art", "pear", "plum"]
+    among = belief.fewest_candidates(GAME, secrets, words)
+    of_secrets = [with_secret(GAME, secret, words, among) for secret in secrets]
+    assert min(len(with_secret(GAME, secret, words)) for secret in secrets) == among < len(words)
+    assert {len(candidates) for candidates in of_secrets} == {among} and [each[0] for each in of_secrets] == secrets
+
+
 @pytest.mark.parametrize("in_chat", [False, True])
 def test_a_sentence_is_encoded_as_the_target_of_a_row_without_its_end(in_chat):
     tokenizer, chat, row = build_tokenizer(), None, {"target": guess("apple")}

@@ -66,7 +66,7 @@ class Flags(GameFlags, ModelFlags):
 
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
     """The games of the split, and the candidates."""
-    from tools.matches.belief import draw_candidates  # brings torch
+    from tools.matches.belief import draw_candidates, fewest_candidates  # brings torch
 
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
@@ -78,7 +78,7 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
     if not episodes:
         raise UserError(f"{flags.games}: no games of --split {flags.split}")
     candidates = draw_candidates(game, words, flags.most_candidates, flags.seed)
-    if len(candidates) < 2:
+    if fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates) < 2:
         raise UserError(f"{flags.candidates or flags.games}: one word alone; a share needs other candidates")
     return episodes, candidates
 
@@ -86,7 +86,7 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
     """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`."""
     from tools.engine.local import load_local_model  # these bring torch
-    from tools.matches.belief import measure_game
+    from tools.matches.belief import fewest_candidates, measure_game
 
     gc.collect()  # frees the model before
     engine_flags = EngineFlags(
@@ -97,9 +97,11 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
         max_new_tokens=1,
     )
     local = load_local_model(model_folder(path), engine_flags)
+    # The same for all messages: shares among different numbers of candidates do not compare.
+    among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
-        numbers = measure_game(local, game, episode, candidates=candidates, templates=templates)
+        numbers = measure_game(local, game, episode, candidates=candidates, templates=templates, number=among)
         messages += [{"game": number} | message for message in numbers]
     return messages
 

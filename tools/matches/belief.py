@@ -45,10 +45,15 @@ def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) ->
     return candidates
 
 
-def with_secret(game: Game, secret: str, candidates: Sequence[str]) -> list[str]:
-    """The secret, then candidates that are no forms of it; in all at most as many as there are candidates."""
+def with_secret(game: Game, secret: str, candidates: Sequence[str], number: int | None = None) -> list[str]:
+    """The secret, then candidates that are no forms of it; in all at most `number`, or as many as candidates."""
     others = [word for word in candidates if not _are_forms(game, secret, word)]
-    return [secret, *others[: len(candidates) - 1]]
+    return [secret, *others][: number or len(candidates)]
+
+
+def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[str]) -> int:
+    """The number of candidates that every secret has: one that is a form of several leaves fewer."""
+    return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
 
 def _are_forms(game: Game, one: str, other: str) -> bool:
@@ -163,15 +168,21 @@ def _logprobs_as_tree(model, last: int, sentences: Sequence[Sequence[int]], cach
 
 
 def measure_game(
-    local: "LocalModel", game: Game, episode: Mapping, *, candidates: Sequence[str], templates: Templates
+    local: "LocalModel",
+    game: Game,
+    episode: Mapping,
+    *,
+    candidates: Sequence[str],
+    templates: Templates,
+    number: int | None = None,
 ) -> list[dict]:
     """The numbers of a model before the first hint of a game and after each hint, as the module's docstring has them.
 
-    The secret takes the place of its forms among `candidates`. `logprobs` holds log p of each guess, the right one
-    first.
+    The secret takes the place of its forms among `candidates`; `number` is how many count, unset: all. `logprobs`
+    holds log p of each guess, the right one first.
     """
     secret = episode["target_word"]
-    words = with_secret(game, secret, candidates)
+    words = with_secret(game, secret, candidates, number)
     guesses = [answer(game, word, templates)[1] for word in words]
     sentences = [encode_sentence(local.codec.tokenizer, guess, local.codec.chat) for guess in guesses]
     prompts = guesser_prompts(game, episode, templates, local.codec.chat)
