@@ -40,9 +40,10 @@ METHOD_ARGUMENTS = {
         "allow_negative_rewards": False,
     },
 }
-LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": None, "lora_merge": False}
+LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
 # The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
-# number of processes, the ZeRO stage, the machine, logging and saving do not change them.
+# number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
+# that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.)
 COMPARED = (
     *("train_method", "lora_rank", *LORA_ARGUMENTS),
     *("max_length", "padding_side", "truncation_side"),
@@ -53,6 +54,8 @@ COMPARED = (
 )
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
+ZERO_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muon")  # that DeepSpeed runs under ZeRO without UNTESTED
+UNTESTED = "zero_allow_untested_optimizer"
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
@@ -85,7 +88,7 @@ class SPAGArguments(TrainingArguments):
     lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
     lora_alpha: float | None = _help("LoRA scale, divided by the rank.")
     lora_dropout: float | None = _help("Dropout before the adapters.")
-    lora_target_modules: list[str] | None = _help("Layers that get adapters; default: peft's choice, else all-linear.")
+    lora_target_modules: list[str] | None = _help("Names of the layers that get adapters.")
     lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
 
     # Data.
@@ -123,6 +126,8 @@ class SPAGArguments(TrainingArguments):
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
         # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
+        if not self.use_cpu and not torch.cuda.is_available():
+            utils.warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:
             self.tf32 = None  # TensorFloat-32 is a format of GPUs
@@ -131,6 +136,7 @@ class SPAGArguments(TrainingArguments):
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
         with utils.told("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
+            _check_deepspeed_numbers(self)
             for callback in get_reporting_integration_callbacks(self.report_to):
                 callback()  # looks for its package
             optimizer = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
@@ -203,9 +209,12 @@ def _check_run(args: SPAGArguments) -> None:
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args.deepspeed)
-    for package, wanted in (("peft", args.lora_rank), ("deepspeed", args.deepspeed)):
+    if args.eval_on_start and not args.eval_data_path:
+        raise utils.UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
+    optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
+    for package, wanted in optional.items():
         if wanted:
-            utils.require(package, package)
+            utils.require(package.replace("-", "_"), package)
 
 
 def _check_precision(args: SPAGArguments) -> None:
@@ -227,6 +236,16 @@ def _check_deepspeed_file(path: str) -> None:
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         raise utils.UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
+    optimizer = config.get("optimizer", {}).get("type", "AdamW")
+    if zero.get("stage") and optimizer.lower() not in ZERO_OPTIMIZERS and not config.get(UNTESTED):
+        raise utils.UserError(f"{path}: ZeRO does not know the optimizer {optimizer}; {UNTESTED!r} true tries it")
+
+
+def _check_deepspeed_numbers(args: SPAGArguments) -> None:
+    """Raise UserError for numbers in the DeepSpeed file that differ from the flags, as transformers found them."""
+    if args.deepspeed and (different := args.hf_deepspeed_config.mismatches):
+        lines = "; ".join(line.strip(" -") for line in different)
+        raise utils.UserError(f"{args.deepspeed}: {lines}; write \"auto\" there, which takes the flags' values")
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
@@ -275,8 +294,10 @@ def _default_of(action: Action) -> str:
         return f" (needed by {' and '.join(by_method)}, unless there is a --lora_rank)"
     if by_method:
         return f" (default: {', '.join(f'{method} {default}' for method, default in by_method.items())})"
-    default = LORA_ARGUMENTS.get(action.dest)
-    return "" if default is None else f" (default: {default})"
+    if action.dest in LORA_ARGUMENTS:
+        default = LORA_ARGUMENTS[action.dest]
+        return f" (default: {' '.join(default) if isinstance(default, list) else default})"
+    return ""
 
 
 GROUPS = REQUIRED, OF_METHODS, OF_LORA, OF_THIS_PROJECT, OF_THE_TRAINER = (

@@ -8,6 +8,7 @@ Started again, the same command continues from the last complete checkpoint. If 
 settings are refused: utils.stage compares `run_settings` (arguments.py) with those in OUTPUT_DIR/settings.json.
 """
 
+import logging
 import os
 import shutil
 import sys
@@ -22,10 +23,13 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
-from arguments import SPAGArguments, parse_arguments
+from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
 from dataloaders import Row, SPAGCollator, column, load_rows
 from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
+logger = logging.getLogger(__name__)
+ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
+MAMBA_TYPES = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # types of models
 SCRATCH = ".rows"  # in OUTPUT_DIR: the encoded rows of this start
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
@@ -117,6 +121,8 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
         saved_tokenizer.pad_token = None  # the Trainer copies it to the model's configuration, which could not be read
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    logger.info("training on %s in %s, weights in %s", args.device, precision, model.dtype)
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
         args=args,
@@ -250,21 +256,44 @@ def freeze_all_but_text(model: PreTrainedModel) -> None:
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):
-    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies."""
-    from peft import LoraConfig, get_peft_model
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies.
 
-    targets = args.lora_target_modules or (None if model.config.model_type in KNOWN else ["all-linear"])
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-    )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    UserError for targets that the model lacks, or that cannot be adapted.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets = args.lora_target_modules
+    layers = [name for name, _ in model.named_modules()]
+    missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in layers)]
+    if targets != ALL_LINEAR and missing:  # peft would go on with those that are there
+        raise utils.UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
+    is_mamba = targets == ALL_LINEAR and model.config.model_type in MAMBA_TYPES
+    with utils.told("--lora flags", ValueError, TypeError):
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules="all-linear" if targets == ALL_LINEAR else targets,
+            exclude_modules=["out_proj", "conv1d"] if is_mamba else None,  # read past adapters, so peft refuses them
+        )
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    check_tied_weights(adapted)
     freeze_all_but_text(adapted)
     return adapted
+
+
+def check_tied_weights(adapted) -> None:
+    """Raise UserError for adapters on one of two layers that share a weight: merged, they would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    module = adapted.get_base_model()
+    both = module.get_input_embeddings(), module.get_output_embeddings()
+    is_adapted = any(isinstance(layer, BaseTunerLayer) for layer in both)
+    if is_adapted and module.config.get_text_config().tie_word_embeddings:
+        raise utils.UserError(
+            "--lora_target_modules: the embeddings of this model are tied to its output layer; leave both out"
+        )
 
 
 def merge_lora(trainer: SPAGTrainer) -> None:

@@ -6,6 +6,7 @@ l under the policy and under the frozen reference model as (batch,) tensors; the
 
 import contextlib
 import gc
+import logging
 import math
 import shutil
 import tempfile
@@ -45,6 +46,7 @@ CITATION = """
 """
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
+logger = logging.getLogger(__name__)
 
 
 class Mean(NamedTuple):
@@ -285,7 +287,23 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
             f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
             "--deepspeed that made them, or delete them"
         )
-    return max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    last = max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    processes = len(list(Path(last).glob("global_step*/*zero_pp_rank_*_optim_states.pt"))) if last else 0
+    if args.deepspeed and processes not in (0, args.world_size):  # ZeRO: a part of the optimizer for each process
+        raise utils.UserError(
+            f"{last}: made by {processes} processes, which ZeRO cannot continue with {args.world_size}; start with "
+            f"{processes} processes, or delete the checkpoints"
+        )
+    return last
+
+
+@contextlib.contextmanager
+def deletion_may_fail(folder: Path) -> Iterator[None]:
+    """Warn of an older checkpoint that cannot be deleted, such as one of which NFS holds an open file, and go on."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: an older checkpoint cannot be deleted (%s); training goes on", folder, error)
 
 
 def games_of(paths: list[str]) -> list[str]:
@@ -487,10 +505,11 @@ class SPAGTrainer(Trainer, TrainerCallback):
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
             utils.share_weights(checkpoint)
             (checkpoint / COMPLETE).touch()
-            for checkpoint in folder.glob("checkpoint-*"):
-                if not (checkpoint / COMPLETE).is_file():  # of a killed launch; save_total_limit must not count it
-                    shutil.rmtree(checkpoint)
-            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
+            with deletion_may_fail(folder):
+                for checkpoint in folder.glob("checkpoint-*"):
+                    if not (checkpoint / COMPLETE).is_file():  # of a killed launch; save_total_limit must not count it
+                        shutil.rmtree(checkpoint)
+                rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
 
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""

@@ -76,7 +76,7 @@ REPORT=True        # True: make report.html after each epoch
 # [machine] Where this start runs, and how far: these may change too, and a run LIKE another does not take them from it.
 OUTPUT=            # folder of all results (needed)
 UNTIL=             # stop after imitation, epochK_play or epochK_train; without it the same command goes on
-NPROC=auto         # processes of this machine; auto: its GPUs, or 1
+NPROC=auto         # processes of this machine; auto: its GPUs, or 1 (with DEEPSPEED a stopped training needs the same)
 NNODES=1           # machines; the same command runs on each, with OUTPUT on a shared folder
 NODE_RANK=0        # number of this machine, from 0
 RDZV_ENDPOINT=localhost:0 # with several machines: host:port of machine 0

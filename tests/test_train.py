@@ -18,7 +18,7 @@ from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
 from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import arguments
 import train
@@ -325,6 +325,47 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
 
 
+NUMBERS = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1, "zero_optimization": {"stage": 2}}
+
+
+def test_numbers_in_a_deepspeed_file_that_differ_from_the_flags_are_one_line(tmp_path, mixed_rows, tiny_model):
+    utils.write_json(tmp_path / "numbers.json", NUMBERS)
+    message = "numbers.json: .*train_micro_batch_size_per_gpu=3 vs hf .*=8; .*gradient_clipping=0.1.*auto"
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model, deepspeed=tmp_path / "numbers.json"), message)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, mixed_rows, tiny_model, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def busy(path, *more, **options):
+        if "checkpoint-" in str(path):
+            raise OSError("Directory not empty: '.nfs0001'")
+        rmtree(path, *more, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    settings = sft(mixed_rows, tiny_model, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)
+    printed = call(train.main, *flags(tmp_path / "out", settings)).errors
+    assert "checkpoint cannot be deleted (Directory not empty" in printed
+    assert utils.read_json(tmp_path / "out/settings.json")["finished"]
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_zero_continues_a_training_with_the_number_of_processes_that_began_it(tmp_path, prefix):
+    state = tmp_path / "checkpoint-2/global_step2"
+    state.mkdir(parents=True)
+    names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    for path in (state.parent / "complete", *(state / name for name in [*names, "mp_rank_00_model_states.pt"])):
+        path.touch()
+
+    def continued(processes: int) -> str | None:
+        start = {"output_dir": tmp_path, "resume_from_checkpoint": None, "deepspeed": "zero2.json"}
+        return trainers.last_checkpoint(SimpleNamespace(**start, world_size=processes))
+
+    assert continued(2) == str(state.parent)
+    with pytest.raises(utils.UserError, match="checkpoint-2: made by 2 processes.* with 1; start with 2"):
+        continued(1)
+
+
 def test_a_start_that_shall_not_continue_is_refused_where_there_are_checkpoints(stopped, plain_runs, tiny_model):
     output, settings = stopped
     before = contents(output)
@@ -334,6 +375,51 @@ def test_a_start_that_shall_not_continue_is_refused_where_there_are_checkpoints(
     (output / "checkpoint-2").rename(output / "kept-2")
     steps = run(output, settings, resume_from_checkpoint=False)
     assert_same_curve(steps, plain_runs[tiny_model][0])
+
+
+LORA_MISTAKES = [
+    ({"lora_target_modules": ["typo"]}, "--lora_target_modules: no layer is called typo"),
+    ({"lora_target_modules": ["q_proj", "typo"]}, "no layer is called typo"),
+    ({"lora_target_modules": ["q_proj,v_proj"]}, "no layer is called q_proj,v_proj"),
+    ({"lora_target_modules": ["all"]}, "no layer is called all"),
+    ({"lora_target_modules": ["norm"]}, "--lora.*LlamaRMSNorm.* is not supported"),
+    ({"lora_rank": -1}, "--lora.*should be a positive integer"),
+    ({"lora_dropout": 1.5}, "--lora.*between 0 and 1"),
+]
+
+
+@pytest.mark.parametrize("changes, message", LORA_MISTAKES, ids=str)
+def test_a_mistake_in_loras_flags_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4) | changes, message)
+
+
+def test_adapters_on_tied_embeddings_are_refused(tmp_path, mixed_rows, tiny_model):
+    tied = copy_model(tiny_model, tmp_path / "tied", tie_word_embeddings=True)
+    settings = sft(mixed_rows, tied, lora_rank=4, max_steps=1)
+    for layer in ("embed_tokens", "lm_head"):
+        targets = {"lora_target_modules": ["q_proj", layer]}
+        refused(tmp_path / "out", settings | targets, "are tied to its output layer")
+    run(tmp_path / "out", settings)
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+SMALL = TINY | {"num_attention_heads": 4, "intermediate_size": 64}
+MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
+
+
+@pytest.mark.parametrize(
+    "kind, config, adapted",
+    [
+        ("llama", SMALL, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("mixtral", SMALL | {"num_key_value_heads": 2}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("mamba2", MAMBA | {"n_groups": 1}, {"in_proj"}),
+    ],
+)
+def test_by_default_all_linear_layers_get_adapters(kind, config, adapted):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+    args = SimpleNamespace(lora_rank=4, deepspeed=None, **arguments.LORA_ARGUMENTS)
+    names = {name.split(".")[-2] for name, _ in train.add_lora(model, args).named_modules() if name.endswith("lora_A")}
+    assert adapted <= names
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
