@@ -187,7 +187,7 @@ def test_any_reply_survives_play_the_merge_and_becomes_the_target_that_is_traine
     targets = [row["target"] for row in read_json_or_jsonl(rows)]
     assert targets == [text for text in REPLIES for _ in GAME.roles]
     for text, row in zip(targets, load_rows([str(rows)], tokenizer), strict=True):
-        trained = tokenizer.decode(row["labels"][row["labels"] != -100][:-1])  # without EOS
+        trained = tokenizer.decode([label for label in row["labels"] if label != -100][:-1])  # without EOS
         assert trained == re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
@@ -284,16 +284,16 @@ def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path
     assert [json.loads(line)["index"] for line in open(tmp_path / f"{STEM}_rank0.jsonl")] == [0, 2, 4, 5, 1, 3]
 
 
-def test_the_record_names_the_engines_of_each_start_also_of_one_that_was_killed(run, tmp_path, monkeypatch):
+def test_the_record_names_the_engines_of_each_start_also_of_one_that_was_stopped(run, tmp_path, monkeypatch):
     append = EpisodeFiles.append
 
-    def killed(self, episode):
+    def interrupted(self, episode):
         append(self, episode)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(EpisodeFiles, "append", killed)
-        run(max_games=6)  # --engine auto
+    with monkeypatch.context() as patch:
+        patch.setattr(EpisodeFiles, "append", interrupted)
+        run(max_games=6, status=130)  # --engine auto
     record = tmp_path / f"{STEM}_settings.json"
     assert read_json(record)["engines"] == [["slots"]] and not read_json(record)["finished"]
     run(max_games=6, engine="generate")

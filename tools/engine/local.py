@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig
-from transformers.utils.logging import disable_progress_bar
 
 from tools.engine.flags import EngineFlags
 from tools.engine.state import TorchState
@@ -30,7 +29,16 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import Positions, check_gpus, check_token, load_model, load_tokenizer, special_texts, whole_characters
+from utils import (
+    Positions,
+    check_gpus,
+    check_token,
+    load_model,
+    load_tokenizer,
+    special_texts,
+    warn_of_idle_gpu,
+    whole_characters,
+)
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -99,6 +107,7 @@ class LocalModel:
         self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size, Positions(model))
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
         model.generation_config = GenerationConfig()
+        self.computes_in = f"on {model.device} in {str(model.dtype).removeprefix('torch.')}"
 
 
 def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
@@ -106,7 +115,6 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
-    disable_progress_bar()  # "Loading weights"
     code = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(str(folder), **code)
     model = load_model(folder, dtype=flags.dtype or "auto", device_map={"": device}, **code)
@@ -116,6 +124,7 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
 def own_device() -> torch.device:
     """The GPU of this process, or the CPU: Apple's GPUs are not tested. UserError if others have all GPUs."""
     if not torch.cuda.is_available():
+        warn_of_idle_gpu()
         return torch.device("cpu")
     check_gpus(torch.cuda.device_count())
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -139,6 +148,7 @@ class Engine(Protocol):
     name: ClassVar[str]  # as in --engine
     codec: Codec
     size: int  # requests that it computes at a time
+    computes_in: str  # device and type of numbers, for the log
     keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
 
     def start(self, request: int, prompt: Prompt) -> None:

@@ -66,6 +66,7 @@ class VLLMEngine:
         self.codec, self.size = Codec(load_tokenizer(str(folder), **code), flags, generation), size
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
+        self.computes_in = f"in {dtype}"
         words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
         words += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
         words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]

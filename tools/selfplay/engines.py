@@ -1,6 +1,7 @@
 """From the players' names on the command line to players. Models that play are loaded here, and torch with them."""
 
 import gc
+import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tools.engine.local import Engine, LocalModel  # brings torch
     from tools.engine.state import TorchState
 
+logger = logging.getLogger(__name__)
 VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
@@ -112,6 +114,8 @@ def make_players(
     busy += sum(engine.size for engine in engines.values())
     slots = [engine.size for engine in engines.values() if engine.keeps_games]
     at_once = limit or min([busy or games_left, *slots])
+    for folder, engine in engines.items():
+        logger.info("%s: engine %s %s, %d games at once", folder, engine.name, engine.computes_in, at_once)
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 

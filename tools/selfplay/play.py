@@ -17,9 +17,8 @@ from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, th
 from tools.selfplay.engines import NoteEngines, make_players
 from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens, thought_is_open
 from tools.selfplay.flags import PlayFlags
-from utils import UserError, printable, rank, without, world_size
+from utils import INTERRUPTED, UserError, printable, rank, without, world_size
 
-INTERRUPTED = 130  # exit status of a program that Ctrl-C has ended
 logger = logging.getLogger(__name__)
 OnEpisode = Callable[[Episode], None]  # called with each game that has ended
 
