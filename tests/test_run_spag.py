@@ -108,7 +108,8 @@ class Loop:
         return dict(zip(re.findall(r"\] (\w+); its log: ", printed), self.calls(), strict=True))
 
     def calls(self) -> list[list[str]]:
-        return [line.split("\t")[:-1] for line in (self.folder / "calls").read_text().splitlines()]
+        calls = [line.split("\t")[:-1] for line in (self.folder / "calls").read_text().splitlines()]
+        return [words for words in calls if words[0] != "-c"]  # which looks for packages
 
 
 @pytest.fixture

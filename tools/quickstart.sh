@@ -4,7 +4,7 @@
 #
 #   bash tools/quickstart.sh
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
-# PYTHON names the interpreter (3.10 to 3.14), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
+# PYTHON names the interpreter (3.11 to 3.14), OUTPUT the folder of results. Arguments go to run_spag.sh: EPOCHS=2.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -18,6 +18,8 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
   [ -n "$gpu" ] || grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
   pip_install -r .venv/requirements.txt
 }
+
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^# PYTHON/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 main() {
   local data epoch listed models newest table word smaller=() quick=()

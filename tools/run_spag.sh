@@ -13,7 +13,11 @@ PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 . "$root/tools/loop/common.sh" # run STAGE COMMAND..., and signals
 
 main() {
-  [ "$1" != --help ] || { cat "$root/configs/defaults.sh"; exit; }
+  case $1 in --help | -h) cat "$root/configs/defaults.sh"; exit ;; esac
+  "$PYTHON" -c 'import filelock' >/dev/null 2>&1 || {
+    warn "error: ${PYTHON:-python} lacks this project's packages: source .venv/bin/activate, or pip install -r requirements.txt"
+    exit 2
+  }
   OUTPUT=$("$PYTHON" "$root/tools/loop/settings.py" --output "$@") # empty but on machine 0
   [ -z "$OUTPUT" ] || { mkdir -p "$OUTPUT" && exec 9>>"$OUTPUT/.loop.lock"; } # shell and stages hold the lock
   settings=$("$PYTHON" "$root/tools/loop/settings.py" ${OUTPUT:+--lock} "$@") # lines NAME='value'; some are arrays
@@ -101,7 +105,8 @@ train() { # train STAGE FOLDER FLAGS...: $model is the start and the reference; 
     --per_device_eval_batch_size $((TRAIN_BATCH > 8 ? TRAIN_BATCH : 8)) "${precision[@]}" "${saving[@]}" \
     --gradient_checkpointing "$GRADIENT_CHECKPOINTING" ${DEEPSPEED:+--deepspeed "$DEEPSPEED"} \
     ${LORA_RANK:+--lora_rank "$LORA_RANK" --lora_merge True} "${@:3}"
-  on_machine_0 find "$2" -maxdepth 1 -name 'checkpoint-*' -exec rm -rf {} + # this training has ended
+  on_machine_0 find "$2" -maxdepth 1 -name 'checkpoint-*' -exec rm -rf {} + || # this training has ended
+    warn "warning: $2: checkpoints that cannot be deleted stay"
   model=$2${LORA_RANK:+/merged}
 }
 

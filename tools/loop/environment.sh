@@ -16,8 +16,8 @@ set_up() { # set_up NAME FILE: install requirements.txt and FILE by the script's
   requirements=$(cat requirements.txt "$2")
   [ "$(cat "$stamp" 2>/dev/null)" != "$requirements" ] || return 0
   say "installing into .venv; log: $log"
-  "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' ||
-    fail "$python is not Python 3.10 to 3.14; PYTHON=/path/to/python names another one"
+  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' ||
+    fail "$python is not Python 3.11 to 3.14; PYTHON=/path/to/python names another one"
   "$venv" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
     { "$python" -m venv --clear --without-pip .venv && "$python" -m pip --python "$venv" install pip; } # as in Colab
   if [ -z "$gpu" ] && [ "$(uname)" = Linux ]; then # PyPI's build for Linux comes with several GB of CUDA
