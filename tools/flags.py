@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
     In the help, required flags come first, then a group for each dataclass that `kind` is made of.
     """
-    hints, groups = get_type_hints(kind), {}
+    hints, groups = get_type_hints(kind), dict[str, argparse._ArgumentGroup]()
     for field in sorted(dataclasses.fields(kind), key=lambda field: not _is_required(field)):
         title = "required" if _is_required(field) else _group(kind, field.name)
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
@@ -103,7 +103,7 @@ def parse_command(*kinds: type[T], description: str) -> T:
     parser.add_argument("command", choices=commands, help="its own --help lists its flags")
     command = parser.parse_args(sys.argv[1:2]).command
     kind = commands[command]
-    return parse_flags(kind, sys.argv[2:], description=kind.__doc__, prog=f"{parser.prog} {command}")
+    return parse_flags(kind, sys.argv[2:], description=kind.__doc__ or "", prog=f"{parser.prog} {command}")
 
 
 def check_values(flags) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up .venv, and run the linter and the tests. Arguments go to pytest: bash tools/test.sh -k collator
-# PYTHON names the interpreter (3.10 to 3.14). tests/README.md has more.
+# PYTHON names the interpreter (3.11 to 3.14). tests/README.md has more.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -23,4 +23,5 @@ install_rest() { # also compiles DeepSpeed's operators (two minutes, once), and 
 set_up tests tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" OMP_WAIT_POLICY=passive
 ruff check .
+mypy # the files that pyproject.toml names
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores

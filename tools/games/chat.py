@@ -61,12 +61,13 @@ class ChatTemplate:
             raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
         before, _, after = whole.rpartition(SAMPLE[-1]["content"])
         self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # what it writes before a reply
-        shown = tokenizer.decode(tokenizer(self.lead, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+        lead_ids = tokenizer(self.lead, add_special_tokens=False)["input_ids"]
+        shown = str(tokenizer.decode(lead_ids, skip_special_tokens=True))
         if TAGS.sub("", shown).strip():  # as gpt-oss, whose replies name their channels
             raise UserError(f"{name}: its replies begin with {self.lead!r}, which the other player would read")
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
         self.end_id = next((token for token in ids if token in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
-        end = tokenizer.convert_ids_to_tokens(self.end_id)
+        end = str(tokenizer.convert_ids_to_tokens(self.end_id))
         self.end = (after.partition(end)[0] if end in after else "") + end  # and behind it
         if opened := OPEN_THOUGHT.search(prompt):
             if not thinking:  # the other player would read it

@@ -44,9 +44,9 @@ class Verdict(NamedTuple):
 class Game:
     """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options."""
 
-    name: ClassVar[str]  # as in --game
-    title: ClassVar[str]  # the name that people read
-    max_turns: ClassVar[int]  # the default; a turn is one message of each role
+    name: str  # as in --game
+    title: str  # the name that people read
+    max_turns: int  # the default; a turn is one message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
     roles: ClassVar[tuple[str, str]]  # --attacker_model_name_or_path plays the first, --defender_... the second
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided

@@ -65,7 +65,10 @@ def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max
 
 def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
     """`Game.answer`; a text `answer` of the prompt file, with {target_word} for the secret, replaces its message."""
-    role, message = game.answer(task)
+    named = game.answer(task)
+    if named is None:
+        raise ValueError(f"{game.title} has no secret")
+    role, message = named
     return role, str(templates.get("answer", message)).replace("{target_word}", task)
 
 

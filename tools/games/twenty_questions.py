@@ -1,6 +1,7 @@
 """20 Questions, a game that both win or lose together: the guesser asks, the answerer knows the thing."""
 
 import re
+from typing import ClassVar
 
 from tools.games.game import GUESS, SECRET, Game, History, Outcome, whole_word
 from utils import ROOT
@@ -14,7 +15,7 @@ class TwentyQuestions(Game):
     name, title, max_turns = "twenty_questions", "20 Questions", 20
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
-    outcomes = (
+    outcomes: ClassVar[tuple[Outcome, ...]] = (
         Outcome(FOUND, points=(1.0, 1.0)),
         Outcome(SAID, breach=True, points=(0.0, 0.0)),
         Outcome(NO_ANSWER, breach=True, points=(0.0, 0.0)),

@@ -76,16 +76,20 @@ def connect(flags: ServerFlags):
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
     url = url or OPENAI_URL
-    options = {}
     if urlsplit(url).hostname in LOCAL_HOSTS:
         # No proxies. The context reads SSL_CERT_FILE and SSL_CERT_DIR, which the client leaves out with the proxies.
-        options = {"trust_env": False, "verify": ssl.create_default_context()}
-    with told("HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY", ImportError, ValueError):
-        http_client = openai.DefaultAsyncHttpxClient(**options)
-    settings = {"base_url": url, "max_retries": flags.openai_retries, "http_client": http_client}
-    settings["timeout"] = openai.Timeout(flags.openai_timeout, connect=5)
-    # A server without keys takes any key, and the client insists on one.
-    return openai.AsyncOpenAI(api_key=key or "no-key", **settings)
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False, verify=ssl.create_default_context())
+    else:
+        proxy = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY"
+        with told(proxy, ImportError, ValueError):
+            http_client = openai.DefaultAsyncHttpxClient()
+    return openai.AsyncOpenAI(
+        api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one
+        base_url=url,
+        max_retries=flags.openai_retries,
+        timeout=openai.Timeout(flags.openai_timeout, connect=5),
+        http_client=http_client,
+    )
 
 
 class ServerPlayer(Player):
@@ -117,9 +121,10 @@ class ServerPlayer(Player):
                 body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
                 break
             except openai.APIError as error:
-                status = getattr(error, "status_code", None)  # None: no answer came
+                status, said = None, f"{error} {error.__cause__ or ''}"  # None: no answer came
+                if isinstance(error, openai.APIStatusError):
+                    status, said = error.status_code, f"status {error.status_code}: {error.response.text}"
                 if form == forms[-1] or status not in REFUSED:
-                    said = f"status {status}: {error.response.text}" if status else f"{error} {error.__cause__ or ''}"
                     raise self._failure(status, said) from None
         try:
             reply = self._read(body)

@@ -109,7 +109,7 @@ class EpisodeFiles:
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`."""
-    outcomes, counts = Counter(), Counter()
+    outcomes, counts = Counter[str](), Counter[str]()
     for episode in episodes:
         replies = episode.get("replies") or ()
         outcomes[episode["outcome"]] += 1
@@ -123,7 +123,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
             thoughts=sum("thought" in reply for reply in replies),
             cut_thoughts=sum(thought_is_open(reply) and reply["finish_reason"] == LENGTH for reply in replies),
         )
-    won = Counter()  # games that a role won without a breach
+    won = Counter[str | None]()  # games that a role won without a breach
     for outcome in game.outcomes:
         won[outcome.winner] += 0 if outcome.breach else outcomes[outcome.name]
     first, second = (won[role] for role in game.roles)

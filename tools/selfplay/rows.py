@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat, TypedDict
+from typing import TYPE_CHECKING, SupportsFloat, TypedDict, cast
 
 from tools.flags import flag
 from tools.games import load_game, prompts
@@ -74,7 +74,7 @@ class ChatFlags:
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):
             raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
-        return self.template_of(self.tokenizer, self.thinking) if self.chat_template else None
+        return self.template_of(self.tokenizer, self.thinking) if self.tokenizer else None
 
     def template_of(self, model: str, thinking: bool) -> "ChatTemplate":
         from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
@@ -207,12 +207,15 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     if row_messages(record):
-        tools = {"tools": record["tools"]} if record.get("tools") else {}
-        return {"messages": record["messages"], **tools, "type": "sft", "weight": 1.0}
+        conversation: Row = {"messages": record["messages"], "type": "sft", "weight": 1.0}
+        if record.get("tools"):
+            conversation["tools"] = record["tools"]
+        return conversation
     query, target, record = row_texts(record, alpaca_to_turn if chat else alpaca_to_row)
-    row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
-    row |= {"chat_template": True} if record.get("chat_template") else {}
-    return chat.row(row) if chat else row
+    row: Row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
+    if record.get("chat_template"):
+        row["chat_template"] = True
+    return cast(Row, chat.row(dict(row))) if chat else row
 
 
 def alpaca_to_turn(example: Mapping) -> dict:
