@@ -7,12 +7,16 @@ import pty
 import select
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
+from graded_game import Divide
 from helpers import ENVIRONMENT, call, play_flags, start
 
 from tools import play_llm_game
+from tools.games import load_game
+from tools.players.human import HumanPlayer
 from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
@@ -132,6 +136,16 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     again.interrupt()  # acts at once, in the middle of a line
     assert "Traceback" not in again.read_until("You have left.") + again.read_all(status=130)
     assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    "game, task, end",
+    [(load_game("twenty_questions"), "apple", "; the secret was `apple` ---"), (Divide(), "10", "--- over ---")],
+)
+def test_the_end_of_a_game_names_its_secret_if_it_has_one(game, task, end, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    HumanPlayer(game).game_over({"history": [], "outcome": "over", "target_word": task})
+    assert capsys.readouterr().out.strip().endswith(end)
 
 
 def test_a_person_without_a_terminal_is_told_so(flags, monkeypatch):
