@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ENVIRONMENT, ROOT, call
 
-from tools.estimates import MEAN
+from tools.estimates import MEAN, markdown
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results
 from tools.reasoning.table import Score, score_rows
@@ -152,6 +152,19 @@ def test_the_folder_of_a_loop_is_replaced_only_where_a_path_begins(tmp_path, mon
 def test_loops_are_given_by_their_folders_too(seeds):
     named = [f"{arm}={folder}/{arm}" for folder in seeds for arm in ("released", "detached")]
     assert table_of(*named).output == table_of(*map(collected, seeds)).output
+
+
+def test_a_loop_without_an_ended_epoch_and_a_file_of_something_else_are_one_line(tmp_path):
+    make_loop(tmp_path / "begun", seed=1, wins=(50,))
+    write_json(tmp_path / "other.json", {"results": []})
+    begun, other = f"spag={tmp_path / 'begun'}", tmp_path / "other.json"
+    for name, message in ((begun, "no epoch of these loops"), (other, "other.json: not the results of a seed")):
+        errors = call(table.main, "--results", name, status=2).errors
+        assert message in errors and "Traceback" not in errors
+
+
+def test_a_bar_in_a_name_stays_in_its_cell():
+    assert markdown([["a|b", 1]]).splitlines()[0] == "| a\\|b | 1 |"
 
 
 def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_holm():

@@ -72,5 +72,6 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
 
 
 def markdown(lines: Iterable[Sequence]) -> str:
-    head, *body = lines
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *body))
+    """Lines of cells as a table. A bar inside a cell is escaped."""
+    head, *body = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))

@@ -57,6 +57,9 @@ def read_results(names: Sequence[str | Path]) -> list[dict]:
     """Read files of seeds, and loops given as ARM=OUTPUT. Returns what they hold, in collect.py's form, by seed."""
     parts = [str(name).partition("=") for name in names]
     results = [collect.read_loop(arm, Path(loop)) if loop else read_json(arm) for arm, _, loop in parts]
+    for name, result in zip(names, results, strict=True):
+        if "seed" not in result:
+            raise UserError(f"{name}: not the results of a seed, as tools/study/collect.py writes them")
     return sorted(results, key=lambda result: result["seed"])
 
 
@@ -175,7 +178,10 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: 
 def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:
     refuse_mixed(results)
     frame = to_frame(results)
-    first, *others = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
+    arms = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
+    if not arms:
+        raise UserError("no epoch of these loops has ended, so there is nothing to show")
+    first, *others = arms
     shares = [column for column in frame[frame.table == GUESSES].column.unique() if column.startswith("share")]
     from_first = [(measure, arm, first) for measure in ("points", *shares, MEAN) for arm in others]
     minus = minus or [comparison for comparison in from_first if paired(frame, *comparison)]
